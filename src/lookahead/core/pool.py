@@ -1,0 +1,107 @@
+"""The n-gram pool (paper, section 3.1): continuations by their first token.
+
+Knows tokens only. At most ``guess_set_size`` continuations per key, the least recently used one goes
+first; optionally at most ``max_keys`` keys, first in, first out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from .errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """What a pool holds. Fan-out is the number of continuations of one key."""
+
+    keys: int
+    continuations: int
+    mean_fan_out: float
+    median_fan_out: float
+    largest_fan_out: int
+    hits: int
+    misses: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class NGramPool:
+    """N-grams by key.
+
+    Args:
+        guess_set_size: G, continuations kept per key (and candidates offered); 0 keeps none.
+        max_keys: keys kept in all; None means no limit.
+    """
+
+    def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:
+        if guess_set_size < 0:
+            raise SettingsError(f"guess_set_size must be at least 0, got {guess_set_size}")
+        if max_keys is not None and max_keys < 1:
+            raise SettingsError(f"max_pool_keys must be at least 1 or None, got {max_keys}")
+        self.guess_set_size = guess_set_size
+        self.max_keys = max_keys
+        self.hits = 0
+        self.misses = 0
+        # A dict keeps insertion order: the first entry of a bucket is its least recently used one.
+        self._buckets: dict[int, dict[tuple[int, ...], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, key: int, continuation: tuple[int, ...]) -> None:
+        """Keep ``continuation`` (N-1 tokens) as the most recently used one of ``key``."""
+        if not continuation or not self.guess_set_size:
+            return
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if self.max_keys is not None and len(self._buckets) >= self.max_keys:
+                del self._buckets[next(iter(self._buckets))]
+            bucket = self._buckets[key] = {}
+        elif continuation in bucket:
+            del bucket[continuation]
+        elif len(bucket) >= self.guess_set_size:
+            del bucket[next(iter(bucket))]
+        bucket[continuation] = None
+
+    def add_text(self, tokens: Sequence[int], ngram_size: int, start: int = 0) -> None:
+        """Add every n-gram of ``tokens`` that begins at ``start`` or later."""
+        for i in range(max(0, start), len(tokens) - ngram_size + 1):
+            self.add(tokens[i], tuple(tokens[i + 1 : i + ngram_size]))
+
+    def get(self, key: int) -> list[tuple[int, ...]]:
+        """The continuations of ``key``, most recently used first."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            self.misses += 1
+            return []
+        self.hits += 1
+        return list(reversed(bucket))
+
+    def sample(self, index: int) -> tuple[int, ...] | None:
+        """Some continuation, chosen by any integer; None from an empty pool."""
+        if not self._buckets:
+            return None
+        keys = list(self._buckets)
+        return next(reversed(self._buckets[keys[index % len(keys)]]))
+
+    def clear(self) -> None:
+        """Forget everything, counters included."""
+        self._buckets.clear()
+        self.hits = self.misses = 0
+
+    def stats(self) -> PoolStats:
+        """Sizes, fan-out, hits and misses."""
+        fan_out = [len(bucket) for bucket in self._buckets.values()]
+        return PoolStats(
+            keys=len(fan_out),
+            continuations=sum(fan_out),
+            mean_fan_out=sum(fan_out) / len(fan_out) if fan_out else 0.0,
+            median_fan_out=float(median(fan_out)) if fan_out else 0.0,
+            largest_fan_out=max(fan_out, default=0),
+            hits=self.hits,
+            misses=self.misses,
+        )

@@ -1,0 +1,119 @@
+"""One step is one token tree.
+
+Every row that the target evaluates in a step is a node. Node 0, the root, is the last emitted token.
+The tree is a trie: a token occurs at most once among the children of a node, because two rows with the
+same path have the same logits and one of them would be wasted.
+
+From the tree alone follow
+    the attention mask   a row sees its ancestors, itself and the whole committed prefix
+    the positions        T + depth
+    verification         walk from the root, descend while a child bears the target's own token
+    the commit           keep the rows of that path
+
+(Section 3.3 of the paper draws the same mask for the window and the candidates by hand.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class TokenTree:
+    """Tokens in insertion order; a parent always comes before its children.
+
+    Attributes, all of length Q (``len(tree)``):
+        tokens     the token id of each row
+        parents    the parent's row, -1 for the root
+        depths     distance from the root; the row's position is T + depth
+        ancestors  bit j of entry i is set where row j is an ancestor of row i, or row i itself
+        read       whether anybody reads the row's logits; verification descends only into such rows
+    """
+
+    __slots__ = ("_children", "ancestors", "depths", "parents", "read", "tokens")
+
+    def __init__(self, root: int) -> None:
+        self.tokens: list[int] = [root]
+        self.parents: list[int] = [-1]
+        self.depths: list[int] = [0]
+        self.ancestors: list[int] = [1]
+        self.read: list[bool] = [True]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"TokenTree(rows={len(self)}, depth={max(self.depths)})"
+
+    def add(self, token: int, parent: int, read: bool = False) -> int:
+        """The child of ``parent`` that bears ``token``, made if need be. Returns its row."""
+        key = (parent, token)
+        node = self._children.get(key)
+        if node is not None:
+            if read:
+                self.read[node] = True
+            return node
+        node = len(self.tokens)
+        self._children[key] = node
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.ancestors.append(self.ancestors[parent] | (1 << node))
+        self.read.append(read)
+        return node
+
+    def add_candidate(self, tokens: Iterable[int], parent: int = 0) -> int:
+        """Add a chain of tokens to verify, sharing what prefix is there. Returns the last row."""
+        for token in tokens:
+            parent = self.add(token, parent, read=True)
+        return parent
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that bears ``token``, or None."""
+        return self._children.get((node, token))
+
+    def read_nodes(self) -> list[int]:
+        """The rows whose logits somebody reads, in order; the root is always among them."""
+        return [node for node, read in enumerate(self.read) if read]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from the root (included) down to ``node``."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def closure(self, nodes: Iterable[int]) -> list[int]:
+        """The smallest parent-closed set of rows that holds ``nodes``, in row order."""
+        bits = 1
+        for node in nodes:
+            bits |= self.ancestors[node]
+        return [node for node in range(len(self)) if bits >> node & 1]
+
+    def subtree(self, nodes: Sequence[int]) -> TokenTree:
+        """A tree of the given rows only; ``nodes`` must be parent-closed and in row order.
+
+        Row i of the result is row ``nodes[i]`` of this tree.
+
+        Raises:
+            ValueError: the set is not parent-closed or not in row order.
+        """
+        new_row = {-1: -1}
+        result = TokenTree(self.tokens[0])
+        if not nodes or nodes[0] != 0:
+            raise ValueError(f"a subtree must start with the root (row 0), got {list(nodes)[:4]}")
+        new_row[0] = 0
+        for node in nodes[1:]:
+            parent = new_row.get(self.parents[node])
+            if parent is None:
+                raise ValueError(
+                    f"rows must be parent-closed: row {node} is here, its parent {self.parents[node]} is not"
+                )
+            new_row[node] = result.add(self.tokens[node], parent, self.read[node])
+        return result
+
+    def mask(self) -> list[list[bool]]:
+        """The Q x Q part of the attention mask: entry [i][j] says whether row i sees row j."""
+        size = len(self)
+        return [[bool(bits >> j & 1) for j in range(size)] for bits in self.ancestors]

@@ -1,0 +1,80 @@
+"""The walk: autoregressive decoding that reads its logits from a table computed ahead.
+
+The drafter never chooses a token. ``choose`` is asked once per emitted token, in order, with the row whose
+true prefix is the text so far; so the output is a function of (target, prompt, seed) and not of the draft.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from .tree import TokenTree
+
+
+def verify(
+    tree: TokenTree, choose: Callable[[int], int], finished: Callable[[int], bool] | None = None
+) -> tuple[list[int], list[int]]:
+    """Walk the tree from the root while a child bears the target's own token.
+
+    Args:
+        tree: the rows that were evaluated.
+        choose: the target's own token under a row.
+        finished: told of every token as it is emitted; True ends the walk there.
+
+    Returns:
+        (path, tokens): the rows to commit, root first, and the tokens emitted; as many of the one as of
+        the other, the last token being the bonus token, which has no row yet.
+    """
+    node = 0
+    path = [0]
+    tokens: list[int] = []
+    while True:
+        token = choose(node)
+        tokens.append(token)
+        if finished is not None and finished(token):
+            return path, tokens
+        child = tree.child(node, token)
+        if child is None or not tree.read[child]:
+            return path, tokens
+        path.append(child)
+        node = child
+
+
+def speculative_sample(
+    tree: TokenTree, law: Callable[[int], Sequence[float]], rng: random.Random
+) -> tuple[list[int], list[int]]:
+    """The paper's Algorithm 4: verify deterministic candidates one by one, keeping the target's law.
+
+    A reference to compare with. At each node a child c is accepted with probability p(c); where it is
+    refused, p(c) is set to zero and p is normalised again; where no child is left, the token is drawn from
+    what remains. The chance that a child is accepted telescopes to p(c) under the original law, which is
+    why ``verify`` with a plain draw has the same law.
+
+    Args:
+        tree: the rows that were evaluated.
+        law: the target's distribution under a row, shape (V,), summing to 1.
+        rng: the source of randomness.
+    """
+    node = 0
+    path = [0]
+    tokens: list[int] = []
+    while True:
+        p = list(law(node))
+        accepted = None
+        for child in range(node + 1, len(tree)):
+            if tree.parents[child] != node or not tree.read[child]:
+                continue
+            token = tree.tokens[child]
+            if rng.random() < p[token]:
+                accepted = child
+                break
+            p[token] = 0.0
+            total = sum(p)
+            p = [x / total for x in p]
+        if accepted is None:
+            tokens.append(rng.choices(range(len(p)), weights=p)[0])
+            return path, tokens
+        tokens.append(tree.tokens[accepted])
+        path.append(accepted)
+        node = accepted

@@ -1,0 +1,112 @@
+"""The lookahead branch: a 2-D window of Jacobi iterates (paper, section 3.2, Algorithm 2).
+
+W columns, N-1 levels. Column i is a guess about the token i places ahead; level l holds an older or newer
+iterate of the same diagonal. In a step with root x:
+
+    level 0            x   a1  a2  ...        W-1 tokens beside the root
+    level 1            b0  b1  b2  ...        W tokens, bi hangs under ai (b0 under x)
+    ...
+    level N-2          the newest iterate
+
+The target's own next token under each node of the newest level closes W new n-grams
+(x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
+new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .tree import TokenTree
+
+
+class Window:
+    """Holds tokens only; the caller plants it in a tree and tells it what the target answered.
+
+    Args:
+        width: W, columns; at least 1.
+        ngram_size: N, at least 2; the window has N-1 levels.
+        fill: gives a token for an empty place, from a generator of its own.
+    """
+
+    def __init__(self, width: int, ngram_size: int, fill: Callable[[], int]) -> None:
+        self.width = width
+        self.height = ngram_size - 1
+        self._fill = fill
+        # During warm-up level 0 is longer, because every step uses one of its tokens up.
+        self.levels: list[list[int]] = [[fill() for _ in range(width + self.height - 2)]]
+        self._nodes: list[list[int]] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether the warm-up is over."""
+        return len(self.levels) == self.height
+
+    @property
+    def columns(self) -> int:
+        """Columns of the newest level, counting the root's; 0 once the window has no room left."""
+        if not self.levels:
+            return 0
+        return len(self.levels[0]) + 1 if len(self.levels) == 1 else len(self.levels[-1])
+
+    def rows(self) -> int:
+        """Rows that ``plant`` adds at most (rows with a common path are merged)."""
+        return sum(map(len, self.levels))
+
+    def narrow(self, columns: int) -> None:
+        """Keep at most ``columns`` columns; 0 or less closes the window for good."""
+        if columns <= 0:
+            self.levels = []
+        elif columns < self.columns:
+            self.levels = [self.levels[0][: columns - 1]] + [lv[:columns] for lv in self.levels[1:]]
+
+    def plant(self, tree: TokenTree) -> None:
+        """Add the window's rows; the newest level is the one that is read."""
+        if not self.levels:
+            return
+        last = len(self.levels) - 1
+        chain = [0]
+        for token in self.levels[0]:
+            chain.append(tree.add(token, chain[-1], last == 0))
+        self._nodes = [chain]
+        for index in range(1, last + 1):
+            above = self._nodes[-1]
+            read = index == last
+            self._nodes.append(
+                [tree.add(token, above[i], read) for i, token in enumerate(self.levels[index])]
+            )
+
+    def newest_nodes(self) -> list[int]:
+        """Rows of the newest level in the tree that was planted last, one per column."""
+        return self._nodes[-1] if self.levels else []
+
+    def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
+        """Take the target's answers under ``newest_nodes`` and move on by one column.
+
+        Args:
+            root: the token that was the root of the step.
+            new: one token per column.
+            eos: tokens that end a text; they are harvested, but not kept as guesses.
+
+        Returns:
+            The new n-grams, one per column (shorter than N during warm-up).
+        """
+        if not self.levels:
+            return []
+        columns = [[root, *self.levels[0]], *self.levels[1:]]
+        ngrams = [tuple(column) for column in zip(*columns, new, strict=True)]
+        clean = [self._fill() if token in eos else token for token in new]
+        if self.full:
+            self.levels.append(clean)
+            del self.levels[0]
+            del self.levels[0][0]
+        else:
+            self.levels = [level[1:] for level in [*self.levels, clean]]
+        return ngrams
+
+    def slide(self, columns: int) -> None:
+        """Drop ``columns`` more columns on the left and fill the right with fresh guesses."""
+        if columns > 0:
+            for level in self.levels:
+                keep = level[columns:]
+                level[:] = keep + [self._fill() for _ in range(len(level) - len(keep))]

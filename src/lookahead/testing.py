@@ -1,0 +1,179 @@
+"""For tests of this library and of code that uses it: a target without a model, tiny models, one assertion.
+
+``FakeTarget`` is the whole target protocol in plain Python. Nothing here imports torch before it is asked to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .core import Decoder, Generation, OutOfMemory, Request, TokenTree, make_drafter
+from .core.decode import Choose, greedy
+from .core.errors import NumericalError
+
+
+def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[Sequence[int]], int]:
+    """A deterministic next-token function of the last ``order`` tokens, with some structure to draft from."""
+
+    def next_token(prefix: Sequence[int]) -> int:
+        state = seed
+        for token in prefix[-order:]:
+            state = (state * 1_000_003 + token * 7919 + 12345) & 0x7FFFFFFF
+        # Four times out of five the text counts on, which n-gram methods can learn.
+        if state % 5:
+            return (prefix[-1] + 1) % vocabulary
+        return (state >> 8) % vocabulary
+
+    return next_token
+
+
+class FakeScores:
+    """Logits of one tree, computed row by row when somebody asks."""
+
+    def __init__(self, target: FakeTarget, prefix: Sequence[int], tree: TokenTree) -> None:
+        self._target = target
+        self._prefix = list(prefix)
+        self._tree = tree
+
+    def _context(self, node: int) -> list[int]:
+        if not self._tree.read[node]:
+            raise AssertionError(f"row {node} was not marked as read")
+        return self._prefix + self._tree.path_tokens(node)
+
+    def best(self, node: int) -> int:
+        token = self._target.next_token(self._context(node))
+        if token < 0:
+            raise NumericalError("the logits are NaN")
+        return token
+
+    def row(self, node: int) -> list[float]:
+        """Logits of shape (V,): the best token stands out by 2, the others follow a fixed pattern."""
+        best = self.best(node)
+        return [
+            2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)
+        ]
+
+
+class FakeTarget:
+    """A target in plain Python: the next token is a function of the true prefix.
+
+    It keeps the protocol honest: slots, parent-closed paths and the pending tree are checked.
+
+    Args:
+        vocabulary: V.
+        next_token: prefix -> token; a negative token stands for NaN logits.
+        max_positions: bounds the depth of trees.
+        max_rows: a wider step raises OutOfMemory.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 32,
+        next_token: Callable[[Sequence[int]], int] | None = None,
+        max_positions: int = 1 << 20,
+        max_rows: int = 1 << 20,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.next_token = next_token if next_token is not None else repetitive_text(vocabulary)
+        self.max_positions = max_positions
+        self.max_rows = max_rows
+        self.forwards = 0
+        self.committed: dict[int, list[int]] = {}
+        self._pending: dict[int, TokenTree] = {}
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[FakeScores]:
+        scores = []
+        for slot, prompt in prompts:
+            if slot in self.committed:
+                raise AssertionError(f"slot {slot} is taken")
+            self.committed[slot] = list(prompt)
+            scores.append(FakeScores(self, prompt[:-1], TokenTree(prompt[-1])))
+        return scores
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[FakeScores]:
+        if max(len(tree) for _, tree in trees) > self.max_rows:
+            raise OutOfMemory(f"{max(len(t) for _, t in trees)} rows do not fit")
+        self.forwards += 1
+        scores = []
+        for slot, tree in trees:
+            if max(tree.depths) > self.depth_limit(slot):
+                raise AssertionError(f"depth {max(tree.depths)} is over {self.depth_limit(slot)}")
+            self._pending[slot] = tree
+            scores.append(FakeScores(self, self.committed[slot], tree))
+        return scores
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, path in paths:
+            tree = self._pending.pop(slot)
+            if path[0] != 0 or any(tree.parents[b] != a for a, b in zip(path, path[1:], strict=False)):
+                raise AssertionError(f"not a path from the root: {list(path)}")
+            self.committed[slot] += [tree.tokens[node] for node in path]
+
+    def release(self, slot: int) -> None:
+        self._pending.pop(slot, None)
+        del self.committed[slot]
+
+    def depth_limit(self, slot: int) -> int:
+        return max(0, self.max_positions - 1 - len(self.committed[slot]))
+
+
+def run(target: Any, requests: Sequence[Request]) -> list[Generation]:
+    """Decode the requests together to the end."""
+    decoder = Decoder(target)
+    generations = [decoder.add(request) for request in requests]
+    while decoder.busy:
+        decoder.step()
+    return generations
+
+
+def assert_same_as_autoregressive(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    method: str = "lookahead",
+    config: Any = None,
+    max_new_tokens: int = 64,
+    eos: frozenset[int] = frozenset(),
+    choose: Callable[[], Choose] | None = None,
+    vocabulary: int = 0,
+) -> list[Generation]:
+    """Decode with ``method`` and plainly, compare token for token, and return the method's generations.
+
+    Args:
+        choose: makes a fresh ``choose`` for each sequence; greedy by default.
+
+    Raises:
+        AssertionError: naming the first place where the two texts part.
+    """
+
+    def requests(name: str) -> list[Request]:
+        return [
+            Request(
+                prompt,
+                make_drafter(name, config, vocabulary),
+                max_new_tokens,
+                choose() if choose is not None else greedy,
+                eos,
+            )
+            for prompt in prompts
+        ]
+
+    drafted = run(target, requests(method))
+    for number, request in enumerate(requests("autoregressive")):
+        (plain,) = run(target, [request])
+        ours = drafted[number]
+        if ours.tokens != plain.tokens:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=False)) if a != b),
+                min(len(ours.tokens), len(plain.tokens)),
+            )
+            raise AssertionError(
+                f"{method} differs from plain decoding for prompt {number} at token {place}: "
+                f"{ours.tokens[place : place + 5]} instead of {plain.tokens[place : place + 5]}"
+            )
+        if ours.finish_reason != plain.finish_reason:
+            raise AssertionError(
+                f"{method} ended with {ours.finish_reason!r}, plain decoding with {plain.finish_reason!r}"
+            )
+    return drafted
