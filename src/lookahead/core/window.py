@@ -100,8 +100,10 @@ class Window:
             self.levels.append(clean)
             del self.levels[0]
             del self.levels[0][0]
-        else:
+        elif self.levels[0]:
             self.levels = [level[1:] for level in [*self.levels, clean]]
+        else:  # narrowed so far that the warm-up cannot be finished
+            self.levels = []
         return ngrams
 
     def slide(self, columns: int) -> None:

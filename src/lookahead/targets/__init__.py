@@ -1,0 +1,1 @@
+"""Model adapters: everything that knows how a particular kind of model evaluates a token tree."""
