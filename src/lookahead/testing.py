@@ -55,6 +55,13 @@ class FakeScores:
             2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)
         ]
 
+    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The k best tokens of each row and their log-odds against the best."""
+        rows = [self.row(node) for node in nodes]
+        ids = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[:k] for row in rows]
+        odds = [[row[t] - row[best[0]] for t in best] for row, best in zip(rows, ids, strict=True)]
+        return ids, odds
+
 
 class FakeTarget:
     """A target in plain Python: the next token is a function of the true prefix.

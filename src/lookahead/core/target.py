@@ -23,6 +23,15 @@ class Scores(Protocol):
         """The logits under ``node``, shape (V,), in the target's own array type."""
         ...
 
+    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
+        """The k best tokens of every given row and their log-odds against its best, for drafters that learn.
+
+        Returns:
+            (ids, log-odds), both n x k (fewer columns where V < k), best first; numpy arrays or nested
+            lists. Log-odds are logit minus largest logit, so the first column is 0.
+        """
+        ...
+
 
 class Target(Protocol):
     """The model being accelerated."""
