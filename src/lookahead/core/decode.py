@@ -244,9 +244,9 @@ class Decoder:
         spent["verify"] = perf_counter() - start
 
         start = perf_counter()
-        alive = [s for s in steps if s is not None and s.generation.finish_reason is None]
-        if alive:
-            self.target.commit([(s.generation.slot, s.path) for s in alive])
+        walked = [step for step in steps if step is not None]
+        if walked:
+            self.target.commit([(s.generation.slot, s.path) for s in walked])
         spent["commit"] = perf_counter() - start
 
         start = perf_counter()

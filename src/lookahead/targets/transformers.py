@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import OutOfMemory, TokenTree
+from ..core import OutOfMemory, SettingsError, TokenTree
 from .alibi import AlibiBias
 from .cache import TreeCache
 from .masks import LayerKinds, attention_masks, key_positions, stack_rows, visible
@@ -126,10 +126,21 @@ class TransformersTarget:
         """One pass over all trees; one pass each where the model's bias has no batch axis."""
         rows = max(len(tree) for _, tree in trees)
         alibi = self.facts.alibi
+        if self.facts.rope_type and len(trees) > 1:
+            self._refuse_shared_rope([slot for slot, _ in trees])
         with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
             if alibi is not None and alibi.one_sequence_only and len(trees) > 1:
                 return [self._pass([pair])[0] for pair in trees]
             return self._pass(trees)
+
+    def _refuse_shared_rope(self, slots: Sequence[int]) -> None:
+        """One rotary base serves a whole pass, so sequences on both sides of its change cannot share one."""
+        longest = max(self.lengths[slot] for slot in slots)
+        if longest + 1 >= self.facts.rope_boundary:
+            raise SettingsError(
+                f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
+                f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
+            )
 
     def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         slots = [slot for slot, _ in trees]
