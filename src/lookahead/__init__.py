@@ -1,3 +1,70 @@
-"""Exact, training-free, draft-free acceleration of LLM decoding (lookahead decoding)."""
+"""Exact, training-free, draft-free acceleration of LLM decoding (lookahead decoding).
+
+    llm = lookahead.load("path-or-hub-id")        # no argument: the bundled model
+    result = llm.generate("def quicksort(a):", max_new_tokens=200)
+
+    model.generate(**inputs, custom_generate=lookahead.generate)
+
+Importing this package loads neither torch nor transformers; what needs them is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .core import (
+    METHODS,
+    PRESETS,
+    LookaheadConfig,
+    LookaheadError,
+    NGramPool,
+    NumericalError,
+    OutOfMemory,
+    SettingsError,
+    Stats,
+)
+
+if TYPE_CHECKING:
+    from .engine import LLM, Options, Result, load
+    from .hf import generate
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "METHODS",
+    "PRESETS",
+    "LookaheadConfig",
+    "LookaheadError",
+    "NGramPool",
+    "NumericalError",
+    "Options",
+    "OutOfMemory",
+    "Result",
+    "SettingsError",
+    "Stats",
+    "__version__",
+    "generate",
+    "load",
+]
+
+_LAZY = {
+    "LLM": "lookahead.engine",
+    "Options": "lookahead.engine",
+    "Result": "lookahead.engine",
+    "load": "lookahead.engine",
+    "generate": "lookahead.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,327 @@
+"""A loaded model with the three verbs generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
+
+Every call has a target of its own (a KV cache that grows with the text), so calls leave nothing behind, and
+several threads may call one LLM. What one call decodes together shares forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+
+from ..core import Decoder, Generation, LookaheadConfig, LookaheadError, Request, SettingsError, Stats, Step
+from ..core.drafters import make_drafter
+from ..sampling import make_choose
+from .options import OptionFields, Options
+from .prompts import Prompt, as_list, encode
+from .text import TextStream
+
+
+@dataclass(slots=True)
+class Result:
+    """One finished text.
+
+    Attributes:
+        text: without stop strings and special tokens; "" where there is no tokenizer.
+        tokens: token ids as emitted, an end token or the tokens of a stop string included.
+        finish_reason: "stop" (end token or stop string), "length", or "error".
+        stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
+        prompt_tokens: token ids of the prompt.
+        seed: that gives these tokens again; None for greedy.
+        stopped: the stop string that was met, or None.
+        error: what ended it, where ``finish_reason`` is "error".
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    prompt_tokens: list[int] = field(repr=False)
+    seed: int | None = None
+    stopped: str | None = None
+    error: LookaheadError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a forward pass gave one prompt.
+
+    Attributes:
+        index: which prompt of the list.
+        step: the core's step; None where the prompt could not begin.
+        piece: text that has become safe to show, perhaps "".
+        result: on the last update of a prompt.
+    """
+
+    index: int
+    step: Step | None
+    piece: str
+    result: Result | None
+
+
+class _Running:
+    """One prompt while it is decoded."""
+
+    def __init__(self, index: int, request: Request, text: TextStream | None, seed: int | None) -> None:
+        self.index = index
+        self.request = request
+        self.text = text
+        self.seed = seed
+        self.generation: Generation | None = None
+        self.streams_by_token = False
+
+    def finished(self, token: int) -> str | None:
+        """Told of each token where stop strings are to be met."""
+        assert self.text is not None
+        return "stop" if self.text.push(token) else None
+
+    def update(self, step: Step | None) -> Update:
+        generation, text = self.generation, self.text
+        assert generation is not None
+        piece = ""
+        if text is not None:
+            if step is not None and not self.streams_by_token:
+                for token in step.tokens:
+                    text.push(token)
+            if generation.finish_reason is not None:
+                text.finish()
+            piece = text.drain()
+        return Update(self.index, step, piece, self.result())
+
+    def result(self) -> Result | None:
+        generation, text = self.generation, self.text
+        assert generation is not None
+        if generation.finish_reason is None:
+            return None
+        return Result(
+            text.text if text is not None else "",
+            generation.tokens,
+            generation.finish_reason,
+            generation.stats,
+            list(self.request.prompt),
+            self.seed,
+            text.stopped if text is not None else None,
+            generation.error,
+        )
+
+
+class LLM:
+    """A model, its tokenizer, and how to draft for it. Made by ``lookahead.load``, or from a model in hand.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        tokenizer: None where there is none; prompts are then token ids.
+        method, config: how to draft unless a call says otherwise.
+        probe: the verdict of ``lookahead.targets.probe``; None takes it now.
+        name: for people.
+        tokenizer_error: why there is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        method: str = "lookahead",
+        config: Any = None,
+        probe: Any = None,
+        name: str = "",
+        tokenizer_error: str | None = None,
+    ) -> None:
+        from ..targets.probe import probe as take_probe
+
+        self.model = model
+        self.tokenizer = tokenizer
+        self.tokenizer_error = tokenizer_error or "none was given"
+        self.method = method
+        self.config = LookaheadConfig.of(config)
+        self.probe = probe if probe is not None else take_probe(model)
+        self.name = name or type(model).__name__
+
+    def __repr__(self) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"LLM({self.name!r}, {dtype}, {self.model.device}, {self.method} {self.config.triple})"
+
+    @property
+    def vocabulary(self) -> int:
+        """V, columns of the logits."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def context(self) -> int | None:
+        """The longest text in tokens, prompt included; None where the model names no limit."""
+        text_config = self.model.config.get_text_config(decoder=True)
+        limit = getattr(text_config, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """End tokens: those of the generation config; where it names none, the tokenizer's."""
+        given = getattr(self.model.generation_config, "eos_token_id", None)
+        if given is None:
+            given = getattr(self.tokenizer, "eos_token_id", None)
+        if given is None:
+            return frozenset()
+        return frozenset([given] if isinstance(given, int) else given)
+
+    def target(self) -> Any:
+        """A fresh ``lookahead.core.Target`` on this model, of the kind that the probe chose."""
+        from ..targets.probe import make_target
+
+        return make_target(self.model)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt (text, chat messages or token ids), checked."""
+        return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
+
+    def generate(
+        self, prompt: Prompt, *, batch_size: int | None = None, **options: Unpack[OptionFields]
+    ) -> Any:
+        """The text that follows a prompt, or a list of texts for a list of prompts.
+
+        Args:
+            prompt: a text, chat messages, token ids, or a list of these.
+            batch_size: how many prompts of a list share forward passes; None for all.
+            **options: see ``Options``.
+
+        Returns:
+            A ``Result``, or a list of them in the order of the prompts.
+
+        Raises:
+            SettingsError: an option or a prompt that cannot be honoured; nothing has been decoded then.
+            NumericalError, OutOfMemory: decoding failed. ``run`` keeps what was done until then.
+        """
+        prompts, several = as_list(prompt)
+        size = batch_size if batch_size is not None else max(1, len(prompts))
+        results: list[Result | None] = [None] * len(prompts)
+        for update in self.run(prompts, batch_size=size, **options):
+            if update.result is not None:
+                if update.result.error is not None:
+                    raise update.result.error
+                results[update.index] = update.result
+        return results if several else results[0]
+
+    def stream(self, prompt: Prompt, **options: Unpack[OptionFields]) -> Stream:
+        """The text of one prompt in pieces, as tokens are accepted; see ``Stream``.
+
+        Raises:
+            SettingsError: at once, before the first piece.
+        """
+        prompts, several = as_list(prompt)
+        if several:
+            raise SettingsError(f"stream takes one prompt, got a list of {len(prompts)}; use run or generate")
+        return Stream(self.run(prompts, **options))
+
+    def run(
+        self, prompts: list[Prompt], *, batch_size: int = 1, **options: Unpack[OptionFields]
+    ) -> Iterator[Update]:
+        """Decode a list of prompts and yield every step of each; what all else here is made of.
+
+        At most ``batch_size`` prompts are in flight; the next one joins as soon as one is done. An error of
+        one prompt ends that prompt alone: its last update has ``finish_reason`` "error".
+
+        Raises:
+            SettingsError: at once, if an option or any prompt cannot be honoured.
+        """
+        chosen = Options.of(options)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise SettingsError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if chosen.pool is not None and len(prompts) > 1:
+            raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
+        seed = chosen.seed
+        if chosen.sampled and seed is None:
+            seed = int(torch.randint(2**62, ()))
+        waiting = [
+            self._begin(i, prompt, chosen, seed + i if chosen.sampled and seed is not None else None)
+            for i, prompt in enumerate(prompts)
+        ]
+        return self._decode(waiting, batch_size)
+
+    def _decode(self, waiting: list[_Running], batch_size: int) -> Iterator[Update]:
+        decoder = Decoder(self.target())
+        waiting = waiting[::-1]
+        running: dict[int, _Running] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < batch_size:
+                    joining = waiting.pop()
+                    joining.generation = decoder.add(joining.request)
+                    running[id(joining.generation)] = joining
+                steps = {id(step.generation): step for step in decoder.step()}
+                for key, entry in list(running.items()):
+                    assert entry.generation is not None
+                    done = entry.generation.finish_reason is not None
+                    if done:
+                        del running[key]
+                    if done or key in steps:
+                        yield entry.update(steps.get(key))
+        finally:  # also where the caller stops listening
+            for entry in running.values():
+                assert entry.generation is not None
+                decoder.cancel(entry.generation)
+
+    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
+        ids = self.encode(prompt)
+        room = options.max_new_tokens
+        if self.context is not None:
+            room = min(room, self.context - len(ids))
+        if options.stops and self.tokenizer is None:
+            raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
+        eos = frozenset() if options.ignore_eos else self.eos
+        process = options.process(len(ids), eos, self.tokenizer, self.model.device)
+        method = options.method if options.method is not None else self.method
+        if options.pool is not None and method != "lookahead":
+            raise SettingsError(f"a pool needs method 'lookahead', got {method!r}")
+        config = self.config if options.config is None else options.config
+        request = Request(
+            ids,
+            make_drafter(method, config, self.vocabulary, options.pool),
+            room,
+            make_choose(ids, process, seed),
+            eos,
+        )
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
+        entry = _Running(index, request, text, seed)
+        if options.stops:
+            entry.streams_by_token = True
+            request.finished = entry.finished
+        return entry
+
+
+class Stream:
+    """Pieces of text; iterate once. ``result`` is there when the iteration is over.
+
+    Closing it (or leaving a ``with`` block) ends the generation.
+    """
+
+    def __init__(self, updates: Iterator[Update]) -> None:
+        self._updates = updates
+        self.result: Result | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        for update in self._updates:
+            if update.result is not None:
+                self.result = update.result
+                if update.result.error is not None:
+                    raise update.result.error
+            if update.piece:
+                return update.piece
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation; what has been shown stays."""
+        close = getattr(self._updates, "close", None)
+        if close is not None:
+            close()

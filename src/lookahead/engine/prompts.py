@@ -1,0 +1,107 @@
+"""Prompts in any form -> checked token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core import SettingsError
+
+#: Text, chat messages or token ids.
+Prompt = Any
+
+
+def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
+    """(prompts, whether a list of them was given)."""
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence):
+        return [prompt], False
+    items = [item.tolist() if hasattr(item, "tolist") else item for item in prompt]
+    if not items or all(isinstance(item, int) for item in items) or _is_messages(items):
+        return [items], False
+    return items, True
+
+
+def _is_messages(value: Any) -> bool:
+    return bool(value) and isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
+
+
+def encode(
+    prompt: Prompt, tokenizer: Any, missing: str | None, vocabulary: int, context: int | None
+) -> list[int]:
+    """Token ids of one prompt.
+
+    Args:
+        prompt: a text, a list of chat messages {"role", "content"}, or a list of token ids.
+        tokenizer: None where there is none; ``missing`` then says why.
+        vocabulary: V.
+        context: the model's longest text in tokens, None without a limit.
+
+    Raises:
+        SettingsError: empty, too long, of another type, without the tokenizer or chat template it needs, or
+            with token ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise SettingsError("the prompt must not be empty, got an empty text")
+        if tokenizer is None:
+            raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
+        ids = list(tokenizer(prompt).input_ids)
+    elif _is_messages(prompt):
+        ids = _from_messages(prompt, tokenizer, missing)
+    elif isinstance(prompt, Sequence) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in prompt
+    ):
+        ids = list(prompt)
+    else:
+        raise SettingsError(
+            "a prompt must be a text, a list of chat messages or a list of token ids, "
+            f"got {type(prompt).__name__}: {str(prompt)[:60]!r}"
+        )
+    return _checked(ids, vocabulary, context)
+
+
+def _checked(ids: list[int], vocabulary: int, context: int | None) -> list[int]:
+    if not ids:
+        raise SettingsError("the prompt must have at least one token, got none")
+    outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise SettingsError(
+            f"token ids must be between 0 and {vocabulary - 1}, got {outside}; "
+            "do the tokenizer and the model belong together?"
+        )
+    if context is not None and len(ids) >= context:
+        raise SettingsError(
+            f"the prompt must be shorter than the model's context of {context} tokens, got {len(ids)}; "
+            "shorten it or use a model with a longer context"
+        )
+    return ids
+
+
+def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str | None) -> list[int]:
+    for message in messages:
+        if "role" not in message or "content" not in message:
+            raise SettingsError(
+                f'a chat message must be {{"role": ..., "content": ...}}, got {dict(message)!r}'
+            )
+    if tokenizer is None:
+        raise SettingsError(f"chat messages need a tokenizer, and {missing}; give token ids instead")
+    if not getattr(tokenizer, "chat_template", None):
+        raise SettingsError(
+            "chat messages need a chat template, and this model's tokenizer has none; "
+            "give the prompt as a text, or use an instruction-tuned model"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise SettingsError(f"the model's chat template refuses these messages: {error}") from None

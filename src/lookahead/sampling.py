@@ -1,0 +1,141 @@
+"""The target's own token, as ``choose(scores, node)``: greedy or drawn from a seed. Knows torch, no model.
+
+A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is a pure
+function of (seed, p), with p the draw's position in the text (prompt included). By the Gumbel-max rule y_p
+has the law softmax(s). As g_p depends on nothing else, the text is a function of (target, prompt, seed):
+not of the drafts, not of what runs beside it. A text that is continued from its first half with the same seed
+goes on as the whole did.
+
+``choose`` is asked exactly once per emitted token, in order (``lookahead.core.decode``), so a chooser keeps
+the true prefix itself and processors that depend on it are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .core.decode import Choose, greedy
+from .core.errors import NumericalError, SettingsError
+
+__all__ = ["Chooser", "Process", "gumbel", "make_choose"]
+
+#: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
+Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_ALL = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that torch holds."""
+    value &= _ALL
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood, 2014) on one number."""
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _ALL
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _ALL
+    return value ^ (value >> 31)
+
+
+def gumbel(
+    seed: int, position: int, vocabulary: int, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """The noise of one position: standard Gumbel, float32, shape (V,).
+
+    Entry i comes from output i of SplitMix64 started at a hash of (seed, position), which is the same on
+    every device and in every version of torch (torch's own CPU generator keeps 32 bits of its seed only).
+
+    Args:
+        seed: any whole number; taken modulo 2**64.
+        position: of the drawn token in the text, prompt included, from 0.
+        vocabulary: V.
+    """
+    start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
+    x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
+    x.mul_(_signed(_GOLDEN)).add_(_signed(start))
+    # int64 arithmetic wraps; a shift to the right must not copy the sign.
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x.mul_(_signed(_MIX[0]))
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x.mul_(_signed(_MIX[1]))
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    bits = (x >> 12) & ((1 << 52) - 1)
+    # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+class Chooser:
+    """One sequence's ``choose``, for everything that plain greedy is not.
+
+    Args:
+        prompt: token ids before the first choice.
+        process: logits processors and warpers, applied in fp32 under the true prefix; None for none.
+        seed: draw with this seed; None takes the largest score.
+
+    Raises, when asked:
+        NumericalError: NaN among the scores, or every token excluded by ``process``.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], process: Process | None = None, seed: int | None = None
+    ) -> None:
+        self.process = process
+        self.seed = seed
+        self.position = len(prompt)
+        self._ids = torch.tensor([list(prompt)], dtype=torch.long) if process is not None else None
+
+    def __call__(self, scores: Any, node: int) -> int:
+        scores.best(node)  # raises on NaN, with the cure
+        row = scores.row(node).float()
+        if self.process is not None:
+            row = self._processed(row)
+        if self.seed is not None:
+            row = row + gumbel(self.seed, self.position, row.shape[0], row.device)
+        value, index = row.max(dim=-1)
+        token = int(index)
+        if not float(value) > float("-inf"):
+            raise NumericalError(
+                "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
+                f"every token at position {self.position}; loosen or remove a processor"
+            )
+        self._append(token)
+        return token
+
+    def _processed(self, row: torch.Tensor) -> torch.Tensor:
+        assert self._ids is not None
+        assert self.process is not None
+        if self._ids.device != row.device:
+            self._ids = self._ids.to(row.device)
+        # Processors may write in place, and the row belongs to the step's table.
+        result = self.process(self._ids[:, : self.position], row[None].clone())
+        if result.shape != (1, row.shape[0]):
+            raise SettingsError(
+                f"a logits processor must return scores of shape (1, {row.shape[0]}), "
+                f"got {tuple(result.shape)}"
+            )
+        return result[0]
+
+    def _append(self, token: int) -> None:
+        if self._ids is not None:
+            if self._ids.shape[1] == self.position:  # room by doubling
+                room = torch.zeros_like(self._ids) if self.position else self._ids.new_zeros(1, 1)
+                self._ids = torch.cat([self._ids, room], dim=1)
+            self._ids[0, self.position] = token
+        self.position += 1
+
+
+def make_choose(prompt: Sequence[int], process: Process | None = None, seed: int | None = None) -> Choose:
+    """``choose`` for one sequence: greedy unless ``seed`` is given.
+
+    Without processors greedy reads the argmax that the target has already taken.
+    """
+    if process is None and seed is None:
+        return greedy
+    return Chooser(prompt, process, seed)
