@@ -28,7 +28,6 @@ from transformers.generation import (
 from .core import Decoder, Drafter, NGramPool, Request, SettingsError, Stats, make_drafter
 from .core.config import LookaheadConfig
 from .core.target import Scores
-from .targets.plain import PlainTarget
 from .targets.probe import make_target, probe
 from .targets.transformers import FAR, TransformersTarget
 
@@ -252,6 +251,7 @@ def generate(
     config = generation_config if generation_config is not None else model.generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
+    found = probe(model)  # refuses what is no decoder-only language model
     _refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
     settings = LookaheadConfig.of(
         lookahead_config if lookahead_config is not None else getattr(config, "lookahead_config", None),
@@ -267,9 +267,11 @@ def generate(
     if room < 1:
         raise SettingsError(f"max_new_tokens must be at least 1, got room for {room}")
     returns = bool(config.return_dict_in_generate)
-    if probe(model).mode == "plain":
+    if found.mode == "plain":
         name = "autoregressive"
-    target = _Keeping.of(model) if returns else make_target(model)
+    cache = model_kwargs.get("past_key_values")
+    keeps = returns or getattr(cache, "_is_user_defined", False)
+    target = _Keeping(model, found.facts) if keeps and found.mode == "tree" else make_target(model)
     noise = NoiseStream(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     rows = [
         Row(
@@ -318,8 +320,7 @@ def generate(
     sequences[:, :prompt_length] = input_ids
     for row in rows:
         sequences[row.index, prompt_length : prompt_length + row.emitted] = row.tokens()
-    cache = model_kwargs.get("past_key_values")
-    if returns or getattr(cache, "_is_user_defined", False):
+    if keeps:
         cache = _filled_cache(target, cache, batch)
     if not returns:
         return sequences
@@ -483,11 +484,6 @@ def _caller_arguments() -> dict[str, Any]:
 
 class _Keeping(TransformersTarget):
     """A target that keeps released slots, because the caller wants the cache."""
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> TransformersTarget | PlainTarget:
-        found = probe(model)
-        return cls(model, found.facts) if found.mode == "tree" else PlainTarget(model)
 
     def release(self, slot: int) -> None:
         self._pending.pop(slot, None)

@@ -1,0 +1,34 @@
+"""Shared by all tests: no network, no advice from transformers, and verification broken on purpose."""
+
+import importlib
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+
+
+@pytest.fixture
+def accept_a_wrong_node(monkeypatch):
+    """Break verification on purpose: from its third step on it accepts a drafted token unseen.
+
+    A test of exactness that still passes with this in force cannot fail at all.
+    """
+    loop = importlib.import_module("lookahead.core.decode")
+    honest, steps = loop.verify, []
+
+    def broken(tree, choose, finished=None):
+        steps.append(1)
+        wrong = next((n for n in range(1, len(tree)) if tree.parents[n] == 0 and tree.read[n]), None)
+        if len(steps) < 3 or wrong is None:
+            return honest(tree, choose, finished)
+        return honest(tree, lambda node: choose(node) if node else _wrong(tree, wrong, choose), finished)
+
+    def _wrong(tree, wrong, choose):
+        choose(0)
+        return tree.tokens[wrong]
+
+    monkeypatch.setattr(loop, "verify", broken)
+    return steps

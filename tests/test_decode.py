@@ -1,0 +1,232 @@
+"""The loop: exactness on a target in plain Python, endings, limits, errors, statistics."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.core import (
+    METHODS,
+    Decoder,
+    LookaheadConfig,
+    NGramPool,
+    NumericalError,
+    OutOfMemory,
+    Request,
+    SettingsError,
+    decode,
+    make_drafter,
+)
+from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
+
+CORE_METHODS = ["lookahead", "jacobi", "prompt-lookup"]
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
+TRIPLES = [(15, 5, 15), (1, 2, 0), (1, 5, 3), (7, 2, 4), (5, 3, 0), (2, 7, 2), (1, 1, 0)]
+
+
+@pytest.mark.parametrize("method", CORE_METHODS)
+@pytest.mark.parametrize("triple", TRIPLES, ids=str)
+def test_every_method_gives_the_text_of_plain_decoding(method, triple):
+    target = FakeTarget(40)
+    assert_same_as_autoregressive(target, PROMPTS, method, triple, 90, frozenset({39}), vocabulary=40)
+
+
+@pytest.mark.parametrize("method", CORE_METHODS)
+def test_the_comparison_fails_when_a_wrong_node_is_accepted(method, accept_a_wrong_node):
+    with pytest.raises(AssertionError, match="differs from plain decoding"):
+        assert_same_as_autoregressive(FakeTarget(40), PROMPTS, method, (5, 4, 5), 90, vocabulary=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    w=st.integers(1, 9),
+    n=st.integers(2, 7),
+    g=st.integers(0, 9),
+    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=30),
+    seed=st.integers(0, 99),
+    new=st.integers(1, 70),
+    positions=st.integers(2, 60),
+    slide=st.sampled_from(["column", "emitted"]),
+    init=st.sampled_from(["prompt", "vocabulary", "pool"]),
+    verify_window=st.booleans(),
+)
+def test_exact_for_any_settings(w, n, g, prompt, seed, new, positions, slide, init, verify_window):
+    config = LookaheadConfig(w, n, g, slide=slide, window_init=init, verify_window=verify_window, seed=seed)
+    target = FakeTarget(12, repetitive_text(12, seed), max_positions=len(prompt) + positions)
+    (ours,) = assert_same_as_autoregressive(
+        target, [prompt], "lookahead", config, new, frozenset({11}), vocabulary=12
+    )
+    assert ours.stats.rows <= ours.stats.steps * config.max_rows
+    assert target.committed == {}
+
+
+def test_drafts_pay_on_text_that_repeats():
+    (ours,) = assert_same_as_autoregressive(FakeTarget(30), [list(range(30))], "lookahead", (7, 4, 7), 300)
+    assert ours.stats.compression_ratio > 1.5
+    (plain,) = run(FakeTarget(30), [Request([1], make_drafter("autoregressive"), 50)])
+    assert plain.stats.compression_ratio == 1.0
+    assert plain.stats.steps == 49
+
+
+def test_a_full_match_keeps_the_bonus_token():
+    target = FakeTarget(100, lambda prefix: (prefix[-1] + 1) % 100)
+    pool = NGramPool(1)
+    pool.add_text([t % 100 for t in range(300)], 4)
+    (ours,) = run(target, [Request([5], make_drafter("lookahead", (1, 4, 1), pool=pool), 41)])
+    assert ours.stats.steps == 10  # N - 1 accepted and the bonus: 4 tokens a step
+
+
+def test_jacobi_counts_the_steps_to_the_fixed_point():
+    # The next token does not depend on the guesses, so a block is right after one iteration and seen after two.
+    target = FakeTarget(10, lambda prefix: 7)
+    (ours,) = run(target, [Request([1, 2, 3], make_drafter("jacobi", (8, 5, 5)), 64)])
+    assert ours.stats.drafter["converged_blocks"] > 0
+    assert 1 <= ours.stats.drafter["iterations_per_block"] <= 2
+
+
+@pytest.mark.parametrize("method", CORE_METHODS)
+def test_the_end_token_inside_an_accepted_path_ends_the_text(method):
+    target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
+    prompt = [*range(30), *range(5)]
+    (ours,) = assert_same_as_autoregressive(target, [prompt], method, (4, 5, 4), 60, frozenset({11, 33}))
+    assert ours.tokens == [5, 6, 7, 8, 9, 10, 11]
+    assert ours.finish_reason == "stop"
+
+
+def test_a_limit_inside_an_accepted_path_is_kept_to_the_token():
+    target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
+    for limit in range(1, 12):
+        prompt = [*range(30), *range(5)]
+        (ours,) = assert_same_as_autoregressive(target, [prompt], "lookahead", (4, 5, 4), limit)
+        assert len(ours.tokens) == limit
+        assert ours.finish_reason == "length"
+
+
+def test_a_callers_criterion_is_asked_for_every_token_once():
+    asked = []
+    target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
+    request = Request([*range(30), 5], make_drafter("lookahead", (4, 5, 4)), 40)
+    request.finished = lambda token: asked.append(token) or ("stop" if token == 13 else None)
+    (ours,) = run(target, [request])
+    assert asked == ours.tokens == list(range(6, 14))
+
+
+def test_sequences_join_and_leave_between_steps():
+    target = FakeTarget(40)
+    decoder = Decoder(target)
+    alone = [run(FakeTarget(40), [Request(p, make_drafter("autoregressive"), 30)])[0].tokens for p in PROMPTS]
+    first = decoder.add(Request(PROMPTS[0], make_drafter("lookahead", (4, 4, 4)), 30))
+    for _ in range(3):
+        decoder.step()
+    second = decoder.add(Request(PROMPTS[1], make_drafter("jacobi", (4, 4, 4)), 30))
+    decoder.step()
+    gone = decoder.add(Request(PROMPTS[2], make_drafter("lookahead", (4, 4, 4)), 30))
+    decoder.step()
+    decoder.step()
+    decoder.cancel(gone)
+    while decoder.busy:
+        decoder.step()
+    assert [first.tokens, second.tokens] == alone[:2]
+    assert gone.finish_reason == "cancelled"
+    assert gone.tokens == alone[2][: len(gone.tokens)]
+    assert target.committed == {}
+
+
+def test_a_step_too_wide_for_memory_is_halved_and_said_once():
+    target = FakeTarget(40, max_rows=9)
+    with pytest.warns(RuntimeWarning, match="did not fit") as caught:
+        ours = run(target, [Request(p, make_drafter("lookahead", (15, 5, 15)), 60) for p in PROMPTS])
+    assert len(caught) == 1
+    for generation, prompt in zip(ours, PROMPTS, strict=True):
+        (plain,) = run(FakeTarget(40), [Request(prompt, make_drafter("autoregressive"), 60)])
+        assert generation.tokens == plain.tokens
+        assert max(generation.stats.rows_per_step) <= 9
+
+
+def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
+    target = FakeTarget(40, max_rows=0)
+    (ours,) = run(target, [Request([1, 2], make_drafter("autoregressive"), 5)])
+    assert ours.finish_reason == "error"
+    assert isinstance(ours.error, OutOfMemory)
+    assert len(ours.tokens) == 1
+
+
+def test_nan_logits_end_one_sequence_and_not_the_others():
+    def next_token(prefix):
+        return -1 if prefix[0] == 9 and len(prefix) > 20 else (prefix[-1] + 1) % 8
+
+    target = FakeTarget(10, next_token)
+    requests = [Request([first, 1], make_drafter("lookahead", (4, 4, 4)), 40) for first in (9, 1)]
+    broken, fine = run(target, requests)
+    assert isinstance(broken.error, NumericalError)
+    assert broken.tokens == [(2 + i) % 8 for i in range(len(broken.tokens))]
+    assert fine.finish_reason == "length"
+    assert len(fine.tokens) == 40
+    with pytest.raises(NumericalError, match="NaN"):
+        list(decode(target, [Request([9, 1], make_drafter("lookahead", (4, 4, 4)), 40)]))
+
+
+def test_a_pool_can_be_kept_across_calls():
+    pool = NGramPool(7)
+    request = lambda: Request([1, 2, 3], make_drafter("lookahead", (5, 4, 7), pool=pool), 80)  # noqa: E731
+    (cold,) = run(FakeTarget(40), [request()])
+    (warm,) = run(FakeTarget(40), [request()])
+    assert warm.tokens == cold.tokens
+    assert warm.stats.steps < cold.stats.steps
+
+
+def test_statistics_add_up():
+    (ours,) = run(FakeTarget(40), [Request([1, 2, 3], make_drafter("lookahead", (5, 4, 5)), 80)])
+    stats = ours.stats
+    assert sum(k * v for k, v in stats.tokens_per_step.items()) == stats.new_tokens - 1 == 79
+    assert sum(stats.tokens_per_step.values()) == stats.steps == sum(stats.rows_per_step.values())
+    assert sum(k * v for k, v in stats.rows_per_step.items()) == stats.rows
+    assert stats.accepted == stats.new_tokens - 1 - stats.steps
+    assert 0 < stats.acceptance_rate <= 1
+    by_position = stats.acceptance_by_position
+    assert sum(by_position) * stats.steps == pytest.approx(stats.accepted)
+    assert by_position == sorted(by_position, reverse=True)
+    assert stats.as_dict()["compression_ratio"] == pytest.approx(79 / stats.steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Request([], make_drafter("lookahead"), 5), "at least one token"),
+        (lambda: Request([1], make_drafter("lookahead"), 0), "max_new_tokens must be at least 1, got 0"),
+        (lambda: Request([1], make_drafter("lookahead"), -3), "got -3"),
+        (lambda: make_drafter("beam"), "method must be one of"),
+        (lambda: LookaheadConfig(0, 5, 15), "window_size must be between 1"),
+        (lambda: LookaheadConfig(5, 1, 15), "ngram_size must be between 2"),
+        (lambda: LookaheadConfig(5, 5, -1), "guess_set_size must be between 0"),
+        (lambda: LookaheadConfig(5.5, 5, 1), "whole number"),
+        (lambda: LookaheadConfig(slide="fast"), "slide must be"),
+        (lambda: LookaheadConfig(window_init="zeros"), "window_init must be"),
+        (lambda: LookaheadConfig(max_pool_keys=0), "max_pool_keys"),
+        (lambda: LookaheadConfig.of("15,5"), "W,N,G"),
+        (lambda: LookaheadConfig.of({"windowsize": 3}), "unknown setting 'windowsize'"),
+        (lambda: LookaheadConfig.of({"W": 3, "WINDOW_SIZE": 4}), "given twice"),
+        (lambda: LookaheadConfig.of(3.5), "settings must be"),
+    ],
+)
+def test_bad_settings_say_what_must_hold(make, message):
+    with pytest.raises(SettingsError, match=message):
+        make()
+
+
+def test_settings_by_any_of_their_names():
+    expected = LookaheadConfig(7, 4, 3)
+    assert LookaheadConfig.of((7, 4, 3)) == expected
+    assert LookaheadConfig.of("7,4,3") == expected
+    assert LookaheadConfig.of({"WINDOW_SIZE": 7, "LEVEL": 4, "GUESS_SET_SIZE": 3}) == expected
+    tensorrt = {"max_window_size": 7, "max_ngram_size": 4, "max_verification_set_size": 3}
+    assert LookaheadConfig.of(tensorrt) == expected
+    assert LookaheadConfig.of(expected, G=9) == LookaheadConfig(7, 4, 9)
+    assert LookaheadConfig.of({"POOL_FROM_PROMPT": 0}).pool_from_prompt is False
+    assert LookaheadConfig.of((1, 1, 0)).off
+    assert LookaheadConfig.of("code").triple == (15, 5, 15)
+    sizes = [LookaheadConfig.for_parameters(p).triple for p in (7e9, 13e9, 34e9)]
+    assert sizes == [(15, 5, 15), (10, 5, 10), (7, 5, 7)]
+
+
+def test_methods_are_registered():
+    assert {"lookahead", "autoregressive", "jacobi", "prompt-lookup"} <= set(METHODS)

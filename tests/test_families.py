@@ -1,0 +1,90 @@
+"""Equality with model.generate on tiny random models of every family that the target is meant for.
+
+Greedy and sampled, with and without penalties, for a left-padded batch of two. The same comparison is run
+once more per family with one wrong node accepted on purpose, and must fail there.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import lookahead.hf
+from lookahead.targets.probe import probe
+from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, tiny_model
+
+MODES = {
+    "greedy": {},
+    "greedy-penalties": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 4},
+    "sampled": {"do_sample": True, "top_k": 4},
+    "sampled-penalties": {"do_sample": True, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.1},
+}
+NEW = 40
+#: Their rotary base follows the longest sequence of the batch, in transformers too, so one sequence at a time.
+ALONE = ("llama-dynamic-ntk",)
+
+
+@functools.cache
+def model_of(family):
+    model = tiny_model(family, initializer_range=0.1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(family):
+    generator = torch.Generator().manual_seed(1)
+    half = torch.randint(3, 96, (2, 7), generator=generator)
+    ids = torch.cat([half, half], dim=1)  # repeats itself, so that there is something to draft
+    mask = torch.ones_like(ids)
+    if family in ALONE:
+        return ids[:1], mask[:1]
+    mask[0, :4] = 0
+    ids[0, :4] = 0
+    return ids, mask
+
+
+def run(family, mode, **ours):
+    ids, mask = prompts(family)
+    model = model_of(family)
+    torch.manual_seed(5)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **MODES[mode], **ours)
+    return out, torch.random.get_rng_state()
+
+
+@functools.cache
+def reference(family, mode):
+    return run(family, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_and_same_generator_state(family, mode):
+    stats = []
+    ours, state = run(
+        family, mode, custom_generate=lookahead.hf.generate, lookahead_config="5,4,7", stats=stats
+    )
+    plain, plain_state = reference(family, mode)
+    assert ours.tolist() == plain.tolist()
+    assert torch.equal(state, plain_state)
+    accepted = sum(s.accepted for s in stats)
+    if family in RECURRENT_FAMILIES:
+        assert accepted == 0
+    elif mode == "greedy":
+        assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in RECURRENT_FAMILIES])
+def test_the_comparison_fails_when_a_wrong_node_is_accepted(family, accept_a_wrong_node):
+    ours, _ = run(family, "greedy", custom_generate=lookahead.hf.generate, lookahead_config="5,4,7")
+    assert ours.tolist() != reference(family, "greedy")[0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_chooses_and_says_why(family):
+    found = probe(model_of(family))
+    if family in RECURRENT_FAMILIES:
+        assert found.mode == "plain"
+        assert "one row a step" in found.reason
+    else:
+        assert found.mode == "tree"
+        assert found.difference < 1e-4

@@ -1,0 +1,322 @@
+"""The drop-in: whatever model.generate returns, this returns; what cannot work is refused by name."""
+
+import functools
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from lookahead.core import NGramPool, SettingsError
+from lookahead.hf import generate
+from lookahead.testing import tiny_model
+
+
+@functools.cache
+def model_of(family="llama", init=0.1):
+    return tiny_model(family, initializer_range=init, eos_token_id=[2, 5, 9])
+
+
+def prompts(batch=2, padded=True):
+    half = torch.randint(10, 96, (batch, 7), generator=torch.Generator().manual_seed(2))
+    ids = torch.cat([half, half], dim=1)
+    mask = torch.ones_like(ids)
+    if padded and batch > 1:
+        ids[0, :4], mask[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(inputs=None, model=None, **options):
+    """(plain, ours), each with the generator's state after it."""
+    model = model if model is not None else model_of()
+    inputs = inputs if inputs is not None else prompts()
+    options.setdefault("max_new_tokens", 48)
+    results = []
+    for extra in ({}, {"custom_generate": generate, "lookahead_config": "5,4,7"}):
+        torch.manual_seed(7)
+        made = {key: value() if callable(value) else value for key, value in options.items()}
+        results.append((model.generate(**inputs, **made, **extra), torch.random.get_rng_state()))
+    (plain, plain_state), (ours, state) = results
+    assert torch.equal(plain_state, state), "the generator ended elsewhere"
+    return plain, ours
+
+
+class CountingCriteria(StoppingCriteria):
+    """Stops where the last three tokens sum to a multiple of 11, and counts how often it is asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked += 1
+        return input_ids[:, -3:].sum(dim=1) % 11 == 0
+
+
+class NoOddAfterOdd(LogitsProcessor):
+    """Path-dependent: its law depends on the true prefix."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        odd = input_ids[:, -1] % 2 == 1
+        scores[odd, 1::2] -= 1.5
+        return scores
+
+
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "cold": {"do_sample": True, "temperature": 0.3},
+    "top-k": {"do_sample": True, "top_k": 5},
+    "top-p": {"do_sample": True, "top_p": 0.7, "temperature": 1.3},
+    "min-p": {"do_sample": True, "min_p": 0.1},
+    "typical": {"do_sample": True, "typical_p": 0.6},
+    "repetition": {"repetition_penalty": 1.4},
+    "no-repeat": {"no_repeat_ngram_size": 2},
+    "encoder-no-repeat": {"encoder_no_repeat_ngram_size": 2},
+    "encoder-repetition": {"encoder_repetition_penalty": 1.3},
+    "min-new-tokens": {"min_new_tokens": 30},
+    "bad-words": {"bad_words_ids": [[11], [12, 13], [50]]},
+    "suppress": {"suppress_tokens": [20, 21, 22, 23]},
+    "sequence-bias": {"sequence_bias": [[[30], 4.0], [[31, 32], 5.0]]},
+    "forced-eos": {"forced_eos_token_id": 2},
+    "decay": {"exponential_decay_length_penalty": (5, 1.2)},
+    "eos-list": {"eos_token_id": [3, 17, 40, 41, 42, 43, 44, 45]},
+    "one-eos": {"eos_token_id": 33, "pad_token_id": 1},
+    "processor": {"logits_processor": lambda: LogitsProcessorList([NoOddAfterOdd()])},
+    "processor-sampled": {
+        "logits_processor": lambda: LogitsProcessorList([NoOddAfterOdd()]),
+        "do_sample": True,
+    },
+    "criteria": {"stopping_criteria": lambda: StoppingCriteriaList([CountingCriteria()])},
+    "criteria-sampled": {
+        "stopping_criteria": lambda: StoppingCriteriaList([CountingCriteria()]),
+        "do_sample": True,
+    },
+    "max-length": {"max_length": 31, "max_new_tokens": None},
+    "one-token": {"max_new_tokens": 1},
+    "several-returned": {"do_sample": True, "num_return_sequences": 3, "top_k": 8},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equal_output(name, batch):
+    plain, ours = both(prompts(batch), **OPTIONS[name])
+    assert ours.tolist() == plain.tolist()
+
+
+def test_equality_fails_when_a_wrong_node_is_accepted(accept_a_wrong_node):
+    plain, ours = both(prompts(1), eos_token_id=None)
+    assert ours.tolist() != plain.tolist()
+    accept_a_wrong_node.clear()
+    plain, ours = both(prompts(1), eos_token_id=None, do_sample=True, top_k=3)
+    assert ours.tolist() != plain.tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_scores_logits_and_cache(batch, sampled):
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain, ours = both(prompts(batch), repetition_penalty=1.2, do_sample=sampled, **options)
+    assert type(ours) is type(plain)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits"):
+        theirs, mine = getattr(plain, name), getattr(ours, name)
+        assert len(theirs) == len(mine) == plain.sequences.shape[1] - 14
+        for a, b in zip(theirs, mine, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(b, a, atol=2e-4, rtol=1e-4)
+    if batch == 1:
+        assert isinstance(ours.past_key_values, DynamicCache)
+        assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+        for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_users_empty_cache_is_filled():
+    cache = DynamicCache(config=model_of().config)
+    out = model_of().generate(
+        **prompts(1), max_new_tokens=20, past_key_values=cache, custom_generate=generate, eos_token_id=None
+    )
+    assert cache.get_seq_length() == out.shape[1] - 1
+
+
+def test_a_criterion_is_asked_once_per_token_and_never_overrun():
+    asked = []
+    for extra in ({}, {"custom_generate": generate}):
+        criterion = CountingCriteria()
+        out = model_of().generate(
+            **prompts(1), max_new_tokens=60, eos_token_id=None, stopping_criteria=[criterion], **extra
+        )
+        asked.append((criterion.asked, out.tolist()))
+    assert asked[0] == asked[1]
+    assert asked[1][0] == len(asked[1][1][0]) - 14
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], 0
+
+    def put(self, value):
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_streamer_gets_the_same_pieces(bound):
+    theirs, mine = Recorder(), Recorder()
+    model_of().generate(**prompts(1), max_new_tokens=30, streamer=theirs)
+    if bound:  # then the prompt is not put, because model.generate does not know of the streamer
+        ours = functools.partial(generate, streamer=mine)
+        model_of().generate(**prompts(1), max_new_tokens=30, custom_generate=ours)
+        theirs.pieces = theirs.pieces[1:]
+    else:
+        model_of().generate(**prompts(1), max_new_tokens=30, streamer=mine, custom_generate=generate)
+    assert mine.pieces == theirs.pieces
+    assert mine.ended == theirs.ended == 1
+
+
+def test_stop_strings_through_a_ready_criterion(letter_tokenizer):
+    from transformers import StopStringCriteria
+
+    def criteria():
+        return StoppingCriteriaList([StopStringCriteria(letter_tokenizer, ["4", "A", "b:"])])
+
+    plain, ours = both(prompts(1), stopping_criteria=criteria, eos_token_id=None)
+    assert ours.tolist() == plain.tolist()
+    plain, ours = both(prompts(3), stopping_criteria=criteria, eos_token_id=None, do_sample=True)
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.fixture
+def letter_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({chr(32 + i): i for i in range(96)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_prefix_allowed_tokens_knows_the_row():
+    def allowed(batch_id, ids):
+        return list(range(10 + 20 * batch_id, 40 + 20 * batch_id))
+
+    model = model_of()
+    results = [
+        model.generate(
+            **prompts(3), max_new_tokens=20, prefix_allowed_tokens_fn=allowed, eos_token_id=None, **extra
+        ).tolist()
+        for extra in ({}, {"custom_generate": generate})
+    ]
+    assert results[0] == results[1]
+
+
+def test_max_time_works():
+    out = model_of().generate(
+        **prompts(1),
+        max_new_tokens=20,
+        stopping_criteria=[MaxTimeCriteria(0.0)],
+        custom_generate=generate,
+        eos_token_id=None,
+    )
+    assert out.shape[1] == 15
+
+
+def test_settings_from_keywords_config_or_the_models_own(tmp_path):
+    def rows(**extra):
+        stats = []
+        model.generate(**prompts(1), max_new_tokens=40, custom_generate=generate, stats=stats, **extra)
+        return max(stats[0].rows_per_step)
+
+    model = tiny_model("llama", eos_token_id=None, initializer_range=0.1)
+    by_keyword = rows(window_size=3, ngram_size=3, guess_set_size=2)
+    assert by_keyword == rows(lookahead_config=(3, 3, 2)) <= 10
+    theirs = {"WINDOW_SIZE": 3, "LEVEL": 3, "GUESS_SET_SIZE": 2}
+    model.generation_config = GenerationConfig(lookahead_config=theirs, pad_token_id=0)
+    assert rows() == by_keyword
+    model.generation_config.save_pretrained(tmp_path)
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    assert rows() == by_keyword
+    assert rows(method="autoregressive") == 1
+    assert rows(lookahead_config=(1, 1, 0)) == 1
+
+
+def test_a_pool_is_kept_across_calls():
+    pool, steps = NGramPool(15), []
+    for _ in range(2):
+        stats = []
+        model_of().generate(
+            **prompts(1), max_new_tokens=60, custom_generate=generate, pool=pool, stats=stats, eos_token_id=None
+        )
+        steps.append(stats[0].steps)
+    assert steps[1] < steps[0]
+
+
+REFUSED = {
+    "num_beams": {"num_beams": 3},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 5},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "cache_implementation": {"cache_implementation": "offloaded"},
+    "method must be one of": {"method": "beam"},
+    "window_size must be": {"window_size": 0},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_by_name(what):
+    with pytest.raises(SettingsError, match=what):
+        model_of().generate(**prompts(2), max_new_tokens=5, custom_generate=generate, **REFUSED[what])
+
+
+def test_other_refusals():
+    model, inputs = model_of(), prompts(2)
+    with pytest.raises(SettingsError, match="assistant_model"):
+        model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate, assistant_model=model)
+    with pytest.raises(SettingsError, match="streamer with 2 sequences"):
+        model.generate(**inputs, max_new_tokens=5, custom_generate=generate, streamer=Recorder())
+    full = model.generate(**prompts(1), max_new_tokens=5, return_dict_in_generate=True).past_key_values
+    with pytest.raises(SettingsError, match="past_key_values that hold"):
+        model.generate(
+            torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, custom_generate=generate, past_key_values=full
+        )
+    right = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
+    with pytest.raises(SettingsError, match="padded on the left"):
+        model.generate(**right, max_new_tokens=5, custom_generate=generate)
+    with pytest.raises(SettingsError, match="inputs_embeds|empty prompt"):
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        model.generate(inputs_embeds=embeds, max_new_tokens=5, custom_generate=generate)
+
+
+def test_an_encoder_decoder_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(SettingsError, match="encoder-decoder"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=5, custom_generate=generate)
+
+
+def test_nan_logits_are_an_error():
+    from lookahead.core import NumericalError
+
+    model = tiny_model("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(NumericalError, match="NaN"):
+        model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate)
