@@ -1,0 +1,220 @@
+"""The cache that commits in place, the masks, and a probe that catches silent errors."""
+
+import warnings
+
+import pytest
+import torch
+
+import lookahead.targets.transformers as target_module
+from lookahead.core import Decoder, Request, SettingsError, TokenTree, make_drafter
+from lookahead.targets.cache import TreeCache
+from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
+from lookahead.targets.plain import PlainTarget
+from lookahead.targets.probe import make_target, probe
+from lookahead.targets.transformers import TransformersTarget
+from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
+
+
+def branching_tree():
+    tree = TokenTree(5)
+    tree.add_candidate([6, 7])
+    tree.add_candidate([6, 8, 9])
+    tree.add_candidate([10])
+    return tree
+
+
+def test_bits_equal_the_trees_own_mask():
+    trees = [branching_tree(), TokenTree(1)]
+    bits = tree_bits(trees, 7)
+    assert bits[0, :6, :6].tolist() == trees[0].mask()
+    assert not bits[0, :6, 6:].any()
+    assert bits[1, 0].tolist() == [True] + [False] * 6
+    assert bits[:, :, 0].all()  # padding sees the root, so no row is empty
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
+def test_masks_follow_logical_positions(kind):
+    tree, length = branching_tree(), 4
+    kinds = LayerKinds((kind,), False, sliding_window=3, chunk=3)
+    _, positions = stack_rows([tree], [length], len(tree))
+    mask = attention_masks(kinds, [tree], [length], positions, torch.float32, torch.device("cpu"))
+    at = [*range(length), *(length + depth for depth in tree.depths)]
+    for row in range(len(tree)):
+        for column in range(length + len(tree)):
+            seen = column < length or bool(tree.ancestors[row] >> (column - length) & 1)
+            if kind == "sliding_attention":
+                seen = seen and at[length + row] - at[column] < 3
+            elif kind == "chunked_attention":
+                seen = seen and at[length + row] // 3 == at[column] // 3
+            assert (mask[0, 0, row, column] == 0) == seen
+
+
+def fill(cache, slots, lengths, rows, base):
+    cache.place(slots, lengths, rows)
+    states = base + torch.arange(len(slots) * rows).float().view(len(slots), 1, rows, 1).expand(-1, 2, -1, 4)
+    seen = cache.layers[0].update(states, states + 0.5)
+    cache.layers[1].update(states + 1000, states + 1000.5)
+    return states, seen
+
+
+def test_rows_are_written_moved_and_kept_while_storage_grows():
+    cache = TreeCache([(2, 4, 4), (2, 4, 4)], torch.float32, torch.device("cpu"), capacity=8)
+    states, (keys, values) = fill(cache, [0], [0], 5, 0.0)
+    assert torch.equal(keys, states)
+    assert torch.equal(values, states + 0.5)
+    fill(cache, [0], [5], 6, 100.0)
+    assert cache.capacity == 16
+    cache.move(0, 5, [0, 2, 5])
+    for layer, extra in ((0, 0), (1, 1000)):
+        keys, values = cache.read(0, 8)[layer]
+        assert keys[0, 0, :, 0].tolist() == [x + extra for x in (0, 1, 2, 3, 4, 100, 102, 105)]
+        assert torch.equal(values, keys + 0.5)
+
+
+def test_sequences_of_different_length_share_a_pass():
+    cache = TreeCache([(2, 4, 4), (2, 4, 4)], torch.float32, torch.device("cpu"), capacity=8)
+    fill(cache, [2], [0], 3, 0.0)
+    fill(cache, [0], [0], 1, 50.0)
+    assert cache.slots == 4
+    _, (keys, _) = fill(cache, [0, 2], [1, 3], 2, 100.0)
+    assert keys.shape == (2, 2, 5, 4)
+    assert keys[0, 0, :3, 0].tolist() == [50, 100, 101]
+    assert keys[1, 0, :, 0].tolist() == [0, 1, 2, 102, 103]
+
+
+def test_nothing_is_moved_where_the_path_lies_in_place(monkeypatch):
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"))
+    fill(cache, [0], [0], 5, 0.0)
+    monkeypatch.setattr(torch.Tensor, "index_select", None)
+    cache.move(0, 0, [0, 1, 2])
+    with pytest.raises(TypeError):
+        cache.move(0, 0, [0, 2])
+
+
+@pytest.mark.parametrize("method", ["lookahead", "jacobi", "prompt-lookup"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
+def test_many_sequences_in_one_pass(family, method):
+    target = make_target(tiny_model(family, initializer_range=0.1), capacity=16)
+    prompts = [[3, 4, 5, 3, 4, 5, 3], [9] * 11, [20, 21], [7, 8, 7, 8, 7]]
+    assert_same_as_autoregressive(target, prompts, method, (4, 4, 4), 40, frozenset({2}), vocabulary=96)
+    assert target.lengths == {}
+
+
+def test_sequences_that_join_late_and_leave_gaps():
+    model = tiny_model("llama", initializer_range=0.1)
+    target, prompts = make_target(model, capacity=16), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
+    decoder = Decoder(target)
+    limits = [50, 4, 30]
+    joined = []
+    for prompt, limit in zip(prompts, limits, strict=True):
+        joined.append(decoder.add(Request(prompt, make_drafter("lookahead", (4, 4, 4)), limit)))
+        decoder.step()
+        decoder.step()
+    while decoder.busy:
+        decoder.step()
+    for generation, prompt, limit in zip(joined, prompts, limits, strict=True):
+        (plain,) = run(make_target(model), [Request(prompt, make_drafter("autoregressive"), limit)])
+        assert generation.tokens == plain.tokens
+
+
+def test_the_models_last_position_is_used_and_not_passed():
+    target = make_target(tiny_model("gpt2", n_positions=32))
+    (ours,) = assert_same_as_autoregressive(target, [[3, 4, 3, 4, 3]], "lookahead", (7, 5, 7), 27)
+    assert len(ours.tokens) == 27
+
+
+def test_a_rotary_base_that_changes_with_length():
+    """Rows on both sides of the change cannot share a pass; trees stop before it."""
+    for family, extra in (
+        ("llama-dynamic-ntk", {}),
+        ("phi3", {
+            "max_position_embeddings": 128, "original_max_position_embeddings": 40,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0] * 8,
+                                "short_factor": [1.0] * 8, "original_max_position_embeddings": 40},
+        }),
+    ):  # fmt: skip
+        model = tiny_model(family, initializer_range=0.1, **extra)
+        prompt = torch.tensor([[5, 6, 7, 8] * 5])
+        plain = model.generate(prompt, max_new_tokens=60, eos_token_id=None)
+        from lookahead.hf import generate
+
+        ours = model.generate(prompt, max_new_tokens=60, eos_token_id=None, custom_generate=generate)
+        assert ours.tolist() == plain.tolist()
+        target = make_target(model)
+        requests = [Request([5, 6, 7] * n, make_drafter("lookahead"), 60) for n in (3, 13)]
+        with pytest.raises(SettingsError, match="one at a time"):
+            run(target, requests)
+
+
+def test_the_lm_head_runs_only_on_rows_that_are_read():
+    model = tiny_model("llama")
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    target = make_target(model)
+    seen.clear()
+    (ours,) = run(target, [Request([3, 4, 5] * 4, make_drafter("lookahead", (10, 5, 3)), 20)])
+    assert max(seen) < max(ours.stats.rows_per_step)
+
+
+def break_positions(monkeypatch):
+    honest = target_module.stack_rows
+
+    def wrong(trees, lengths, rows):
+        ids, positions = honest(trees, lengths, rows)
+        return ids, positions[:, :1] + torch.arange(rows)
+
+    monkeypatch.setattr(target_module, "stack_rows", wrong)
+
+
+def break_masks(monkeypatch):
+    honest = target_module.attention_masks
+
+    def wrong(*args):
+        return torch.zeros_like(honest(*args))
+
+    monkeypatch.setattr(target_module, "attention_masks", wrong)
+
+
+def break_commits(monkeypatch):
+    monkeypatch.setattr(TreeCache, "move", lambda *args: None)
+
+
+@pytest.mark.parametrize("fault", [break_positions, break_masks, break_commits])
+def test_the_probe_lets_no_silent_error_through(fault, monkeypatch):
+    fault(monkeypatch)
+    model = tiny_model("llama")
+    found = probe(model)
+    assert found.mode == "plain"
+    assert "differently from causal passes" in found.reason
+    assert isinstance(make_target(model), PlainTarget)
+
+
+def test_the_probe_is_asked_once_per_model():
+    model = tiny_model("llama")
+    assert probe(model) is probe(model)
+    assert probe(model, again=True) is not None
+
+
+def test_running_out_of_memory_is_survived(monkeypatch):
+    model = tiny_model("llama", initializer_range=0.1)
+    target = make_target(model)
+    honest = TransformersTarget._pass
+
+    def small(self, trees):
+        if max(len(tree) for _, tree in trees) > 12:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return honest(self, trees)
+
+    monkeypatch.setattr(TransformersTarget, "_pass", small)
+    with pytest.warns(RuntimeWarning, match="did not fit"):
+        (ours,) = run(target, [Request([3, 4, 5] * 3, make_drafter("lookahead"), 40)])
+    monkeypatch.undo()
+    (plain,) = run(make_target(model), [Request([3, 4, 5] * 3, make_drafter("autoregressive"), 40)])
+    assert ours.tokens == plain.tokens
+
+
+def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
+    target = make_target(tiny_model("llama"))
+    monkeypatch.setattr(target.model, "forward", lambda **k: (_ for _ in ()).throw(RuntimeError("shape")))
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shape"):
+        run(target, [Request([3, 4], make_drafter("lookahead"), 4)])
