@@ -1,4 +1,4 @@
-"""A loaded model with the three verbs generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
+"""A loaded model with three verbs: generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
 
 Every call has a target of its own (a KV cache that grows with the text), so calls leave nothing behind, and
 several threads may call one LLM. What one call decodes together shares forward passes.
@@ -6,7 +6,7 @@ several threads may call one LLM. What one call decodes together shares forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -216,12 +216,23 @@ class LLM:
         return Stream(self.run(prompts, **options))
 
     def run(
-        self, prompts: list[Prompt], *, batch_size: int = 1, **options: Unpack[OptionFields]
+        self,
+        prompts: list[Prompt],
+        *,
+        batch_size: int = 1,
+        seeds: Sequence[int] | None = None,
+        **options: Unpack[OptionFields],
     ) -> Iterator[Update]:
         """Decode a list of prompts and yield every step of each; what all else here is made of.
 
         At most ``batch_size`` prompts are in flight; the next one joins as soon as one is done. An error of
         one prompt ends that prompt alone: its last update has ``finish_reason`` "error".
+
+        Args:
+            prompts: texts, chat messages or token ids.
+            batch_size: at least 1.
+            seeds: one per prompt, in place of seed + i.
+            **options: see ``Options``.
 
         Raises:
             SettingsError: at once, if an option or any prompt cannot be honoured.
@@ -231,11 +242,15 @@ class LLM:
             raise SettingsError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         if chosen.pool is not None and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
-        seed = chosen.seed
-        if chosen.sampled and seed is None:
-            seed = int(torch.randint(2**62, ()))
+        if seeds is not None and len(seeds) != len(prompts):
+            raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
+        if seeds is None:
+            first = chosen.seed
+            if first is None:  # greedy must not touch torch's generator
+                first = int(torch.randint(2**62, ())) if chosen.sampled else 0
+            seeds = range(first, first + len(prompts))
         waiting = [
-            self._begin(i, prompt, chosen, seed + i if chosen.sampled and seed is not None else None)
+            self._begin(i, prompt, chosen, seeds[i] if chosen.sampled else None)
             for i, prompt in enumerate(prompts)
         ]
         return self._decode(waiting, batch_size)

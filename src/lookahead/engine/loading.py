@@ -133,7 +133,7 @@ def _locate(path_or_id: str | os.PathLike[str] | None) -> tuple[str, bool]:
 
 
 def _hub_reachable() -> bool:
-    """Whether the hub's name resolves; spares the client's half-minute of retries where there is no network."""
+    """Whether the hub's name resolves; without a network its client would retry for half a minute."""
     if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return True
     from huggingface_hub import constants
@@ -255,8 +255,8 @@ def _from_hub(auto: Any, name: str, keywords: dict[str, Any]) -> Any:
                 " (no network, so only the local cache was searched)" if keywords["local_files_only"] else ""
             )
             raise SettingsError(
-                f"a model must be a directory that exists or a hub id that can be fetched, got {name!r}{offline}: "
-                f"{_first_line(error)}"
+                f"a model must be a directory that exists or a hub id that can be fetched, got {name!r}"
+                f"{offline}: {_first_line(error)}"
             ) from None
         raise SettingsError(f"{name} cannot be loaded: {_first_line(error)}") from None
 

@@ -45,6 +45,8 @@ def encode(
     if isinstance(prompt, str):
         if not prompt:
             raise SettingsError("the prompt must not be empty, got an empty text")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise SettingsError("the prompt must be whole characters, got half a surrogate pair")
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
         ids = list(tokenizer(prompt).input_ids)

@@ -1,0 +1,113 @@
+"""The command line: one file per command, imported when it is called. A new one is a file and a line here.
+
+A user's mistake is one red line, ``error: ...``, on stderr and exit status 2; what fails without being one
+(NaN logits, memory) is such a line and exit status 1; Ctrl-C is exit status 130. There is no traceback for
+any of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from ..core import LookaheadError, SettingsError
+from .console import note, problem
+
+__all__ = ["app", "main"]
+
+#: name -> the module whose ``app`` (a Typer) it is. A command whose module is not there is not offered.
+COMMANDS = {
+    "generate": "lookahead.cli.generate",
+    "chat": "lookahead.cli.chat",
+    "verify": "lookahead.cli.verify",
+    "doctor": "lookahead.cli.doctor",
+    "bench": "lookahead.cli.bench",
+    "tune": "lookahead.cli.tune",
+    "serve": "lookahead.cli.serve",
+}
+
+
+class Commands(TyperGroup):
+    """Finds commands by name, and says errors in one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, module in COMMANDS.items() if find_spec(module) is not None]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = typer.main.get_command(import_module(COMMANDS[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            sys.exit(self._guarded(*args, **extra))
+
+    def _guarded(self, *args: Any, **extra: Any) -> int:
+        """The exit status, with whatever went wrong said."""
+        try:
+            status = super().main(*args, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except LookaheadError as error:
+            problem(str(error))
+            return 2 if isinstance(error, SettingsError) else 1
+        except KeyboardInterrupt:
+            status = 130
+        except BrokenPipeError:  # the reader of our output has left
+            sys.stdout = open("/dev/null", "w") if sys.platform != "win32" else sys.stdout  # noqa: SIM115
+            return 1
+        except Exception as error:
+            # Wrong usage: every version of typer has its own class for it, all with these two.
+            if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+                raise
+            if error.format_message():
+                problem(f"{error.format_message()} (--help shows what there is)")
+            return int(error.exit_code)
+        if status == 130:
+            note("interrupted", "yellow")
+        return status if isinstance(status, int) else 0
+
+
+def _show_warning(message: Any, *args: Any, **kwargs: Any) -> None:
+    note(f"note: {message}", "yellow")
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact, training-free, draft-free acceleration of LLM decoding.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lookahead {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main() -> None:
+    """Entry point of the ``lookahead`` command and of ``python -m lookahead``."""
+    app(prog_name="lookahead")

@@ -1,0 +1,20 @@
+"""Lines for people on stderr; stdout is kept for results."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def stderr() -> Console:
+    """A console on the stderr of this moment."""
+    return Console(stderr=True, highlight=False)
+
+
+def note(text: str, style: str = "dim") -> None:
+    """One line, never wrapped, with no markup of its own."""
+    stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
+
+
+def problem(text: str) -> None:
+    """An error in one red line."""
+    note(f"error: {text}", "red")
