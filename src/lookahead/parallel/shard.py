@@ -1,0 +1,102 @@
+"""Which rows each rank evaluates (paper, section 3.4 and figure 3).
+
+A shard is a parent-closed set of rows, so a rank can evaluate it with no word from the others; ancestors
+that two shards share are evaluated twice. Shards are balanced by rows and not by columns of the window:
+column i hangs under i other nodes, so equal numbers of columns would be unequal work.
+
+Knows trees only: no tensor, no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """One tree's rows by rank.
+
+    Attributes:
+        rows: per rank, its rows in row order; the root is in every shard.
+        owner: per row, the rank whose logits count; -1 where nobody reads the row.
+    """
+
+    rows: list[list[int]]
+    owner: list[int]
+
+    @property
+    def widest(self) -> int:
+        """Rows of the largest shard: what the step waits for."""
+        return max(map(len, self.rows))
+
+
+def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Shards:
+    """Cut a tree into one shard per rank, the widest as narrow as it can be.
+
+    The branches (read rows that have no read row below them) are taken depth first, so that neighbours
+    share their ancestors, and dealt out in that order; a bisection over the width of the widest shard finds
+    the best cut of this order. With fewer branches than ranks, the ranks left over get the root alone.
+
+    Args:
+        tree: the rows of a step.
+        ranks: at least 1.
+        extra: rows that each rank has to evaluate besides; none by default.
+    """
+    extra = extra if extra is not None else [0] * ranks
+    if ranks == 1:
+        whole = list(range(len(tree)))
+        return Shards([whole], [0 if read else -1 for read in tree.read])
+    branches = [tree.ancestors[node] for node in _branches(tree)]
+    low, high = 1 + max(extra), len(tree) + max(extra)
+    while low < high:
+        middle = (low + high) // 2
+        if _deal(branches, middle, extra) is None:
+            low = middle + 1
+        else:
+            high = middle
+    dealt = _deal(branches, low, extra)
+    assert dealt is not None
+    owner = [-1] * len(tree)
+    rows: list[list[int]] = []
+    for rank, bits in enumerate(dealt):
+        own = [node for node in range(len(tree)) if bits >> node & 1]
+        rows.append(own)
+        for node in own:
+            if tree.read[node] and owner[node] < 0:
+                owner[node] = rank
+    return Shards(rows, owner)
+
+
+def _branches(tree: TokenTree) -> list[int]:
+    """Read rows with no read row below them, depth first; the root where it is the only one."""
+    below: list[list[int]] = [[] for _ in tree.tokens]
+    wanted = list(tree.read)
+    for node in range(len(tree) - 1, 0, -1):
+        if wanted[node]:
+            wanted[tree.parents[node]] = True
+            below[tree.parents[node]].append(node)
+    order = []
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        if not below[node]:
+            order.append(node)
+        # Children were noted last row first, so the first row is popped first.
+        stack.extend(below[node])
+    return order
+
+
+def _deal(branches: Sequence[int], width: int, extra: Sequence[int]) -> list[int] | None:
+    """Row sets (as bits) of at most ``width`` rows, extra ones included; None where they do not suffice."""
+    result = [1] * len(extra)
+    rank = 0
+    for branch in branches:
+        while (result[rank] | branch).bit_count() + extra[rank] > width:
+            rank += 1
+            if rank == len(extra):
+                return None
+        result[rank] |= branch
+    return result

@@ -1,0 +1,153 @@
+"""Which rows go to which rank, and how they travel: no process is started here."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.core import LookaheadConfig, TokenTree, Window
+from lookahead.parallel.shard import _branches, shard
+from lookahead.parallel.share import Share, _under
+from lookahead.parallel.wire import (
+    pack_floats,
+    pack_lists,
+    pack_text,
+    pack_tree,
+    unpack_floats,
+    unpack_lists,
+    unpack_text,
+    unpack_tree,
+)
+from lookahead.testing import FakeTarget
+
+
+def window_tree(width=15, ngram_size=5, candidates=15, seed=0):
+    numbers = random.Random(seed)
+    fill = lambda: numbers.randrange(50_000)
+    window = Window(width, ngram_size, fill)
+    for _ in range(ngram_size - 2):
+        window.advance(1, [fill() for _ in range(window.columns)], frozenset())
+    tree = TokenTree(1)
+    window.plant(tree)
+    for _ in range(candidates):
+        tree.add_candidate([fill() for _ in range(ngram_size - 1)])
+    return tree
+
+
+@st.composite
+def trees(draw):
+    tree = TokenTree(draw(st.integers(0, 5)))
+    for _ in range(draw(st.integers(0, 40))):
+        tree.add(draw(st.integers(0, 5)), draw(st.integers(0, len(tree) - 1)), draw(st.booleans()))
+    return tree
+
+
+@given(trees(), st.integers(1, 5), st.data())
+def test_shards_are_parent_closed_and_every_read_row_has_one_owner(tree, ranks, data):
+    extra = data.draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))
+    cut = shard(tree, ranks, extra)
+    for rows in cut.rows:
+        assert rows == tree.closure(rows)  # parent-closed, in row order, with the root
+        tree.subtree(rows)
+    for node, owner in enumerate(cut.owner):
+        assert (owner >= 0) == tree.read[node]
+        assert owner < 0 or node in cut.rows[owner]
+    assert cut.owner[0] == 0
+
+
+@given(trees(), st.integers(2, 4))
+def test_no_cut_of_the_same_order_is_narrower(tree, ranks):
+    """The naive twin: try every place to cut the branches, in their order."""
+    from itertools import combinations_with_replacement
+
+    branches = _branches(tree)
+    best = min(
+        max(
+            len(tree.closure(branches[a:b])) for a, b in zip((0, *cuts), (*cuts, len(branches)), strict=True)
+        )
+        for cuts in combinations_with_replacement(range(len(branches) + 1), ranks - 1)
+    )
+    assert shard(tree, ranks).widest == best
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("triple", [(15, 5, 15), (15, 5, 0), (7, 3, 2), (60, 5, 60)])
+def test_shards_of_the_papers_tree_are_even(triple, ranks):
+    tree = window_tree(*triple)
+    assert len(tree) == LookaheadConfig(*triple).max_rows
+    widths = [len(rows) for rows in shard(tree, ranks).rows]
+    # A branch is not divided, so the widest may exceed the mean by about one branch and its chain.
+    chain = triple[0] + triple[1]
+    assert max(widths) <= sum(widths) / ranks + chain
+    assert max(widths) < len(tree)
+    # Balanced by columns the last shard would carry all of level 0.
+    assert max(widths) <= min(widths) + chain
+
+
+def test_more_ranks_than_branches_leaves_ranks_with_the_root():
+    tree = TokenTree(3)
+    tree.add_candidate([4, 5])
+    cut = shard(tree, 4)
+    assert sorted(map(len, cut.rows)) == [1, 1, 1, 3]
+    assert shard(TokenTree(3), 4).rows == [[0]] * 4
+
+
+def test_a_rank_that_owes_rows_gets_fewer():
+    tree = window_tree(1, 2, 40)
+    even = shard(tree, 2)
+    cut = shard(tree, 2, [10, 0])
+    assert abs(len(even.rows[0]) - len(even.rows[1])) <= 2
+    assert 8 <= len(cut.rows[1]) - len(cut.rows[0]) <= 12
+
+
+def test_owed_tokens_stand_above_the_root():
+    part = TokenTree(7)
+    part.add_candidate([8, 9])
+    tree = _under([5, 6], part)
+    assert tree.tokens == [5, 6, 7, 8, 9]
+    assert tree.depths == [0, 1, 2, 3, 4]
+    assert tree.read == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("limit", [100, 11, 10, 9, 8])
+def test_debts_are_paid_in_passes_of_their_own_where_depth_is_short(limit):
+    """A share that misses rows scores as one that never did, also at the model's last positions."""
+    share, whole = Share(FakeTarget(max_positions=limit)), FakeTarget(max_positions=limit)
+    prompt, path = [1, 2, 3, 4], [9, 5, 6]
+    share.prefill([(0, prompt)])
+    whole.prefill([(0, prompt)])
+    share.forward([(0, TokenTree(9))])
+    share.commit([(0, [0], path[1:])])
+    tree = TokenTree(9)
+    tree.add_candidate(path[1:])
+    whole.forward([(0, tree)])
+    whole.commit([(0, [0, 1, 2])])
+    assert share.depth_limit(0) == whole.depth_limit(0)
+    tree = TokenTree(4)
+    tree.add_candidate(range(10, 10 + whole.depth_limit(0)))
+    (expected,) = whole.forward([(0, tree)])
+    (scores,), (offset,) = share.forward([(0, tree)])
+    assert [scores.best(offset + row) for row in range(len(tree))] == [
+        expected.best(row) for row in range(len(tree))
+    ]
+    share.commit([(0, [0], [])])
+    whole.commit([(0, [0])])
+    assert share.target.committed == whole.committed
+
+
+@given(trees())
+def test_a_tree_survives_the_wire(tree):
+    copy = unpack_tree(pack_tree(tree))
+    assert (copy.tokens, copy.parents, copy.read) == (tree.tokens, tree.parents, tree.read)
+
+
+@given(st.lists(st.lists(st.integers(-1, 1 << 40))))
+def test_lists_survive_the_wire(lists):
+    assert list(unpack_lists(pack_lists(lists))) == lists
+
+
+@given(st.text(max_size=300), st.lists(st.floats(allow_nan=False)))
+def test_text_and_floats_survive_the_wire(text, floats):
+    assert unpack_text(pack_text(text)) == text
+    assert unpack_floats(pack_floats(floats)) == floats
