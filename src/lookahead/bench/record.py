@@ -1,0 +1,182 @@
+"""Records: one JSON line per prompt, method and repeat, with all that is needed to read it later.
+
+Lines are appended and flushed as they are made, so an interrupt keeps what is finished. A line's key says
+under which settings it was measured; a run that finds its key in the file does not measure again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError
+
+FILE = "records.jsonl"
+SCHEMA = 1
+#: What must be the same for two records to be drawn or averaged together.
+SETUP = ("model", "dtype", "machine", "threads", "torch", "transformers", "commit", "options")
+_INSTRUCTIONS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16",
+)  # fmt: skip
+
+
+@lru_cache
+def machine() -> dict[str, Any]:
+    """Processor, instruction sets that matter here, cores, memory, graphics card."""
+    name, flags = platform.processor() or platform.machine(), ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = value
+                break
+    except OSError:
+        pass  # not Linux: platform knows the processor, nobody the flags
+    facts: dict[str, Any] = {
+        "processor": name,
+        "instructions": [flag for flag in _INSTRUCTIONS if flag in flags.split()],
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
+    import torch
+
+    facts["torch_capability"] = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+@lru_cache
+def commit() -> str:
+    """The library's git commit, with a plus where its sources are changed; else the package's version."""
+    from .. import __version__
+
+    source = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(source), *words], capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "core/tree.py") is None:
+        return f"version {__version__}"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{git('rev-parse', '--short=12', 'HEAD')}{'+' if changed else ''}"
+
+
+def environment() -> dict[str, Any]:
+    """What every record says about where it was made."""
+    import torch
+    import transformers
+
+    from .. import __version__
+
+    return {
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lookahead": __version__,
+        "commit": commit(),
+    }
+
+
+def key_of(fields: Mapping[str, Any]) -> str:
+    """A short hash of the settings that a record was measured under."""
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Records:
+    """The records of a folder.
+
+    Args:
+        folder: made if need be; holds ``records.jsonl``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / FILE
+
+    def read(self) -> list[dict[str, Any]]:
+        """All finished records; a last line that an interrupt cut short is not one.
+
+        Raises:
+            SettingsError: a line that is not a record, by file and line.
+        """
+        return list(self._lines()) if self.path.is_file() else []
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        lines = self.path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines[:-1], 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise SettingsError(
+                    f"{self.path}, line {number}: not JSON ({error}); remove the line to go on"
+                ) from error
+            if not isinstance(record, dict) or "key" not in record:
+                raise SettingsError(f"{self.path}, line {number}: not a record of `lookahead bench`")
+            yield record
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record, for good."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def mend(self) -> None:
+        """Drop a last line that an interrupt cut short, so that the next one stands by itself."""
+        if self.path.is_file():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                os.truncate(self.path, data.rfind(b"\n") + 1)
+
+
+def setup_of(record: Mapping[str, Any]) -> str:
+    """Which records may stand side by side."""
+    return key_of({name: record.get(name) for name in SETUP})
+
+
+def newest_setup(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """(the records made under the same setup as the last one, how many others there are)."""
+    records = list(records)
+    if not records:
+        return [], 0
+    setup = setup_of(records[-1])
+    same = [record for record in records if setup_of(record) == setup]
+    return same, len(records) - len(same)
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """One line on where a record was made."""
+    host = record["machine"]
+    parts = [
+        host.get("gpu") or f"{host['processor']}, {host['cores']} cores",
+        " ".join(host["instructions"]),
+        f"{record['threads']} threads",
+        f"torch {record['torch']}",
+        f"transformers {record['transformers']}",
+        f"commit {record['commit']}",
+        f"{record['model']} in {record['dtype']}",
+    ]
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,36 @@
+"""What a run leaves behind: the table on the terminal, the same as Markdown, the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .plot import plot
+from .record import describe
+from .summary import Record, markdown, summarise, tables, unequal_text
+
+
+def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool = False) -> None:
+    """Print the tables, and write ``summary.md``, the pictures and, if asked for, Spec-Bench's rows."""
+    from rich.console import Console
+
+    summary = summarise(records)
+    console = Console(highlight=False)
+    for table in tables(summary):
+        console.print(table)
+    for record in summary.unequal:
+        console.print(unequal_text(record), style="red", markup=False, soft_wrap=True)
+    lines = [f"`{command}`", "", describe(records[-1]) + ".", "", markdown(summary), ""]
+    lines += [f"{name}: {count} prompts left out, the context is too short." for name, count in summary.skipped.items()]
+    lines += [unequal_text(record) for record in summary.unequal]
+    (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    written = [out / "summary.md"]
+    if any(record.get("steps") for record in records):
+        written += plot(out)[0]
+    if spec_bench:
+        from .spec_bench import write_answers
+
+        written += write_answers(records, out)
+    console.print(
+        f"{describe(records[-1])}\nrecords, summary and {len(written) - 1} pictures: {out}", style="dim", markup=False
+    )

@@ -1,0 +1,77 @@
+"""The model under measurement: what the methods need of it, and how it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Subject:
+    """The model under measurement.
+
+    Attributes:
+        name: for the records.
+        target: fulfils ``lookahead.core.Target``.
+        model: the transformers model; None where there is only a target, and then no ``hf-`` method.
+        tokenizer: of transformers; None where prompts are tokens already.
+        eos: tokens that end a text.
+        max_positions: the longest text that the model takes.
+        draft_model: for ``hf-assisted``.
+        dtype: for the records.
+    """
+
+    name: str
+    target: Any
+    model: Any = None
+    tokenizer: Any = None
+    eos: frozenset[int] = frozenset()
+    max_positions: int = UNLIMITED
+    draft_model: Any = None
+    dtype: str = "float32"
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, name: str, target: Any = None, draft_model: Any = None) -> Subject:
+        """A subject from a transformers model and its tokenizer; the target is made where None."""
+        if target is None:
+            from ..targets.probe import make_target
+
+            target = make_target(model)
+        eos = model.generation_config.eos_token_id
+        if eos is None:
+            eos = getattr(tokenizer, "eos_token_id", None)
+        config = model.config.get_text_config(decoder=True)
+        return cls(
+            name=name,
+            target=target,
+            model=model,
+            tokenizer=tokenizer,
+            eos=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            max_positions=int(getattr(config, "max_position_embeddings", None) or UNLIMITED),
+            draft_model=draft_model,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+
+
+def load_subject(
+    path: str | None = None,
+    dtype: str = "float32",
+    threads: int | None = None,
+    draft_model: str | None = None,
+    device: str | None = None,
+) -> Subject:
+    """Load a model by path or hub id; the bundled one where None.
+
+    Raises:
+        SettingsError: whatever of this cannot be honoured.
+    """
+    from ..engine import load
+
+    llm = load(path, dtype=dtype, threads=threads, device=device)
+    draft = load(draft_model, dtype=dtype, device=device).model if draft_model is not None else None
+    # A path says nothing on another machine, the last part of it does; a hub id is kept whole.
+    name = "bundled" if path is None else Path(path).resolve().name if Path(path).exists() else path
+    return Subject.of(llm.model, llm.tokenizer, name, llm.target(), draft)

@@ -1,0 +1,164 @@
+"""`lookahead bench [MODEL]`: measure, plot, step costs, and the paper's results.
+
+The words after ``bench`` are a model or one of the commands below; what is no command is a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..core import METHODS, SettingsError
+from .console import note, stderr
+from .options import MACHINE, Device, Model, Threads
+
+MEASURE = "run"
+
+
+class ModelOrCommand(TyperGroup):
+    """A first word that is no command, or none at all, is the measurement."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [MEASURE, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=ModelOrCommand, add_completion=False, pretty_exceptions_enable=False)
+
+Out = Annotated[Path, typer.Option(help="Folder for records, tables and pictures.", metavar="DIR")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MACHINE)
+]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel="Prompts")
+]
+MORE = (
+    "Also: lookahead bench plot DIR, lookahead bench step-cost [MODEL], and lookahead bench reproduce "
+    "scaling-law | ablation | sampling-quality | end-to-end | parallel. Records are kept as they are made; "
+    "after an interrupt the same command goes on where it was."
+)
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def command_line() -> str:
+    """The command as it was typed, for the pages that are written."""
+    return " ".join(["lookahead", *(f"'{a}'" if any(c in a for c in " ;*") else a for a in sys.argv[1:])])
+
+
+@app.command(MEASURE, hidden=True, epilog=MORE)
+def measure(
+    model: Model = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="humaneval, gsm8k, mbpp, mt-bench, classeval, spec-bench, xsum, cnn-dailymail, stdlib, "
+            "NAME=FILE, or a JSON-lines file of prompts or messages. Several times for several. [default: stdlib]",
+            metavar="NAME|FILE",
+            rich_help_panel="Prompts",
+        ),
+    ] = None,
+    data: Data = None,
+    limit: Annotated[
+        int, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel="Prompts")
+    ] = 8,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="hf-greedy, hf-sample, hf-prompt-lookup, hf-assisted, "
+            + ", ".join(METHODS)
+            + ", or lookahead:W,N,G; a list, or several times. [default: all that need nothing more]",
+            metavar="LIST",
+        ),
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="For hf-assisted.", metavar="MODEL")] = None,
+    out: Out = Path("bench"),
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 3,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0 samples.", min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 for all.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
+    warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
+    resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
+    spec_bench: Annotated[bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")] = False,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
+    from ..bench import Options, Records, default_methods, load_subject, load_workload, run, split_methods
+    from ..bench.methods import make_methods
+    from ..bench.report import finish
+
+    _quiet()
+    options = Options(max_new_tokens, temperature, top_k, seed, repeats, warm)
+    names = split_methods(method) if method else default_methods()
+    prompts = [
+        prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
+    ]
+    subject = load_subject(model, dtype, threads, draft_model, device)
+    for name in names:
+        make_methods(name, subject)  # a wrong name is an error before anything is measured
+    records = Records(out)
+    if not resume and records.path.exists():
+        raise SettingsError(f"{records.path} is there already; choose another --out, or leave out --no-resume")
+    try:
+        with Bar() as bar:
+            result = run(names, prompts, subject, options, records, bar.update)
+    except KeyboardInterrupt:
+        note(f"{len(records.read())} finished records are in {records.path}; the same command goes on from there")
+        raise
+    finish(result, out, command_line(), spec_bench)
+
+
+class Bar:
+    """A progress bar on stderr with the time left."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=stderr(),
+            transient=True,
+        )
+        self._task = self._progress.add_task("")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """Show that ``done`` of ``total`` are finished and ``what`` comes next."""
+        self._progress.update(self._task, completed=done, total=total, description=what)
+
+
+@app.command("plot")
+def plot_records(
+    folder: Annotated[Path, typer.Argument(help="A folder that `lookahead bench --out` wrote.", metavar="DIR")],
+    out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
+) -> None:
+    """Draw the records of a folder: speed, S by window, step time by rows, tokens per step, acceptance."""
+    from ..bench.plot import plot
+
+    written, others = plot(folder, out)
+    for path in written:
+        typer.echo(path)
+    if others:
+        note(f"note: {others} records of {folder} were made under another setup than the newest and are left out")
