@@ -260,7 +260,12 @@ def test_a_pool_is_kept_across_calls():
     for _ in range(2):
         stats = []
         model_of().generate(
-            **prompts(1), max_new_tokens=60, custom_generate=generate, pool=pool, stats=stats, eos_token_id=None
+            **prompts(1),
+            max_new_tokens=60,
+            custom_generate=generate,
+            pool=pool,
+            stats=stats,
+            eos_token_id=None,
         )
         steps.append(stats[0].steps)
     assert steps[1] < steps[0]
@@ -293,13 +298,16 @@ def test_other_refusals():
     full = model.generate(**prompts(1), max_new_tokens=5, return_dict_in_generate=True).past_key_values
     with pytest.raises(SettingsError, match="past_key_values that hold"):
         model.generate(
-            torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, custom_generate=generate, past_key_values=full
+            torch.ones(1, 40, dtype=torch.long),
+            max_new_tokens=5,
+            custom_generate=generate,
+            past_key_values=full,
         )
     right = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
     with pytest.raises(SettingsError, match="padded on the left"):
         model.generate(**right, max_new_tokens=5, custom_generate=generate)
-    with pytest.raises(SettingsError, match="inputs_embeds|empty prompt"):
-        embeds = model.get_input_embeddings()(inputs["input_ids"])
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(SettingsError, match=r"inputs_embeds|empty prompt"):
         model.generate(inputs_embeds=embeds, max_new_tokens=5, custom_generate=generate)
 
 
@@ -307,7 +315,9 @@ def test_an_encoder_decoder_is_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
     )
     with pytest.raises(SettingsError, match="encoder-decoder"):
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=5, custom_generate=generate)

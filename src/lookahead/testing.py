@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .core import Decoder, Generation, OutOfMemory, Request, TokenTree, make_drafter
@@ -51,9 +52,7 @@ class FakeScores:
     def row(self, node: int) -> list[float]:
         """Logits of shape (V,): the best token stands out by 2, the others follow a fixed pattern."""
         best = self.best(node)
-        return [
-            2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)
-        ]
+        return [2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)]
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
         """The k best tokens of each row and their log-odds against the best."""
@@ -114,7 +113,7 @@ class FakeTarget:
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, path in paths:
             tree = self._pending.pop(slot)
-            if path[0] != 0 or any(tree.parents[b] != a for a, b in zip(path, path[1:], strict=False)):
+            if path[0] != 0 or any(tree.parents[b] != a for a, b in pairwise(path)):
                 raise AssertionError(f"not a path from the root: {list(path)}")
             self.committed[slot] += [tree.tokens[node] for node in path]
 
@@ -139,8 +138,10 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama": ("Llama", {}),
         "llama-dynamic-ntk": (
             "Llama",
-            {"max_position_embeddings": 48,
-             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+            {
+                "max_position_embeddings": 48,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+            },
         ),
         "qwen2": ("Qwen2", {}),
         "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -153,8 +154,14 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
         "gpt-neox": ("GPTNeoX", {}),
         "gptj": (
             "GPTJ",
-            {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8,
-             "attn_implementation": "eager"},
+            {
+                "n_embd": 64,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 256,
+                "rotary_dim": 8,
+                "attn_implementation": "eager",
+            },
         ),
         "gpt-bigcode": ("GPTBigCode", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
         "phi": ("Phi", {}),
@@ -179,11 +186,19 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
         "deepseek-v3": ("DeepseekV3", mla),
         "gpt-oss": (
             "GptOss",
-            {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-             "attn_implementation": "eager", **sliding},
+            {
+                "head_dim": 16,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "attn_implementation": "eager",
+                **sliding,
+            },
         ),
         "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
-        "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2}),
+        "mpt": (
+            "Mpt",
+            {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2},
+        ),
         "mamba": ("Mamba", {"state_size": 8}),
         "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     }

@@ -20,15 +20,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        """Begin a sequence: the prompt, the token that the prefill emitted, and the tokens that end a text."""
+        """Begin a sequence: the prompt, the token the prefill emitted, and the tokens that end a text."""
 
     @abstractmethod
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        """The tree of the next step: no node deeper than ``max_depth`` (>= 0), at most ``max_rows`` (>= 1)."""
+        """The tree of the next step: no deeper than ``max_depth`` (>= 0), at most ``max_rows`` (>= 1) rows."""
 
     @abstractmethod
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learn from a step: the tree as drafted, the logits of its read rows, the path and the new tokens."""
+        """Learn from a step: the tree as drafted, the logits of its read rows, the path, the new tokens."""
 
     def stats(self) -> dict[str, float]:
         """Figures of this method's own, by name."""

@@ -54,7 +54,7 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
         raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
     if config.is_encoder_decoder:
         raise SettingsError(
-            f"lookahead decoding needs a decoder-only model, and {type(model).__name__} is an encoder-decoder; "
+            f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
             "use model.generate without custom_generate"
         )
     key = (model.dtype, model.device, config._attn_implementation, model.training)

@@ -90,4 +90,6 @@ class LookaheadDrafter(Drafter):
 
     def stats(self) -> dict[str, float]:
         """The pool's figures."""
-        return {f"pool_{key}": value for key, value in self.pool.stats().as_dict().items()} if self.pool else {}
+        return (
+            {f"pool_{key}": value for key, value in self.pool.stats().as_dict().items()} if self.pool else {}
+        )

@@ -1,0 +1,42 @@
+# Two commands: `make demo` and `make test`. They need Python 3.11 or newer and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint bench gpu-check clean
+help:
+	@echo "make demo       the bundled model completes a function, with lookahead and plainly, compared"
+	@echo "make test       linters, types, import contract and all tests"
+	@echo "make bench      the benchmark on prompts from Python's standard library"
+	@echo "make gpu-check  every check that needs a GPU, in one table"
+
+# torch first and pinned: an unpinned one brings gigabytes of GPU libraries.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try make PYTHON=python3.11"; exit 2; }
+	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	@touch $@
+
+demo: $(READY)
+	$(RUN)/python -m lookahead generate --prompt-file examples/binary_search.py --max-new-tokens 160 --compare --color
+
+# Tiny models are faster on one thread than on threads that wait for each other.
+test: $(READY) lint
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+lint: $(READY)
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports --no-cache
+
+bench: $(READY)
+	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench
+
+gpu-check: $(READY)
+	$(RUN)/python scripts/gpu_check.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,5 @@
+"""The callable for ``model.generate(custom_generate=lookahead.generate)``."""
+
+from .generate import generate
+
+__all__ = ["generate"]

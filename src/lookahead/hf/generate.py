@@ -1,0 +1,221 @@
+"""``model.generate(custom_generate=lookahead.generate)``: the same output, in fewer forward passes.
+
+transformers prepares inputs, logits processors and stopping criteria and then calls ``generate`` below in
+place of its own loop. Every token is chosen as that loop would choose it: processors see the token's true
+prefix, stopping criteria are asked after every token, and sampling uses the same random numbers in the same
+order. Options that cannot be honoured are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..core import Decoder, Drafter, NGramPool, Request, SettingsError, Stats, make_drafter
+from ..core.config import LookaheadConfig
+from ..targets.probe import make_target, probe
+from ..targets.transformers import TransformersTarget
+from .refusals import caller_arguments, refuse
+from .rows import Criteria, NoiseStream, Row, row_processors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    method: str | None = None,
+    lookahead_config: Any = None,
+    window_size: int | None = None,
+    ngram_size: int | None = None,
+    guess_set_size: int | None = None,
+    pool: NGramPool | None = None,
+    stats: list[Stats] | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """Decode with lookahead; pass this function to ``model.generate(custom_generate=...)``.
+
+    Settings come from these keywords, which ``model.generate`` passes on, or else from ``lookahead_method``
+    and ``lookahead_config`` of the model's generation config, or else from the defaults.
+
+    Args:
+        model: any decoder-only transformers model.
+        input_ids: prompts, shape (B, L), left-padded.
+        logits_processor, stopping_criteria, generation_config: as transformers prepares them.
+        streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
+        method: a drafting method, "lookahead" by default.
+        lookahead_config: anything that ``LookaheadConfig.of`` takes.
+        window_size, ngram_size, guess_set_size: W, N and G.
+        pool: an n-gram pool to keep across calls; one sequence at a time.
+        stats: a list that receives one ``Stats`` per sequence.
+        **model_kwargs: what transformers prepared for its own loop.
+
+    Returns:
+        What ``model.generate`` returns without ``custom_generate``: the sequences (B, L + new), or a
+        ``GenerateDecoderOnlyOutput`` if return_dict_in_generate is set.
+
+    Raises:
+        SettingsError: an option that cannot be honoured, by name.
+    """
+    given = caller_arguments()
+    streamer = streamer if streamer is not None else given.get("streamer")
+    config = generation_config if generation_config is not None else model.generation_config
+    processors = logits_processor if logits_processor is not None else LogitsProcessorList()
+    stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
+    found = probe(model)  # refuses what is no decoder-only language model
+    refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    settings = LookaheadConfig.of(
+        lookahead_config if lookahead_config is not None else getattr(config, "lookahead_config", None),
+        window_size=window_size,
+        ngram_size=ngram_size,
+        guess_set_size=guess_set_size,
+    )
+    name = method or getattr(config, "lookahead_method", None) or "lookahead"
+
+    batch, prompt_length = input_ids.shape
+    criteria = Criteria(stopping_criteria)
+    room = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
+    if room < 1:
+        raise SettingsError(f"max_new_tokens must be at least 1, got room for {room}")
+    returns = bool(config.return_dict_in_generate)
+    if found.mode == "plain":
+        name = "autoregressive"
+    cache = model_kwargs.get("past_key_values")
+    keeps = returns or getattr(cache, "_is_user_defined", False)
+    target = _Keeping(model, found.facts) if keeps and found.mode == "tree" else make_target(model)
+    noise = NoiseStream(batch, target.vocabulary, input_ids.device) if config.do_sample else None
+    rows = [
+        Row(
+            b,
+            input_ids[b],
+            room,
+            row_processors(processors, b, batch),
+            criteria,
+            noise,
+            returns and bool(config.output_scores),
+            returns and bool(config.output_logits),
+            streamer,
+        )
+        for b in range(batch)
+    ]
+    prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+
+    def drafter() -> Drafter:
+        return make_drafter(name, settings, target.vocabulary, pool)
+
+    def decode(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
+        decoder = Decoder(target)
+        running = [
+            decoder.add(Request(text, drafter(), limit, row.choose, criteria.eos, row.finished))
+            for row, text, limit in zip(some, texts, limits, strict=True)
+        ]
+        while decoder.busy:
+            decoder.step()
+        for generation in running:
+            if generation.error is not None:
+                raise generation.error
+        return [generation.stats for generation in running]
+
+    all_stats = decode(rows, prompts, [room] * batch)
+    if stats is not None:
+        stats.extend(all_stats)
+    longest = max(row.emitted for row in rows)
+    pad = _pad_token(config, criteria)
+    _go_on_to(longest, rows, prompts, pad if criteria.pads else None, decode)
+    if noise is not None:
+        noise.settle(longest)
+    if streamer is not None:
+        streamer.end()
+
+    sequences = input_ids.new_full((batch, prompt_length + longest), pad if pad is not None else 0)
+    sequences[:, :prompt_length] = input_ids
+    for row in rows:
+        sequences[row.index, prompt_length : prompt_length + row.emitted] = row.tokens()
+    if keeps:
+        cache = _filled_cache(target, cache, batch)
+    if not returns:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_by_time([row.scores for row in rows]),
+        logits=_by_time([row.logits for row in rows]),
+        past_key_values=cache,
+    )
+
+
+def _go_on_to(
+    longest: int,
+    rows: list[Row],
+    prompts: list[list[int]],
+    fill: int | None,
+    decode: Callable[[list[Row], list[list[int]], list[int]], Any],
+) -> None:
+    """Rows that ended early go on as in transformers: with padding, or, where nothing pads, with their text.
+
+    Padding by itself needs no model; scores of padded places do.
+    """
+    early = [row for row in rows if row.emitted < longest]
+    if fill is not None:
+        early = [row for row in early if row.scores is not None or row.logits is not None]
+    if not early:
+        return
+    texts = [prompts[row.index] + row.tokens().tolist() for row in early]
+    for row in early:
+        row.ended, row.fill = True, fill
+    decode(early, texts, [longest - row.emitted for row in early])
+
+
+def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """Each row's own tokens. Left padding is dropped, since padded places are never seen by attention."""
+    if mask is None:
+        return input_ids.tolist()
+    if not bool((mask[:, -1] == 1).all()):
+        raise SettingsError("prompts must be padded on the left; the attention mask ends with 0 in some row")
+    rows = [ids[seen.bool()].tolist() for ids, seen in zip(input_ids, mask, strict=True)]
+    return rows
+
+
+def _pad_token(config: GenerationConfig, criteria: Criteria) -> int | None:
+    pad = getattr(config, "_pad_token_tensor", None)
+    if pad is None:
+        pad = config.pad_token_id
+    if pad is None and criteria.eos:
+        pad = min(criteria.eos)
+    return None if pad is None else int(pad)
+
+
+def _by_time(rows: list[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
+    """From (1, V) per row and time step to (B, V) per time step."""
+    if rows[0] is None:
+        return None
+    return tuple(torch.cat(step) for step in zip(*rows, strict=True))  # type: ignore[arg-type]
+
+
+class _Keeping(TransformersTarget):
+    """A target that keeps released slots, because the caller wants the cache."""
+
+    def release(self, slot: int) -> None:
+        self._pending.pop(slot, None)
+
+
+def _filled_cache(target: Any, cache: Any, batch: int) -> Any:
+    """The keys and values of one sequence in transformers' own cache; None for several."""
+    if batch > 1 or not isinstance(target, _Keeping):
+        return None
+    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
+        cache = DynamicCache(config=target.facts.config)
+    for layer, pair in enumerate(target.cache.read(0, target.lengths[0])):
+        if pair is not None:
+            cache.update(*pair, layer)
+    return cache
