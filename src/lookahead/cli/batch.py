@@ -55,7 +55,7 @@ def run_batch(
         llm = load()
         sink = Writer(output, append=True) if output is not None else _Stdout()
         try:
-            with tracing(trace) as writer:
+            with tracing(trace, append=resume) as writer:
                 batch.run(llm, sink, writer, batch_size, options)
         except KeyboardInterrupt:
             done = len(jobs) - len(todo) + batch.written

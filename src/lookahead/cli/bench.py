@@ -35,7 +35,14 @@ Dtype = Annotated[
     str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MACHINE)
 ]
 Data = Annotated[
-    Path | None, typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel="Prompts")
+    Path | None,
+    typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel="Prompts"),
+]
+Steps = Annotated[
+    str,
+    typer.Option(
+        "--path", help="What evaluates our steps.", metavar="auto|lean|transformers", rich_help_panel=MACHINE
+    ),
 ]
 MORE = (
     "Also: lookahead bench plot DIR, lookahead bench step-cost [MODEL], and lookahead bench reproduce "
@@ -90,10 +97,13 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
     warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
     resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
-    spec_bench: Annotated[bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")] = False,
+    spec_bench: Annotated[
+        bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")
+    ] = False,
     dtype: Dtype = "float32",
     device: Device = None,
     threads: Threads = None,
+    path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
     from ..bench import Options, Records, default_methods, load_subject, load_workload, run, split_methods
@@ -106,17 +116,21 @@ def measure(
     prompts = [
         prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
     ]
-    subject = load_subject(model, dtype, threads, draft_model, device)
+    subject = load_subject(model, dtype, threads, draft_model, device, path)
     for name in names:
         make_methods(name, subject)  # a wrong name is an error before anything is measured
     records = Records(out)
     if not resume and records.path.exists():
-        raise SettingsError(f"{records.path} is there already; choose another --out, or leave out --no-resume")
+        raise SettingsError(
+            f"{records.path} is there already; choose another --out, or leave out --no-resume"
+        )
     try:
         with Bar() as bar:
             result = run(names, prompts, subject, options, records, bar.update)
     except KeyboardInterrupt:
-        note(f"{len(records.read())} finished records are in {records.path}; the same command goes on from there")
+        note(
+            f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
+        )
         raise
     finish(result, out, command_line(), spec_bench)
 
@@ -151,7 +165,9 @@ class Bar:
 
 @app.command("plot")
 def plot_records(
-    folder: Annotated[Path, typer.Argument(help="A folder that `lookahead bench --out` wrote.", metavar="DIR")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that `lookahead bench --out` wrote.", metavar="DIR")
+    ],
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
     """Draw the records of a folder: speed, S by window, step time by rows, tokens per step, acceptance."""
@@ -161,4 +177,59 @@ def plot_records(
     for path in written:
         typer.echo(path)
     if others:
-        note(f"note: {others} records of {folder} were made under another setup than the newest and are left out")
+        note(
+            f"note: {others} records of {folder} were made under another setup than the newest and are left out"
+        )
+
+
+@app.command("step-cost")
+def step_cost(
+    model: Model = None,
+    dtype: Annotated[
+        str, typer.Option(help="One or several, with commas between.", rich_help_panel=MACHINE)
+    ] = "float32,bfloat16",
+    contexts: Annotated[str, typer.Option(help="Committed tokens, with commas between.")] = "128,512,1024",
+    rows: Annotated[str, typer.Option(help="k, with commas between.")] = "1,2,4,8,16,32,64,128,256",
+    out: Out = Path("bench"),
+    device: Device = None,
+    threads: Threads = None,
+    path: Steps = "auto",
+) -> None:
+    """Measure t(k), the time of a step of k rows, with the physical floor beside it, and say where the gap is."""
+    import json
+
+    from ..bench import load_subject
+    from ..bench import step_cost as cost
+    from ..bench.plot import save
+    from ..bench.record import describe
+
+    _quiet()
+    records = []
+    with Bar() as bar:
+        for one in dtype.split(","):
+            subject = load_subject(model, one.strip(), threads, None, device, path)
+            records += cost.measure(
+                subject, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
+            )
+    if not records:
+        raise SettingsError(
+            "no context and number of rows fit this model; give smaller --contexts and --rows"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "step-cost.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    lines = cost.verdict(records)
+    page = [f"`{command_line()}`", "", describe(records[0]), "", cost.table(records), "", *lines, ""]
+    (out / "step-cost.md").write_text("\n".join(page), encoding="utf-8")
+    save(cost.figure(records), out / "step-cost", describe(records[0]))
+    typer.echo("\n".join(page[2:]))
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise SettingsError(f"{option} must be whole numbers with commas between, got {text!r}") from None
+    if numbers[0] < 1:
+        raise SettingsError(f"{option} must be at least 1, got {numbers[0]}")
+    return numbers

@@ -141,12 +141,12 @@ def _check_flags(batch: bool, flags: dict[str, bool], as_json: bool, color: bool
 
 
 @contextmanager
-def tracing(path: Path | None) -> Iterator[Writer | None]:
+def tracing(path: Path | None, append: bool = False) -> Iterator[Writer | None]:
     """The writer of ``--trace``, or None."""
     if path is None:
         yield None
         return
-    writer = Writer(path)
+    writer = Writer(path, append)
     try:
         yield writer
     finally:

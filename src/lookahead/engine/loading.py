@@ -126,7 +126,7 @@ def _locate(path_or_id: str | os.PathLike[str] | None) -> tuple[str, bool]:
         return str(path), True
     if path.is_file():
         raise SettingsError(f"a model is a directory, got the file {text!r}; give the directory it lies in")
-    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or os.sep not in "/" + text
+    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
     if isinstance(path_or_id, os.PathLike) or looks_like_path or not text:
         raise SettingsError(f"a model must be a directory that exists or a hub id, got {text!r}")
     return text, False

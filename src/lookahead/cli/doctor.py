@@ -1,0 +1,151 @@
+"""``lookahead doctor``: what this machine and this installation are, and what the probe says of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..core import METHODS
+from . import options as opt
+
+app = typer.Typer(add_completion=False)
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "typer", "rich",
+    "triton", "matplotlib", "fastapi",
+)  # fmt: skip
+#: What matters here of what a processor can do, as Linux names it.
+FLAGS = (
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm",
+)  # fmt: skip
+
+
+@app.command()
+def doctor(
+    model: opt.Model = None,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Versions, devices, instruction sets, and whether a model can take token trees."""
+    llm = opt.load_model(
+        model, dtype=dtype, device=device, threads=threads, revision=revision,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    report = {"versions": versions(), "machine": machine(), "model": _model(llm)}
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        _show(report)
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; None for an optional package that is not there."""
+    found: dict[str, str | None] = {"lookahead": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, instruction sets, threads, memory in GiB, accelerators."""
+    import torch
+
+    name, flags = _processor()
+    devices = [
+        f"cuda:{i} {torch.cuda.get_device_name(i)} "
+        f"({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
+        for i in range(torch.cuda.device_count())
+    ]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": name,
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instruction_sets": flags,
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "onednn": torch.backends.mkldnn.is_available(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "accelerators": devices,
+    }
+
+
+def _processor() -> tuple[str, list[str]]:
+    """(name, instruction sets), from /proc/cpuinfo where there is one."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line.partition(":") for line in file]
+    except OSError:
+        return platform.processor() or "unknown", []
+    fields = {key.strip(): value.strip() for key, _, value in reversed(lines)}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    name = fields.get("model name") or platform.processor() or "unknown"
+    return name, [flag for flag in FLAGS if flag in flags]
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):  # not on this system
+        return None
+
+
+def _model(llm: Any) -> dict[str, Any]:
+    return {
+        "name": llm.name,
+        "class": type(llm.model).__name__,
+        "parameters": sum(p.numel() for p in llm.model.parameters()),
+        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "device": str(llm.model.device),
+        "attention": llm.model.config._attn_implementation,
+        "context": llm.context,
+        "vocabulary": llm.vocabulary,
+        "end_tokens": sorted(llm.eos),
+        "tokenizer": type(llm.tokenizer).__name__ if llm.tokenizer is not None else llm.tokenizer_error,
+        "chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
+        "probe": llm.probe.mode,
+        "probe_reason": llm.probe.reason,
+        "methods": list(METHODS),
+    }
+
+
+def _show(report: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False)
+    for title, section in report.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for key, value in section.items():
+            table.add_row(key.replace("_", " "), Text(_plain(value)))
+        console.print(table)
+        console.print()
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "not there"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
