@@ -108,7 +108,7 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(False, axis="y")
-    axes.set_xlabel("tokens per second after the prefill (median over repeats; line: least to largest)")
+    axes.set_xlabel("tokens per second (line: range over repeats)")
     axes.set_title("Speed by method" + ("" if len({x.workload for x in lines}) > 1 else f", {lines[0].workload}"))
     return figure
 
@@ -124,17 +124,17 @@ def compression_by_window(records: Sequence[Record]) -> Any:
         rest = re.sub(r"^lookahead:[\d,]+:?", "", record["method"])
         name = f"N = {n}, G = {'W' if g == w else g}" + (f", {rest}" if rest else "")
         lines[name + (f" ({record['state']})" if record["state"] == "warm" else "")][w].append(record)
-    if not lines:
+    widths = sorted({w for points in lines.values() for w in points})
+    if len(widths) < 2:
         return None
     figure, axes = new_figure()
     for index, (name, points) in enumerate(sorted(lines.items())):
-        widths = sorted(points)
         ratios = [
             sum(r["new_tokens"] - r["prefill_tokens"] for r in points[w]) / sum(r["steps"] for r in points[w])
-            for w in widths
+            for w in sorted(points)
         ]
-        axes.plot(widths, ratios, label=name, **colour(index))
-    widths = sorted({w for points in lines.values() for w in points})
+        axes.plot(sorted(points), ratios, label=name, **colour(index))
+    axes.set_ylim(bottom=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(w) for w in widths])
     axes.set_xlabel("window size W (columns)")

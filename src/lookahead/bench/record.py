@@ -21,7 +21,7 @@ from ..core import SettingsError
 FILE = "records.jsonl"
 SCHEMA = 1
 #: What must be the same for two records to be drawn or averaged together.
-SETUP = ("model", "dtype", "machine", "threads", "torch", "transformers", "commit", "options")
+SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 _INSTRUCTIONS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16",
 )  # fmt: skip
@@ -173,10 +173,11 @@ def describe(record: Mapping[str, Any]) -> str:
     parts = [
         host.get("gpu") or f"{host['processor']}, {host['cores']} cores",
         " ".join(host["instructions"]),
-        f"{record['threads']} threads",
+        f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}",
         f"torch {record['torch']}",
         f"transformers {record['transformers']}",
         f"commit {record['commit']}",
-        f"{record['model']} in {record['dtype']}",
+        f"{record['model']} in {record['dtype']}"
+        + (f" on the {record['path']} path" if record.get("path") else ""),
     ]
     return ", ".join(part for part in parts if part)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .plot import plot
 from .record import describe
-from .summary import Record, markdown, summarise, tables, unequal_text
+from .summary import LEGEND, Record, markdown, summarise, tables, unequal_text
 
 
 def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool = False) -> None:
@@ -18,9 +18,10 @@ def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool 
     console = Console(highlight=False)
     for table in tables(summary):
         console.print(table)
+    console.print(LEGEND, style="dim", markup=False)
     for record in summary.unequal:
         console.print(unequal_text(record), style="red", markup=False, soft_wrap=True)
-    lines = [f"`{command}`", "", describe(records[-1]) + ".", "", markdown(summary), ""]
+    lines = [f"`{command}`", "", describe(records[-1]) + ".", "", markdown(summary), "", LEGEND, ""]
     lines += [f"{name}: {count} prompts left out, the context is too short." for name, count in summary.skipped.items()]
     lines += [unequal_text(record) for record in summary.unequal]
     (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

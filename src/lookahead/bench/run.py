@@ -106,6 +106,7 @@ class _Run:
         self.common: dict[str, Any] = {
             "model": subject.name,
             "dtype": subject.dtype,
+            "path": subject.path,
             **environment(),
             "options": {
                 name: getattr(options, name)

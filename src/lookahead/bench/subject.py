@@ -22,6 +22,7 @@ class Subject:
         max_positions: the longest text that the model takes.
         draft_model: for ``hf-assisted``.
         dtype: for the records.
+        path: which code evaluates our steps: "lean", "transformers" or "plain".
     """
 
     name: str
@@ -32,14 +33,20 @@ class Subject:
     max_positions: int = UNLIMITED
     draft_model: Any = None
     dtype: str = "float32"
+    path: str = ""
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, name: str, target: Any = None, draft_model: Any = None) -> Subject:
-        """A subject from a transformers model and its tokenizer; the target is made where None."""
-        if target is None:
-            from ..targets.probe import make_target
+    def of(
+        cls, model: Any, tokenizer: Any, name: str, draft_model: Any = None, path: str = "auto"
+    ) -> Subject:
+        """A subject from a transformers model and its tokenizer.
 
-            target = make_target(model)
+        Args:
+            path: "lean" or "transformers" to force one of the two; see ``lookahead.targets.probe.make_target``.
+        """
+        from ..targets.probe import make_target
+
+        target = make_target(model, path=path)
         eos = model.generation_config.eos_token_id
         if eos is None:
             eos = getattr(tokenizer, "eos_token_id", None)
@@ -53,25 +60,27 @@ class Subject:
             max_positions=int(getattr(config, "max_position_embeddings", None) or UNLIMITED),
             draft_model=draft_model,
             dtype=str(model.dtype).removeprefix("torch."),
+            path=target.path,
         )
 
 
 def load_subject(
-    path: str | None = None,
+    model: str | None = None,
     dtype: str = "float32",
     threads: int | None = None,
     draft_model: str | None = None,
     device: str | None = None,
+    path: str = "auto",
 ) -> Subject:
-    """Load a model by path or hub id; the bundled one where None.
+    """Load a model by directory or hub id; the bundled one where None.
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
     """
     from ..engine import load
 
-    llm = load(path, dtype=dtype, threads=threads, device=device)
+    llm = load(model, dtype=dtype, threads=threads, device=device)
     draft = load(draft_model, dtype=dtype, device=device).model if draft_model is not None else None
-    # A path says nothing on another machine, the last part of it does; a hub id is kept whole.
-    name = "bundled" if path is None else Path(path).resolve().name if Path(path).exists() else path
-    return Subject.of(llm.model, llm.tokenizer, name, llm.target(), draft)
+    # A directory says nothing on another machine, the last part of it does; a hub id is kept whole.
+    name = "bundled" if model is None else Path(model).resolve().name if Path(model).exists() else model
+    return Subject.of(llm.model, llm.tokenizer, name, draft, path)

@@ -11,6 +11,7 @@ Definitions, the same for every method:
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Line:
     cold_loop_free: Figures = field(default_factory=Figures)
     warm: Figures | None = None
     warm_loop_free: Figures | None = None
+    over_hf: float = NAN  # rate over that of Hugging Face's greedy generate, where it was measured
 
 
 @dataclass(slots=True)
@@ -145,6 +147,10 @@ def summarise(records: Iterable[Record]) -> Summary:
             line.warm, line.warm_loop_free = figures(group, plain), figures(straight, plain)
         else:
             line.cold, line.cold_loop_free = figures(group, plain), figures(straight, plain)
+    for line in lines.values():
+        theirs = lines.get((line.workload, "hf-greedy"))
+        if theirs is not None:
+            line.over_hf = line.cold.rate / theirs.cold.rate
     workloads = list(dict.fromkeys(workload for workload, _, _ in groups))
     ordered = sorted(lines.values(), key=lambda line: workloads.index(line.workload))
     return Summary(ordered, dict(skipped), [r for r in measured if r["equal"] is False])
@@ -155,27 +161,38 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _equal(figures: Figures) -> str:
-    return f"{figures.equal}/{figures.compared}" if figures.compared else "n/a"
+def _equal(cold: Figures, warm: Figures | None) -> str:
+    both = [cold, warm] if warm is not None else [cold]
+    compared = sum(figures.compared for figures in both)
+    return f"{sum(figures.equal for figures in both)}/{compared}" if compared else "n/a"
 
 
-#: heading -> text of a line; the columns of every table
-COLUMNS: dict[str, Callable[[Line], str]] = {
+#: heading -> text of a line: what is said of speed, and of the compression ratio
+SPEED: dict[str, Callable[[Line], str]] = {
+    "equal": lambda x: _equal(x.cold, x.warm),
     "tokens/s": lambda x: number(x.cold.rate, 1),
-    "min–max": lambda x: f"{number(x.cold.rate_low, 1)}–{number(x.cold.rate_high, 1)}",
-    "speed-up: total": lambda x: number(x.cold.total),
-    "geo. mean": lambda x: number(x.cold.per_prompt),
+    "min–max": lambda x: f"{number(x.cold.rate_low, 0)}–{number(x.cold.rate_high, 0)}",
+    "speed-up": lambda x: number(x.cold.total),
+    "per prompt": lambda x: number(x.cold.per_prompt),
     "median": lambda x: number(x.cold.typical),
+    "warm": lambda x: number(x.warm.total) if x.warm else "",
+    "loop-free": lambda x: number(x.cold_loop_free.total),
+}
+COMPRESSION: dict[str, Callable[[Line], str]] = {
+    "speed vs hf-greedy": lambda x: number(x.over_hf),
     "S steps": lambda x: number(x.cold.s_steps),
     "S passes": lambda x: number(x.cold.s_passes),
+    "S warm": lambda x: number(x.warm.s_steps) if x.warm else "",
+    "S loop-free": lambda x: number(x.cold_loop_free.s_steps),
+    "loop-free texts": lambda x: f"{x.cold_loop_free.texts}/{x.cold.texts}",
     "rows/step": lambda x: number(x.cold.rows, 1),
-    "warm: speed-up": lambda x: number(x.warm.total) if x.warm else "",
-    "warm: S": lambda x: number(x.warm.s_steps) if x.warm else "",
-    "loop-free: texts": lambda x: str(x.cold_loop_free.texts),
-    "speed-up": lambda x: number(x.cold_loop_free.total),
-    "S": lambda x: number(x.cold_loop_free.s_steps),
-    "equal": lambda x: _equal(x.cold) + (f", warm {_equal(x.warm)}" if x.warm else ""),
+    "prefill ms": lambda x: number(x.cold.prefill * 1e3, 1),
 }
+LEGEND = (
+    "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean and median of the ratio. "
+    "warm: with the state of the earlier prompts. loop-free: prompts whose plain text has no repeated 8-gram. "
+    "equal: texts, cold and warm, equal to plain decoding. S steps: tokens per step; S passes: the prefill counted as a pass."
+)
 
 
 def unequal_text(record: Record) -> str:
@@ -192,34 +209,38 @@ def unequal_text(record: Record) -> str:
 def markdown(summary: Summary, workload: str | None = None) -> str:
     """The table as Markdown, all workloads or one."""
     lines = [line for line in summary.lines if workload in (None, line.workload)]
-    heads = ["workload", "method", *COLUMNS]
-    rows = [heads, ["---"] * 2 + ["---:"] * len(COLUMNS)]
-    rows += [[x.workload, f"`{x.method}`", *(text(x) for text in COLUMNS.values())] for x in lines]
+    columns = SPEED | COMPRESSION
+    heads = ["workload", "method", *columns]
+    rows = [heads, ["---"] * 2 + ["---:"] * len(columns)]
+    rows += [[x.workload, f"`{x.method}`", *(text(x) for text in columns.values())] for x in lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def tables(summary: Summary) -> list[Any]:
-    """One rich table per workload."""
+    """Two rich tables per workload, speed with equality and compression, and lines of text."""
+    made: list[Any] = []
+    for workload in dict.fromkeys([line.workload for line in summary.lines] + list(summary.skipped)):
+        lines = [line for line in summary.lines if line.workload == workload]
+        left_out = summary.skipped.get(workload, 0)
+        title = f"{workload}: {max((line.cold.texts for line in lines), default=0)} texts per method"
+        title += f", {left_out} prompts left out because the context is too short" if left_out else ""
+        if lines:
+            made += [_table(title, SPEED, lines), _table("", COMPRESSION, lines)]
+        else:
+            made.append(title)
+    return made
+
+
+def _table(title: str, columns: dict[str, Callable[[Line], str]], lines: list[Line]) -> Any:
+    from rich import box
     from rich.table import Table
 
-    made = []
-    for workload in dict.fromkeys(line.workload for line in summary.lines):
-        lines = [line for line in summary.lines if line.workload == workload]
-        texts = max(line.cold.texts for line in lines)
-        left_out = summary.skipped.get(workload, 0)
-        title = f"{workload}: {texts} texts per method" + (
-            f", {left_out} prompts left out (context too short)" if left_out else ""
-        )
-        table = Table(title=title, title_justify="left", pad_edge=False)
-        table.add_column("method", overflow="fold", min_width=12)
-        for heading in COLUMNS:
-            table.add_column(heading, justify="right")
-        for line in lines:
-            bad = any(f is not None and f.equal < f.compared for f in (line.cold, line.warm))
-            cells = [text(line) for text in COLUMNS.values()]
-            table.add_row(line.method, *cells, style="red" if bad else None)
-        made.append(table)
-    for workload in summary.skipped:
-        if all(line.workload != workload for line in summary.lines):
-            made.append(f"{workload}: all {summary.skipped[workload]} prompts left out (context too short)")
-    return made
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("method", overflow="fold", min_width=min(24, max(len(line.method) for line in lines)))
+    for heading in columns:
+        table.add_column(re.sub(r" |(?<=[-/])", "\n", heading), justify="right", vertical="bottom", no_wrap=True)
+    for line in lines:
+        bad = any(f is not None and f.equal < f.compared for f in (line.cold, line.warm))
+        table.add_row(line.method, *(text(line) for text in columns.values()), style="red" if bad else None)
+    return table
