@@ -1,0 +1,127 @@
+"""Token trees on the lean path. Fulfils ``lookahead.core.Target`` beside its twin, ``TransformersTarget``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...core import TokenTree
+from ..masks import tree_bits
+from ..scores import LogitsBatch, LogitsRows
+from ..transformers import ModelFacts, _memory_errors
+from .forward import Block, LeanModel
+
+#: Rows of a prompt that are evaluated together.
+CHUNK = 512
+
+
+class LeanTarget:
+    """Many sequences over one lean model.
+
+    Args:
+        lean: the weights; several targets may share them.
+        facts: what is known of the transformers model.
+        capacity: tokens per slot to begin with; storage doubles when it is full.
+        reason: one line that says why this path was taken.
+    """
+
+    path = "lean"
+
+    def __init__(self, lean: LeanModel, facts: ModelFacts, capacity: int = 256, reason: str = "") -> None:
+        self.lean = lean
+        self.facts = facts
+        self.reason = reason
+        self.cache = lean.new_cache(capacity)
+        self.lengths: dict[int, int] = {}
+        self._pending: dict[int, TokenTree] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.facts.vocabulary
+
+    def depth_limit(self, slot: int) -> int:
+        """Room up to the model's last position."""
+        return max(0, self.facts.max_positions - 1 - self.lengths[slot])
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+        """Prompts one after the other, in chunks of rows."""
+        scores = []
+        for slot, prompt in prompts:
+            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+                self.cache.reserve(slot + 1, len(prompt))
+                for begin in range(0, len(prompt), CHUNK):
+                    tokens = list(prompt[begin : begin + CHUNK])
+                    rows = len(tokens)
+                    positions = list(range(begin, begin + rows))
+                    block = self._block(slot, begin, positions, None)
+                    read = [rows - 1] if begin + rows == len(prompt) else []
+                    logits = self.lean.run(tokens, positions, [block], read, self.cache)
+            self.lengths[slot] = len(prompt)
+            scores.append(LogitsRows(LogitsBatch(logits[None]), 0))
+        return scores
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+        """One pass over all trees; their rows lie behind one another, without padding."""
+        total = sum(len(tree) for _, tree in trees)
+        with _memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
+            self.cache.reserve(
+                max(slot for slot, _ in trees) + 1,
+                max(self.lengths[slot] + len(tree) for slot, tree in trees),
+            )
+            tokens: list[int] = []
+            positions: list[int] = []
+            read: list[int] = []
+            blocks, nodes = [], []
+            for slot, tree in trees:
+                length = self.lengths[slot]
+                mine = [length + depth for depth in tree.depths]
+                blocks.append(self._block(slot, length, mine, tree))
+                nodes.append(tree.read_nodes())
+                read += [len(tokens) + node for node in nodes[-1]]
+                tokens += tree.tokens
+                positions += mine
+            logits = self.lean.run(tokens, positions, blocks, read, self.cache)
+        self._pending.update(trees)
+        scores, start = [], 0
+        for (_, tree), rows in zip(trees, nodes, strict=True):
+            batch = LogitsBatch(logits[None, start : start + len(rows)])
+            scores.append(LogitsRows(batch, 0, None if len(rows) == len(tree) else rows))
+            start += len(rows)
+        return scores
+
+    def _block(self, slot: int, length: int, positions: list[int], tree: TokenTree | None) -> Block:
+        """Masks of one sequence's rows: a tree's, or a chunk of a prompt where ``tree`` is None."""
+        rows = len(positions)
+        masks: dict[int, torch.Tensor | None] = {}
+        begins: dict[int, int] = {}
+        for window in self.lean.windows:
+            begin = begins[window] = max(0, min(positions) + 1 - window) if window else 0
+            if rows == 1:
+                masks[window] = None
+                continue
+            if tree is None:
+                bits = torch.ones(rows, rows, dtype=torch.bool).tril_()
+            else:
+                bits = tree_bits([tree], rows)[0]
+            mask = torch.zeros(rows, length + rows - begin)
+            mask[:, length - begin :].masked_fill_(~bits, -torch.inf)
+            if window:
+                at = torch.tensor(positions)
+                columns = torch.cat((torch.arange(begin, length), at))
+                mask.masked_fill_(at[:, None] - columns >= window, -torch.inf)
+            masks[window] = mask[None, None]
+        return Block(slot, length, rows, masks, begins)
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Bring accepted rows in line; the cost does not depend on the context."""
+        for slot, path in paths:
+            self._pending.pop(slot)
+            self.cache.move(slot, self.lengths[slot], path)
+            self.lengths[slot] += len(path)
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence; its room is used again."""
+        self._pending.pop(slot, None)
+        self.lengths.pop(slot, None)
