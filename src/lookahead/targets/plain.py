@@ -21,6 +21,9 @@ from .transformers import FAR, _memory_errors
 class PlainTarget:
     """Trees of one node on any causal language model. Fulfils ``lookahead.core.Target``."""
 
+    path = "plain"
+    reason = ""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, TokenTree
 from .plain import PlainTarget
 from .transformers import ModelFacts, TransformersTarget
+
+if TYPE_CHECKING:
+    from .lean import LeanTarget
 
 #: Largest tolerated difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
@@ -66,12 +69,33 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
     return result
 
 
-def make_target(model: PreTrainedModel, capacity: int = 256) -> TransformersTarget | PlainTarget:
-    """A fresh target of the kind that the probe chose."""
-    result = probe(model)
-    if result.mode == "tree":
-        return TransformersTarget(model, result.facts, capacity)
-    return PlainTarget(model)
+def make_target(
+    model: PreTrainedModel, capacity: int = 256, path: str = "auto"
+) -> TransformersTarget | PlainTarget | LeanTarget:
+    """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
+
+    Args:
+        path: "lean" or "transformers" to force one of the two tree targets, which are each other's twins.
+
+    Raises:
+        SettingsError: the forced path is not there for this model.
+    """
+    from .lean import LeanTarget, lean_model
+
+    if path not in ("auto", "lean", "transformers"):
+        raise SettingsError(f"path must be 'auto', 'lean' or 'transformers', got {path!r}")
+    found = probe(model)
+    reason = found.reason
+    if found.mode == "tree" and found.facts is not None and path != "transformers":
+        verdict = lean_model(model, found.facts, _sample_tree)
+        if verdict.lean is not None:
+            return LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
+        reason = verdict.reason
+    if path == "lean" or (path == "transformers" and found.mode != "tree"):
+        raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    target = TransformersTarget(model, found.facts, capacity) if found.mode == "tree" else PlainTarget(model)
+    target.reason = reason
+    return target
 
 
 def _probe(model: PreTrainedModel) -> Probe:

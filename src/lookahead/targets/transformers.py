@@ -87,6 +87,9 @@ class TransformersTarget:
         capacity: tokens per slot to begin with; storage doubles when it is full.
     """
 
+    path = "transformers"
+    reason = ""
+
     def __init__(self, model: PreTrainedModel, facts: ModelFacts | None = None, capacity: int = 256) -> None:
         self.model = model
         self.facts = facts if facts is not None else ModelFacts(model)
