@@ -17,10 +17,9 @@ import sys
 import time
 from pathlib import Path
 
+import model as lean
 import numpy as np
 import torch
-
-import model as lean
 from evaluate import greedy, is_loop
 from export import load, load_into, to_llama
 from train import KEEP, Documents, Muon

@@ -73,6 +73,7 @@ def main() -> None:
                     line("bits per byte", "bits_per_byte", ".3f"),
                     line("greedy continuations that loop", "loop_share", ".1%"),
                     line("that end within 128 tokens", "ended_share", ".1%"),
+                    line("mean length, tokens", "mean_tokens", ".0f"),
                 ]
             ),
             prompts=after["code"]["prompts"],

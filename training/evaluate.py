@@ -34,7 +34,7 @@ def code_prompt(text: str) -> str | None:
     start = text.lstrip().startswith(("def ", "class ", "async def ", "@"))
     if not start or not 6 <= len(lines) <= 60 or len(text) > 3000:
         return None
-    return "".join(lines[: len(lines) // 2])
+    return "".join(lines[: len(lines) // 2]).rstrip("\n")
 
 
 def maths_prompt(text: str) -> str:
@@ -104,6 +104,7 @@ def measure(model, tokenizer, heldout: dict, documents: int, count: int) -> dict
             "documents": len(rows),
             "loop_share": round(sum(map(is_loop, told)) / len(told), 4),
             "ended_share": round(sum(len(t) < 128 for t in told) / len(told), 4),
+            "mean_tokens": round(sum(map(len, told)) / len(told), 1),
             "prompts": len(told),
         }
     return out

@@ -12,10 +12,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from corpus import EOS
 from model import Lean, Shape
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def to_llama(net: Lean, eos: int = 0) -> LlamaForCausalLM:
@@ -67,6 +66,7 @@ def write(net: Lean, tokenizer: Path, out: Path) -> int:
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     return (out / "model.safetensors").stat().st_size
 
 

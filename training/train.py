@@ -18,13 +18,18 @@ import sys
 import time
 from pathlib import Path
 
+import model as lean
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
-import model as lean
-
-# glibc returns large blocks to the system at once; keeping them is worth a fifth of the speed
-KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
+# glibc returns large blocks to the system at once; keeping them is worth a fifth of the speed.
+# Threads that wait without spinning leave the cores to others on a shared machine.
+KEEP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 class Muon:
@@ -56,6 +61,22 @@ def orthogonal(grad: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return (x.mT if tall else x).float()
 
 
+def breaks(path: Path) -> dict[int, list[int]]:
+    """Tokens that join a line break with indentation, and the two tokens they can be split into.
+
+    Text never holds the split form, but a prompt that ends with a line break does.  A model that
+    has not seen it takes a lone line break for the end of the document.
+    """
+    tokenizer = Tokenizer.from_file(str(path))
+    out = {}
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token])
+        ends = text.rfind("\n") + 1
+        if 0 < ends < len(text) and not text[ends:].strip(" "):
+            out[token] = tokenizer.encode(text[:ends]).ids + tokenizer.encode(text[ends:]).ids
+    return out
+
+
 class Documents:
     """Endless rows of tokens: all documents in a new order each epoch, packed one after another.
 
@@ -63,8 +84,9 @@ class Documents:
     where the last one stopped.
     """
 
-    def __init__(self, path: Path, seed: int, align: float = 0.3) -> None:
+    def __init__(self, path: Path, seed: int, align: float = 0.3, split: float = 0.06) -> None:
         data = np.load(path)
+        self.breaks, self.split = breaks(path.parent / "tokenizer.json"), split
         ends = np.flatnonzero(data == 0) + 1
         self.docs = np.split(data, ends[:-1] if ends[-1] == len(data) else ends)
         self.seed, self.align = seed, align
@@ -79,14 +101,20 @@ class Documents:
         self.at = 0
 
     def row(self, length: int, rng: np.random.Generator) -> np.ndarray:
-        """`length` + 1 tokens; three rows in ten start at the start of a document."""
+        """`length` + 1 tokens; three rows in ten start at the start of a document.
+
+        A few line breaks are split from the indentation after them, see `breaks`.
+        """
         if rng.random() < self.align:
             self.at = int(self.starts[np.searchsorted(self.starts, self.at)])
         if self.at + length + 1 > len(self.stream):
             self._next_epoch()
         row = self.stream[self.at : self.at + length + 1]
         self.at += length
-        return row.astype(np.int64)
+        pieces: list[int] = []
+        for token, draw in zip(row.tolist(), rng.random(len(row)), strict=True):
+            pieces += self.breaks[token] if draw < self.split and token in self.breaks else [token]
+        return np.array(pieces[: length + 1], np.int64)
 
     def state(self) -> tuple[int, int]:
         return self.epoch, self.at
