@@ -26,12 +26,13 @@ from .core import (
 )
 
 if TYPE_CHECKING:
-    from .engine import LLM, Options, Result, load
+    from .engine import BUNDLED, LLM, Options, Result, load
     from .hf import generate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BUNDLED",
     "LLM",
     "METHODS",
     "PRESETS",
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BUNDLED": "lookahead.engine",
     "LLM": "lookahead.engine",
     "Options": "lookahead.engine",
     "Result": "lookahead.engine",

@@ -173,5 +173,8 @@ PRESETS: dict[str, LookaheadConfig] = {
     "code": LookaheadConfig(15, 5, 15),
     "text": LookaheadConfig(10, 5, 10),
     "creative": LookaheadConfig(7, 5, 7),
+    "7b": LookaheadConfig.for_parameters(7e9),
+    "13b": LookaheadConfig.for_parameters(13e9),
+    "34b": LookaheadConfig.for_parameters(34e9),
     "off": OFF,
 }
