@@ -24,7 +24,10 @@ from lookahead.testing import FakeTarget
 
 def window_tree(width=15, ngram_size=5, candidates=15, seed=0):
     numbers = random.Random(seed)
-    fill = lambda: numbers.randrange(50_000)
+
+    def fill():
+        return numbers.randrange(50_000)
+
     window = Window(width, ngram_size, fill)
     for _ in range(ngram_size - 2):
         window.advance(1, [fill() for _ in range(window.columns)], frozenset())
@@ -63,9 +66,7 @@ def test_no_cut_of_the_same_order_is_narrower(tree, ranks):
 
     branches = _branches(tree)
     best = min(
-        max(
-            len(tree.closure(branches[a:b])) for a, b in zip((0, *cuts), (*cuts, len(branches)), strict=True)
-        )
+        max(len(tree.closure(branches[a:b])) for a, b in zip((0, *cuts), (*cuts, len(branches)), strict=True))
         for cuts in combinations_with_replacement(range(len(branches) + 1), ranks - 1)
     )
     assert shard(tree, ranks).widest == best

@@ -14,13 +14,14 @@ exchanged inside a forward pass, and after it a few kilobytes of whole numbers a
 Every process runs the same program:
 
     group = parallel.start()
-    team = parallel.join(lambda: make_target(model), group)   # only rank 0 gets past this line
+    team = parallel.join(lambda: make_target(model), group, model)   # only rank 0 gets past this line
     target = team.target()
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ..core import Target
 from .errors import DivergenceError, RankError
@@ -47,18 +48,24 @@ __all__ = [
 ]
 
 
-def join(make_target: Callable[[], Target], group: Group, check_every: int = 16) -> Team:
+def join(make_target: Callable[[], Target], group: Group, model: Any = None, check_every: int = 16) -> Team:
     """On rank 0 the team of all ranks; the other ranks work for it until it ends, and then exit.
 
     On any rank but 0 this does not return: once rank 0 has closed the team, or ended, the process leaves
     with ``SystemExit(0)``. Use ``follow`` for a call that returns.
+
+    Args:
+        make_target: makes a fresh inner target on this rank's model.
+        group: from ``start``.
+        model: the torch module behind the targets; None takes their attribute ``model``.
+        check_every: steps between two comparisons of the ranks' logits at the root beyond their argmax.
 
     Raises:
         SettingsError: the ranks do not hold the same model.
         RankError: on the other ranks, naming the rank that died, hangs or failed.
     """
     if group.rank == 0:
-        return Team(make_target, group, check_every)
-    follow(make_target, group)
+        return Team(make_target, group, model, check_every)
+    follow(make_target, group, model)
     group.close()
     raise SystemExit(0)

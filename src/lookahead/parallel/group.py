@@ -126,14 +126,20 @@ def _backend(backend: str | None) -> str:
     return backend
 
 
-def compare(group: Group, target: Any) -> None:
+def compare(group: Group, target: Any, model: Any = None) -> None:
     """Refuse to decode unless every rank holds the same.
+
+    Args:
+        group: from ``start``.
+        target: an inner target.
+        model: the torch module behind it, whose parameters are compared; None takes ``target.model``.
 
     Raises:
         SettingsError: on every rank, naming the rank that differs and in what.
     """
-    _refuse_split_models(target)
-    facts = fingerprint(target)
+    model = model if model is not None else getattr(target, "model", None)
+    _refuse_split_models(model)
+    facts = fingerprint(target, model)
     if group.rank:
         link = group.links[0]
         link.send(Kind.HELLO, 0, facts)
@@ -161,9 +167,8 @@ def compare(group: Group, target: Any) -> None:
         raise SettingsError(verdict)
 
 
-def fingerprint(target: Any) -> list[int]:
+def fingerprint(target: Any, model: Any) -> list[int]:
     """What two ranks must have in common, as numbers in the order of ``_FACTS``."""
-    model = getattr(target, "model", None)
     tensors = list(model.parameters()) if model is not None else []
     total = 0
     for number, tensor in enumerate(tensors):
@@ -192,8 +197,7 @@ def _stable(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _refuse_split_models(target: Any) -> None:
-    model = getattr(target, "model", None)
+def _refuse_split_models(model: Any) -> None:
     split = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None) or 1
     if isinstance(split, int) and split > 1:
         raise SettingsError(

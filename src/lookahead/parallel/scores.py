@@ -27,7 +27,7 @@ class ParallelScores:
         b: which sequence of the step.
         shards: who owns which row.
         own: rank 0's scores of its shard, whose row i is row ``offset + i``.
-        answers: per rank, the argmaxes of the rows that it owns, in row order.
+        answers: per rank, the argmaxes at the root and at the rows that it owns, in row order.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ParallelScores:
         self._best: dict[int, int] = {}
         for rank, tokens in answers.items():
             owned = [node for node, owner in enumerate(self._owner) if owner == rank]
-            self._best.update(zip(owned, tokens, strict=True))
+            self._best.update(zip(owned, tokens[1:], strict=True))
 
     def best(self, node: int) -> int:
         if self._owner[node] == 0:

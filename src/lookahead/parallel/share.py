@@ -122,6 +122,14 @@ def _under(debt: Sequence[int], shard: TokenTree) -> TokenTree:
     return tree
 
 
+def best_or_nan(scores: Any, row: int) -> int:
+    """The argmax, or -1 for NaN."""
+    try:
+        return scores.best(row)
+    except NumericalError:
+        return -1
+
+
 def sketch(scores: Any, row: int) -> list[float]:
     """Eight numbers that tell one row of logits from another: the largest and seven spread over V.
 

@@ -20,7 +20,7 @@ from ..core import OutOfMemory, Scores, TokenTree
 from .errors import DivergenceError, RankError
 from .scores import ParallelScores
 from .shard import Shards, shard
-from .share import Share, sketch
+from .share import Share, best_or_nan, sketch
 from .team import Team
 from .wire import Kind, Status, pack_lists, pack_tree, unpack_floats, unpack_text
 
@@ -82,9 +82,10 @@ class ParallelTarget:
             )
             views = []
             for b, cut in enumerate(cuts):
-                counts = {rank: cut.owner.count(rank) for rank in answers}
+                counts = {rank: 1 + cut.owner.count(rank) for rank in answers}
                 tokens = {rank: answers[rank][: counts[rank]] for rank in answers}
                 answers = {rank: answers[rank][counts[rank] :] for rank in answers}
+                self._compare_roots(b, scores[b], offsets[b], tokens)
                 views.append(ParallelScores(self, b, cut, scores[b], offsets[b], tokens))
             return views
 
@@ -165,24 +166,39 @@ class ParallelTarget:
         return result, answers
 
     def _compare(self, result: tuple[list[Scores], list[int]], sketches: dict[int, list[float]]) -> None:
-        """The ranks' logits at the roots, which every rank evaluates."""
+        """The ranks' logits at the roots, which every rank evaluates, at a few places of the vocabulary."""
         ours = [value for scores, row in zip(*result, strict=True) for value in sketch(scores, row)]
         for rank, theirs in sketches.items():
             worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-            if not worst:
+            if worst:
+                self._judge(rank, worst, torch.as_tensor(result[0][0].row(result[1][0])))
+
+    def _compare_roots(self, b: int, scores: Scores, row: int, tokens: dict[int, list[int]]) -> None:
+        """The ranks' argmaxes at one root; where they differ, the whole rows tell a near tie from damage."""
+        best = best_or_nan(scores, row)
+        for rank, (theirs, *_) in tokens.items():
+            if theirs == best:
                 continue
-            row = torch.as_tensor(result[0][0].row(result[1][0]))
-            tolerance = TOLERANCE.get(str(row.dtype).removeprefix("torch."), 0.25)
-            worst /= float(row.double().nan_to_num().std()) or 1.0
-            if worst > tolerance:
-                raise self.team.fail(
-                    DivergenceError(
-                        rank,
-                        f"rank {rank} computes other logits than rank 0 for the same token after "
-                        f"{self.steps} steps (by {worst:.2g} standard deviations, {tolerance} are allowed): "
-                        "its cache or its weights are damaged, or its arithmetic differs",
-                    )
+            if min(theirs, best) < 0:
+                self._judge(rank, float("inf"), torch.ones(2))
+            ours = torch.as_tensor(scores.row(row))
+            self.team.tell(rank, Kind.ROW, self.number, [b, 0])
+            other = self.hear_row(rank, ours if torch.is_tensor(scores.row(row)) else ours.double())
+            self._judge(rank, float((ours.double() - other.double()).abs().max()), ours)
+
+    def _judge(self, rank: int, difference: float, row: torch.Tensor) -> None:
+        """End the team where a difference of logits is more than rounding."""
+        tolerance = TOLERANCE.get(str(row.dtype).removeprefix("torch."), 0.25)
+        difference /= float(row.double().nan_to_num().std()) or 1.0
+        if difference > tolerance:
+            raise self.team.fail(
+                DivergenceError(
+                    rank,
+                    f"rank {rank} computes other logits than rank 0 for the same token after {self.steps} "
+                    f"steps (by {difference:.2g} standard deviations, {tolerance} are allowed): "
+                    "its cache or its weights are damaged, or its arithmetic differs",
                 )
+            )
 
 
 def _part(tree: TokenTree, cut: Shards, rank: int) -> TokenTree:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import Target
 from .errors import RankError
@@ -16,6 +16,9 @@ from .wire import Kind, Status, pack_text, unpack_text
 
 if TYPE_CHECKING:
     from .target import ParallelTarget
+
+#: Seconds that each rank is given to hear why all must end.
+FAREWELL = 5.0
 
 
 class Team:
@@ -26,6 +29,7 @@ class Team:
     Args:
         make_target: makes a fresh inner target on this rank's model.
         group: from ``start``.
+        model: the torch module behind the targets; None takes their attribute ``model``.
         check_every: steps between two comparisons of the ranks' logits at the root; their tokens are
             compared in every step.
 
@@ -34,10 +38,16 @@ class Team:
         error: what ended the team; every later use raises it.
     """
 
-    def __init__(self, make_target: Callable[[], Target], group: Group, check_every: int = 16) -> None:
+    def __init__(
+        self,
+        make_target: Callable[[], Target],
+        group: Group,
+        model: Any = None,
+        check_every: int = 16,
+    ) -> None:
         if group.rank != 0:
             raise AssertionError(f"rank {group.rank} must follow, only rank 0 leads")
-        compare(group, make_target())
+        compare(group, make_target(), model)
         self.make_target = make_target
         self.group = group
         self.check_every = max(1, check_every)
@@ -103,7 +113,9 @@ class Team:
                 if rank == error.rank:
                     continue
                 try:
+                    link.flush(FAREWELL)
                     link.send(Kind.FAIL, 0, [error.rank, *pack_text(str(error))])
+                    link.flush(FAREWELL)
                 except RankError:
                     continue  # it will find rank 0 gone, which is also an end with a name
         return self.error

@@ -110,10 +110,10 @@ class Link:
         data = self._take(torch.empty(like.numel() * like.element_size(), dtype=torch.uint8))
         return data.view(like.dtype).to(like.device)
 
-    def flush(self) -> None:
-        """Wait until the peer has taken what was sent."""
+    def flush(self, within: float | None = None) -> None:
+        """Wait until the peer has taken what was sent, ``timeout`` seconds at most unless told otherwise."""
         for work, _ in self._in_flight:
-            self._wait(work)
+            self._wait(work, within)
         self._in_flight.clear()
 
     def _post(self, tensor: torch.Tensor, counted: bool = False) -> None:
@@ -133,9 +133,9 @@ class Link:
         self.received += tensor.numel() * tensor.element_size()
         return tensor
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, within: float | None = None) -> None:
         try:
-            work.wait(timedelta(seconds=self.timeout))
+            work.wait(timedelta(seconds=within if within is not None else self.timeout))
         except RuntimeError as error:
             raise self._blame(error) from error
 

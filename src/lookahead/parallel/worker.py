@@ -7,25 +7,26 @@ from typing import Any
 
 import torch
 
-from ..core import NumericalError, OutOfMemory, Target
+from ..core import OutOfMemory, Target
 from .errors import RankError
 from .group import Group, compare
-from .share import Share, sketch
+from .share import Share, best_or_nan, sketch
 from .wire import Kind, Link, Status, pack_floats, pack_text, unpack_lists, unpack_text, unpack_tree
 
 
-def follow(make_target: Callable[[], Target], group: Group) -> None:
+def follow(make_target: Callable[[], Target], group: Group, model: Any = None) -> None:
     """Work for rank 0; returns when rank 0 closes its team.
 
     Args:
         make_target: makes a fresh inner target on this rank's model.
         group: from ``start``; any rank but 0.
+        model: the torch module behind the targets; None takes their attribute ``model``.
 
     Raises:
         SettingsError: this or another rank holds another model.
         RankError: rank 0 or, as it told, another rank died, hangs or failed.
     """
-    compare(group, make_target())
+    compare(group, make_target(), model)
     worker = _Worker(make_target, group.links[0])
     while worker.serve():
         pass
@@ -104,7 +105,7 @@ class _Worker:
         part.scores, part.offsets = part.share.forward(trees)
         best, sketches = [], []
         for (_, tree), scores, offset in zip(trees, part.scores, part.offsets, strict=True):
-            best += [_best(scores, offset + row) for row, read in enumerate(tree.read) if read and row]
+            best += [best_or_nan(scores, offset + row) for row, read in enumerate(tree.read) if read]
             if check:
                 sketches.append(sketch(scores, offset))
         self._answer(part, best, sketches)
@@ -126,11 +127,3 @@ class _Worker:
         columns = len(flat_ids) // len(rows)
         head = [Status.DONE, part.share.checksum, 0]
         self.link.send(Kind.ANSWER, 0, [*head, columns, *flat_ids, *pack_floats(flat_odds)])
-
-
-def _best(scores: Any, row: int) -> int:
-    """The argmax, or -1 for NaN."""
-    try:
-        return scores.best(row)
-    except NumericalError:
-        return -1

@@ -1,0 +1,512 @@
+"""Lookahead parallelism over real gloo ranks: every output equals that of one process.
+
+Processes are forked from one server that has torch loaded. All equality cases of one number of ranks run in
+one set of processes; their results are reported as one test each.
+"""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import socket
+import time
+
+import pytest
+
+from lookahead.core import METHODS, NumericalError, OutOfMemory, Request, SettingsError, make_drafter
+from lookahead.core.decode import greedy
+from lookahead.testing import FakeTarget, run
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
+CONFIG = (7, 4, 5)
+NEW = 48
+PRELOAD = [
+    "torch.distributed",
+    "lookahead.parallel",
+    "lookahead.testing",
+    "lookahead.targets.probe",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gemma3.modeling_gemma3",
+]
+
+
+# ---- what one rank does; these functions run in other processes
+
+
+def _rank(number, size, port, function, arguments, pipe):
+    import torch
+
+    torch.set_num_threads(1)
+    where = {"RANK": number, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in where.items()})
+    try:
+        pipe.send(("done", function(number, *arguments)))
+    except SystemExit as leave:
+        pipe.send(("left", leave.code))
+    except BaseException as error:
+        pipe.send((type(error).__name__, str(error)))
+
+
+def launch(size, function, *arguments, within=60.0, hanging=-1):
+    """Run ``function(rank, *arguments)`` on every rank. Per rank (what, value, seconds).
+
+    Nobody waits for the rank that is meant to hang.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start, ranks = time.monotonic(), []
+    for number in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(number, size, port, function, arguments, theirs))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    outcomes = []
+    for number, (_, pipe) in enumerate(ranks):
+        left = start + within - time.monotonic() if number != hanging else 0.0
+        if not pipe.poll(max(0.0, left)):
+            outcome = ("hung", None)
+        else:
+            try:
+                outcome = pipe.recv()
+            except EOFError:
+                outcome = ("dead", None)
+        outcomes.append((*outcome, time.monotonic() - start))
+    for number, (process, _) in enumerate(ranks):
+        process.join(2 if number != hanging else 0)
+        process.kill()
+        process.join()
+    return outcomes
+
+
+def team_of(make_target, timeout=30.0, model=None):
+    from lookahead import parallel
+
+    return parallel.join(make_target, parallel.start("gloo", timeout), model, check_every=4)
+
+
+class Sampled:
+    """A seeded draw that looks at the whole row, and at the true prefix."""
+
+    def __init__(self, prompt):
+        self.seed = sum(prompt)
+
+    def __call__(self, scores, node):
+        row = [float(x) for x in scores.row(node)]
+        self.seed = (self.seed * 1_103_515_245 + 12_345) % (1 << 31)
+        best = sorted(range(len(row)), key=row.__getitem__)[-3:]
+        token = best[self.seed // 7 % 3] if self.seed % 5 == 0 else best[-1]
+        self.seed += token
+        return token
+
+
+def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=False, eos=(), new=NEW):
+    """Decode together and, in this process alone, one by one and plainly."""
+
+    def request(name, prompt):
+        choose = Sampled(prompt) if sampled else greedy
+        return Request(prompt, make_drafter(name, config, 32), new, choose, frozenset(eos))
+
+    together = run(target, [request(method, prompt) for prompt in prompts])
+    for generation, prompt in zip(together, prompts, strict=True):
+        (alone,) = run(make_plain(), [request("autoregressive", prompt)])
+        assert generation.error is None, generation.error
+        assert generation.tokens == alone.tokens, (method, prompt, generation.tokens, alone.tokens)
+        assert generation.finish_reason == alone.finish_reason
+    return together
+
+
+def rare_eos(tokens):
+    """A token that is emitted late, so that it ends the text in the middle of an accepted path."""
+    return min(set(tokens[12:]) - set(tokens[:12]), key=tokens.index)
+
+
+def case_methods(target, method):
+    for generation in compare(target, FakeTarget, method):
+        unlucky = method in ("autoregressive", "jacobi")
+        assert unlucky or generation.stats.accepted > 0, "nothing was tested"
+
+
+def case_sampled(target, method):
+    compare(target, FakeTarget, method, sampled=True)
+
+
+def case_narrow(target):
+    """W smaller than the ranks, also with N = 2."""
+    for config in ((1, 2, 0), (1, 3, 1), (2, 2, 1), (2, 5, 0)):
+        compare(target, FakeTarget, "lookahead", config)
+
+
+def case_no_candidates(target):
+    for generation in compare(target, FakeTarget, "lookahead", (15, 5, 0)):
+        assert generation.stats.accepted == 0
+    compare(target, FakeTarget, "lookahead", (9, 4, 0), sampled=True)
+
+
+def case_eos(target):
+    ended_inside = 0
+    for prompt in PROMPTS:
+        (free,) = run(FakeTarget(), [Request(prompt, make_drafter("autoregressive"), NEW)])
+        eos = rare_eos(free.tokens)
+        (generation,) = compare(target, FakeTarget, "lookahead", prompts=[prompt], eos=[eos])
+        assert generation.finish_reason == "stop"
+        ended_inside += generation.stats.accepted > 0
+    assert ended_inside
+
+
+def case_verify_window(target):
+    from lookahead.core import LookaheadConfig
+
+    compare(target, FakeTarget, "lookahead", LookaheadConfig(6, 4, 4, verify_window=True))
+
+
+def case_join_and_leave(target):
+    """Sequences that join and are cancelled between steps, in slots used before."""
+    from lookahead.core import Decoder
+
+    def request(prompt):
+        return Request(prompt, make_drafter("lookahead", CONFIG), NEW)
+
+    decoder = Decoder(target)
+    generations = [decoder.add(request(PROMPTS[0]))]
+    for number in range(12):
+        decoder.step()
+        if number == 3:
+            generations.append(decoder.add(request(PROMPTS[1])))
+        if number == 6:
+            decoder.cancel(generations[0])
+            generations.append(decoder.add(request(PROMPTS[2])))
+    while decoder.busy:
+        decoder.step()
+    assert generations[0].finish_reason == "cancelled"
+    for generation, prompt in zip(generations, PROMPTS, strict=True):
+        (alone,) = run(FakeTarget(), [Request(prompt, make_drafter("autoregressive"), NEW)])
+        assert generation.tokens == alone.tokens[: len(generation.tokens)]
+
+
+def case_top(target):
+    """The k best tokens of rows on every rank."""
+    from lookahead.core import TokenTree
+
+    tree = TokenTree(3)
+    for token in range(8):
+        tree.add_candidate([token, token + 1])
+    alone = FakeTarget()
+    for one in (target, alone):
+        one.prefill([(0, [1, 2])])
+    (ours,), (plain,) = target.forward([(0, tree)]), alone.forward([(0, tree)])
+    nodes = tree.read_nodes()[::-1]
+    assert ours.top(nodes, 4) == plain.top(nodes, 4)
+    assert [ours.row(node) for node in nodes] == [plain.row(node) for node in nodes]
+    target.release(0)
+
+
+def case_two_targets(target):
+    """Two targets of one team, stepped in turn, with the same slot numbers."""
+    from lookahead.core import Decoder
+
+    decoders = []
+    for prompt, one in zip(PROMPTS, (target, target.team.target()), strict=False):
+        decoder = Decoder(one)
+        decoders.append(
+            (decoder, decoder.add(Request(prompt, make_drafter("lookahead", CONFIG), NEW)), prompt)
+        )
+    while any(decoder.busy for decoder, _, _ in decoders):
+        for decoder, _, _ in decoders:
+            decoder.step()
+    for _, generation, prompt in decoders:
+        (alone,) = run(FakeTarget(), [Request(prompt, make_drafter("autoregressive"), NEW)])
+        assert generation.tokens == alone.tokens
+
+
+CASES = {
+    **{f"greedy-{method}": functools.partial(case_methods, method=method) for method in METHODS},
+    **{f"sampled-{method}": functools.partial(case_sampled, method=method) for method in METHODS},
+    "narrow": case_narrow,
+    "no-candidates": case_no_candidates,
+    "eos-in-path": case_eos,
+    "verify-window": case_verify_window,
+    "join-and-leave": case_join_and_leave,
+    "top": case_top,
+    "two-targets": case_two_targets,
+}
+
+
+def all_cases(rank):
+    """Rank 0: case -> what went wrong, or None. With it what the work cost."""
+    team = team_of(FakeTarget)
+    results = {}
+    for name, case in CASES.items():
+        try:
+            case(team.target())
+            results[name] = None
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    target = team.target()
+    compare(target, FakeTarget, "lookahead", (15, 5, 15))
+    widest = [max(rows) for rows in target.rows_per_rank]
+    total = [sum(rows) for rows in target.rows_per_rank]
+    results["rows"] = (max(widest), max(total), target.share.recomputed)
+    team.close()
+    return results
+
+
+def tiny_llama(rope=None):
+    from lookahead.testing import tiny_model
+
+    return tiny_model("llama-dynamic-ntk" if rope else "llama", initializer_range=0.1)
+
+
+def model_cases(rank, family):
+    """A real model: keys and values of rows that a rank lacks are computed again."""
+    from lookahead.targets.probe import make_target
+    from lookahead.testing import tiny_model
+
+    model = tiny_model(family, initializer_range=0.1)
+    make = functools.partial(make_target, model)
+    team = team_of(make, model=model)
+    accepted = 0
+    prompts = PROMPTS if family != "llama-dynamic-ntk" else PROMPTS[:1]
+    for sampled in (False, True):
+        for method in ("lookahead", "prompt-lookup"):
+            for generation in compare(team.target(), make, method, (5, 4, 7), prompts, sampled, new=40):
+                accepted += generation.stats.accepted
+    team.close()
+    return accepted
+
+
+class Broken(FakeTarget):
+    """Misbehaves in its n-th forward pass."""
+
+    def __init__(self, what, when=6):
+        super().__init__()
+        self.what, self.when = what, when
+
+    def forward(self, trees):
+        scores = super().forward(trees)
+        if self.forwards == self.when:
+            if self.what == "dies":
+                os._exit(9)
+            if self.what == "hangs":
+                time.sleep(1000)
+            if self.what == "raises":
+                raise ValueError("a wire is loose")
+            if self.what == "forgets":
+                honest = self.next_token
+                self.next_token = lambda prefix: (honest(prefix) + 1) % self.vocabulary
+            if self.what == "memory":
+                raise OutOfMemory("too many rows")
+        return scores
+
+
+def broken_rank(rank, culprit, what, timeout):
+    team = team_of(lambda: Broken(what if rank == culprit else ""), timeout)
+    generations = run(team.target(), [Request(p, make_drafter("lookahead", CONFIG), NEW) for p in PROMPTS])
+    expected = run(FakeTarget(), [Request(p, make_drafter("autoregressive"), NEW) for p in PROMPTS])
+    team.close()
+    return [g.tokens for g in generations] == [g.tokens for g in expected]
+
+
+def lying_rank(rank):
+    """A rank whose books differ from rank 0's."""
+    from lookahead.parallel.share import Share
+
+    if rank == 1:
+        note = Share._note
+        Share._note = lambda self, slot, tokens: note(self, slot, [t + (len(tokens) == 2) for t in tokens])
+    return broken_rank(rank, -1, "", 10.0)
+
+
+def nan_rank(rank):
+    """Logits that are NaN on a rank's own row."""
+    from lookahead.core import TokenTree
+
+    def next_token(prefix):
+        return -1 if rank and prefix[-1] == 8 else 4
+
+    team = team_of(lambda: FakeTarget(next_token=next_token))
+    target = team.target()
+    target.prefill([(0, [1])])
+    tree = TokenTree(4)
+    for token in range(5, 9):
+        tree.add_candidate([token])
+    (scores,) = target.forward([(0, tree)])
+    assert scores.best(tree.child(0, 7)) == 4
+    with pytest.raises(NumericalError, match="rank 1"):
+        scores.best(tree.child(0, 8))
+    team.close()
+
+
+def unequal_rank(rank, what):
+    from lookahead.targets.probe import make_target
+    from lookahead.testing import tiny_model
+
+    if what == "vocabulary":
+        return team_of(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
+    model = tiny_model("llama")
+    if rank == 1:
+        model.model.norm.weight.data[3] += 1e-3
+    return team_of(functools.partial(make_target, model), model=model)
+
+
+def patient(rank):
+    """Rank 0 thinks for longer than the timeout, and nobody takes it for dead."""
+    team = team_of(FakeTarget, timeout=1.0)
+    time.sleep(3.5)
+    compare(team.target(), FakeTarget, "lookahead")
+    team.close()
+
+
+def leader_ends(rank, how):
+    team = team_of(FakeTarget, timeout=5.0)
+    compare(team.target(), FakeTarget, "lookahead")
+    if how == "dies":
+        os._exit(3)
+    atexit._run_exitfuncs()  # multiprocessing leaves without them; a program of one's own does not
+
+
+# ---- the tests
+
+
+@functools.cache
+def results_of(ranks):
+    outcomes = launch(ranks, all_cases)
+    assert outcomes[0][0] == "done", outcomes
+    assert [outcome[:2] for outcome in outcomes[1:]] == [("left", 0)] * (ranks - 1)
+    return outcomes[0][1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_same_tokens_as_one_process(case, ranks):
+    problem = results_of(ranks)[case]
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_work_is_shared(ranks):
+    widest, total, recomputed = results_of(ranks)["rows"]
+    assert recomputed > 0
+    assert widest < 1.4 * total / ranks
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-dynamic-ntk"])
+def test_same_tokens_on_a_model(family):
+    outcomes = launch(2, model_cases, family)
+    what, accepted, _ = outcomes[0]
+    assert what == "done", outcomes
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(("culprit", "ranks"), [(1, 2), (2, 3), (0, 2)])
+def test_a_rank_that_dies_is_named_at_once(culprit, ranks):
+    outcomes = launch(ranks, broken_rank, culprit, "dies", 60.0)
+    assert outcomes[culprit][0] == "dead"
+    for number, (what, text, seconds) in enumerate(outcomes):
+        if number != culprit:
+            assert what == "RankError"
+            assert f"rank {culprit} is gone" in text
+            assert seconds < 40
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_rank_that_hangs_is_named_within_the_timeout(culprit):
+    outcomes = launch(3, broken_rank, culprit, "hangs", 2.0, hanging=culprit)
+    assert outcomes[culprit][0] == "hung"
+    for number, (what, text, _) in enumerate(outcomes):
+        if number != culprit:
+            assert what == "RankError"
+            assert f"rank {culprit} did not answer within 2 s" in text
+
+
+def test_when_rank_0_hangs_in_a_step_the_others_end():
+    outcomes = launch(2, broken_rank, 0, "hangs", 1.0, hanging=0)
+    assert outcomes[1][0] == "RankError"
+    assert "rank 0 did not answer within 2 s" in outcomes[1][1]
+
+
+def test_an_error_on_a_rank_is_told_to_all():
+    outcomes = launch(3, broken_rank, 1, "raises", 20.0)
+    assert [outcome[0] for outcome in outcomes] == ["RankError", "ValueError", "RankError"]
+    for number in (0, 2):
+        assert "rank 1 failed: ValueError: a wire is loose" in outcomes[number][1]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_without_memory_makes_all_take_fewer_rows(culprit):
+    outcomes = launch(2, broken_rank_with_warning, culprit)
+    assert outcomes[0][:2] == ("done", True)
+
+
+def broken_rank_with_warning(rank, culprit):
+    import warnings
+
+    warnings.simplefilter("ignore")
+    return broken_rank(rank, culprit, "memory", 20.0)
+
+
+def test_a_damaged_cache_is_found_before_it_writes_wrong_text():
+    outcomes = launch(2, broken_rank, 1, "forgets", 20.0)
+    assert outcomes[0][0] == "DivergenceError"
+    assert "rank 1 computes other logits than rank 0 for the same token after 6 steps" in outcomes[0][1]
+
+
+def test_other_tokens_on_a_rank_are_found_in_the_next_step():
+    outcomes = launch(2, lying_rank)
+    assert outcomes[0][0] == "DivergenceError"
+    assert "rank 1 holds other tokens" in outcomes[0][1]
+
+
+def test_nan_on_another_rank_is_an_error_only_where_it_is_read():
+    assert launch(2, nan_rank)[0][:2] == ("done", None)
+
+
+@pytest.mark.parametrize(("what", "named"), [("vocabulary", "vocabulary"), ("weights", "model checksum")])
+def test_an_unequal_model_is_refused_on_every_rank(what, named):
+    for kind, text, _ in launch(3, unequal_rank, what):
+        assert kind == "SettingsError"
+        assert f"rank 1 differs from rank 0 in: {named}" in text
+
+
+def test_an_idle_team_stays():
+    assert [outcome[0] for outcome in launch(2, patient)] == ["done", "left"]
+
+
+def test_when_rank_0_ends_the_others_leave():
+    assert [outcome[:2] for outcome in launch(2, leader_ends, "fails")][1] == ("left", 0)
+    what, text, _ = launch(2, leader_ends, "dies")[1]
+    assert what == "RankError"
+    assert "rank 0 is gone" in text
+
+
+def test_what_cannot_start_is_said():
+    from lookahead import parallel
+
+    with pytest.raises(SettingsError, match="torchrun --nproc-per-node"):
+        parallel.start("gloo")
+    with pytest.raises(SettingsError, match="backend must be 'gloo' or 'nccl'"):
+        parallel.start("mpi")
+    with pytest.raises(SettingsError, match="positive"):
+        parallel.start("gloo", timeout=0)
+    assert not parallel.started_by_torchrun()
+
+
+def test_a_missing_backend_and_a_split_model_are_refused_by_name():
+    import torch
+
+    from lookahead.parallel.group import _backend
+    from lookahead.parallel.group import compare as compare_ranks
+
+    if not torch.cuda.is_available():
+        with pytest.raises(SettingsError, match="'nccl' needs an NVIDIA GPU"):
+            _backend("nccl")
+
+    class Split(FakeTarget):
+        class model:
+            tp_size = 2
+
+    with pytest.raises(SettingsError, match="split over 2 ranks by tensor parallelism"):
+        compare_ranks(None, Split())
