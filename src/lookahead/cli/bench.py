@@ -233,3 +233,56 @@ def _numbers(text: str, option: str) -> list[int]:
     if numbers[0] < 1:
         raise SettingsError(f"{option} must be at least 1, got {numbers[0]}")
     return numbers
+
+
+@app.command("reproduce")
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(help="scaling-law, ablation, sampling-quality, end-to-end or parallel.", metavar="NAME")
+    ],
+    model: Annotated[str | None, typer.Option(help="A directory or a hub id; the bundled model if not given.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="In place of the study's own choice.", rich_help_panel="Prompts")
+    ] = None,
+    data: Data = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel="Prompts")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page and its picture.", metavar="DIR")] = Path(
+        "docs/results"
+    ),
+    records: Annotated[
+        Path | None, typer.Option(help="Folder for the records. [default: bench/NAME]", metavar="DIR")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    threads: Threads = None,
+    path: Steps = "auto",
+) -> None:
+    """Rerun one of the paper's results: its figure and a page with the command, the machine and the commit."""
+    from ..bench import Options, load_subject
+    from ..bench.reproduce import STUDIES, Study
+
+    if name not in STUDIES:
+        raise SettingsError(f"unknown result {name!r}; known are {', '.join(STUDIES)}")
+    _quiet()
+    folder = records if records is not None else Path("bench") / name
+    subject = load_subject(model, dtype, threads, None, device, path)
+    with Bar() as bar:
+        study = Study(
+            subject,
+            tuple(workload or ()),
+            data,
+            limit,
+            Options(max_new_tokens, seed=seed, repeats=repeats),
+            out,
+            folder,
+            command_line(),
+            bar.update,
+            typer.echo,
+        )
+        page = STUDIES[name](study)
+    typer.echo(f"\n{page}")
