@@ -107,6 +107,7 @@ def _memory_gib() -> float | None:
 
 
 def _model(llm: Any) -> dict[str, Any]:
+    target = llm.target()
     return {
         "name": llm.name,
         "class": type(llm.model).__name__,
@@ -121,6 +122,8 @@ def _model(llm: Any) -> dict[str, Any]:
         "chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
         "probe": llm.probe.mode,
         "probe_reason": llm.probe.reason,
+        "path": target.path,
+        "path_reason": target.reason,
         "methods": list(METHODS),
     }
 

@@ -161,7 +161,7 @@ def _show(llm: LLM, prompts: list[Any], reference: str, comparisons: list[Compar
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "tokens", "steps", "equal", "first divergence", "logit gap"):
+    for name in ("prompt", "tokens", "steps", "equal", "differs at", "logit gap"):
         table.add_column(name, justify="left" if name in ("prompt", "equal") else "right", no_wrap=True)
     for prompt, c in zip(prompts, comparisons, strict=True):
         shown = prompt if isinstance(prompt, str) else f"{len(c.ours.prompt_tokens)} tokens"

@@ -167,11 +167,15 @@ class LLM:
             return frozenset()
         return frozenset([given] if isinstance(given, int) else given)
 
-    def target(self) -> Any:
-        """A fresh ``lookahead.core.Target`` on this model, of the kind that the probe chose."""
+    def target(self, path: str = "auto") -> Any:
+        """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
+
+        Args:
+            path: "lean" or "transformers" to force one of the two that evaluate trees.
+        """
         from ..targets.probe import make_target
 
-        return make_target(self.model)
+        return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids), checked."""

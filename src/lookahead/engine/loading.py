@@ -122,7 +122,7 @@ def _locate(path_or_id: str | os.PathLike[str] | None) -> tuple[str, bool]:
         return str(BUNDLED), True
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return str(path), True
     if path.is_file():
         raise SettingsError(f"a model is a directory, got the file {text!r}; give the directory it lies in")
@@ -180,7 +180,7 @@ def check_directory(path: Path) -> None:
 def _shards(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(
             f"{index} must be an index of safetensors shards and is not ({error!r})"
         ) from None

@@ -1,0 +1,621 @@
+"""The engine on real (tiny) checkpoints: exact texts, whole characters, stop strings, and every bad input."""
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import lookahead
+from lookahead.core import METHODS, NGramPool, NumericalError, OutOfMemory, SettingsError
+from lookahead.engine import Options
+from lookahead.engine.options import OptionFields
+from lookahead.engine.text import Detokenizer, TextStream
+from lookahead.testing import tiny_model
+from toy import VOCABULARY, save, tokenizer
+
+DRAFTED = [method for method in METHODS if method != "autoregressive"]
+SAMPLED = {"temperature": 1.1, "seed": 11, "ignore_eos": True}
+KINDS = {
+    "greedy": {"ignore_eos": True},
+    "greedy-penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 6, "ignore_eos": True},
+    "sampled": SAMPLED,
+    "sampled-warped": SAMPLED | {"temperature": 0.6, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "sampled-penalties": SAMPLED | {"repetition_penalty": 1.1, "typical_p": 0.95},
+}
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("toy"), chat=True)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return lookahead.load(folder)
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy of the checkpoint that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def refused(match, call, *args, **kwargs):
+    with pytest.raises(SettingsError, match=match) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", DRAFTED)
+def test_every_method_gives_the_plain_text(llm, method, kind):
+    ours = llm.generate(PROMPT, method=method, max_new_tokens=60, **KINDS[kind])
+    plain = llm.generate(PROMPT, method="autoregressive", max_new_tokens=60, **KINDS[kind])
+    assert ours.tokens == plain.tokens
+    assert (ours.text, ours.finish_reason, ours.seed) == (plain.text, "length", plain.seed)
+    assert plain.stats.steps == 59
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled-penalties"])
+def test_the_comparison_can_fail(llm, accept_a_wrong_node, kind):
+    ours = llm.generate(PROMPT, max_new_tokens=60, **KINDS[kind])
+    plain = llm.generate(PROMPT, method="autoregressive", max_new_tokens=60, **KINDS[kind])
+    assert ours.tokens != plain.tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"min_new_tokens": 30},
+        {"bad_words": [[40], [90, 91]]},
+    ],
+    ids=str,
+)
+def test_greedy_equals_model_generate(llm, options):
+    words = options.get("bad_words")
+    theirs = {k: v for k, v in options.items() if k != "bad_words"} | (
+        {"bad_words_ids": words} if words else {}
+    )
+    ids = torch.tensor([llm.encode(PROMPT)])
+    reference = llm.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=50, **theirs
+    )
+    assert llm.generate(PROMPT, max_new_tokens=50, **options).tokens == reference[0, ids.shape[1] :].tolist()
+
+
+def test_warpers_are_those_of_model_generate(llm):
+    """Same processors in the same order: the law of a draw is that of transformers."""
+    options = Options(temperature=0.7, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2)
+    seen = {}
+
+    def look(ids, scores):
+        seen["theirs"] = scores.clone()
+        return scores
+
+    ids = torch.tensor([llm.encode(PROMPT)])
+    with torch.no_grad():
+        raw = llm.model(ids).logits[:, -1]
+    process = options.process(ids.shape[1], llm.eos, llm.tokenizer, "cpu")
+    ours = process(ids, raw.clone()).softmax(-1)
+    out = llm.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=1, temperature=0.7, top_k=30,
+        top_p=0.8, min_p=0.02, repetition_penalty=1.2, output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.allclose(ours, out.scores[0].softmax(-1), atol=1e-6)
+
+
+def test_own_processors_see_the_true_prefix(llm):
+    ids = llm.encode(PROMPT)
+
+    def run(method):
+        seen = []
+
+        def process(prefix, scores):
+            seen.append(prefix[0].tolist())
+            return scores
+
+        result = llm.generate(
+            PROMPT, method=method, logits_processor=process, max_new_tokens=25, ignore_eos=True
+        )
+        assert seen == [ids + result.tokens[:i] for i in range(25)]
+        return result.tokens
+
+    assert run("lookahead") == run("autoregressive")
+
+
+def test_a_list_decodes_together_and_each_alone_gives_the_same(llm):
+    prompts = [PROMPT, "x", llm.encode("the quick brown fox"), [{"role": "user", "content": "hi"}]]
+    together = llm.generate(prompts, temperature=1.0, seed=5, max_new_tokens=30, ignore_eos=True)
+    by_two = llm.generate(prompts, temperature=1.0, seed=5, max_new_tokens=30, ignore_eos=True, batch_size=2)
+    for number, prompt in enumerate(prompts):
+        alone = llm.generate(prompt, temperature=1.0, seed=5 + number, max_new_tokens=30, ignore_eos=True)
+        assert together[number].tokens == by_two[number].tokens == alone.tokens
+        assert together[number].text == alone.text
+        assert together[number].seed == 5 + number
+
+
+def test_without_a_seed_torch_s_generator_decides_and_greedy_leaves_it_alone(llm):
+    def sampled():
+        return llm.generate(PROMPT, temperature=1.0, max_new_tokens=20)
+
+    torch.manual_seed(3)
+    first, other = sampled(), sampled()
+    torch.manual_seed(3)
+    again = sampled()
+    assert first.tokens == again.tokens != other.tokens
+    assert llm.generate(PROMPT, temperature=1.0, max_new_tokens=20, seed=first.seed).tokens == first.tokens
+    before = torch.random.get_rng_state()
+    llm.generate(PROMPT, max_new_tokens=5)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_kept_pool_changes_steps_and_not_the_text(llm):
+    pool = NGramPool(15)
+    first = llm.generate(PROMPT, pool=pool, max_new_tokens=40, ignore_eos=True)
+    second = llm.generate(PROMPT, pool=pool, max_new_tokens=40, ignore_eos=True)
+    assert second.tokens == first.tokens
+    assert second.stats.steps < first.stats.steps
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_end_tokens(llm):
+    tokens = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
+    end = tokens[12]
+    llm.model.generation_config.eos_token_id = [2, end]
+    try:
+        for method in METHODS:
+            result = llm.generate(PROMPT, max_new_tokens=30, method=method)
+            assert result.tokens == tokens[: tokens.index(end) + 1]
+            assert result.finish_reason == "stop"
+    finally:
+        llm.model.generation_config.eos_token_id = 2
+
+
+def test_the_context_ends_a_text(llm):
+    prompt = [5, 6, 7] * 82  # 246 of 256
+    result = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
+    assert (len(result.tokens), result.finish_reason) == (10, "length")
+    assert (
+        result.tokens
+        == llm.generate(prompt, max_new_tokens=10, method="autoregressive", ignore_eos=True).tokens
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_strings_are_never_shown_and_never_split(llm, method):
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "ignore_eos": True}
+    whole = llm.generate(PROMPT, method="autoregressive", **options)
+    rng = random.Random(0)
+    tried = 0
+    for _ in range(6):
+        start = rng.randrange(5, len(whole.text) - 6)
+        stop = whole.text[start : start + rng.randrange(1, 6)]
+        if "\ufffd" in stop:
+            continue
+        tried += 1
+        stream = llm.stream(PROMPT, method=method, stop=[stop, "never there"], **options)
+        pieces = list(stream)
+        result = stream.result
+        assert "".join(pieces) == result.text == whole.text[: whole.text.find(stop)]
+        assert (result.finish_reason, result.stopped) == ("stop", stop)
+        assert whole.tokens[: len(result.tokens)] == result.tokens
+        assert stop not in llm.tokenizer.decode(result.tokens[:-1], skip_special_tokens=True)
+    assert tried
+
+
+# ---------------------------------------------------------------- text
+
+
+TOKENIZER = tokenizer()
+
+
+def by_bytes(text):
+    """One token per byte, so that every character beyond ASCII is split over tokens."""
+    table = byte_tokens()
+    return [table[byte] for byte in text.encode()]
+
+
+def byte_tokens():
+    """byte -> token id of the byte-level alphabet (GPT-2's table, rebuilt from its definition)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    names, spare = {}, 0
+    for byte in range(256):
+        if byte in printable:
+            names[byte] = chr(byte)
+        else:
+            names[byte] = chr(256 + spare)
+            spare += 1
+    vocabulary = TOKENIZER.get_vocab()
+    return {byte: vocabulary[name] for byte, name in names.items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(st.sampled_from("ab\n é🙂東"), max_size=25),
+    st.lists(st.text(st.sampled_from("ab\n é🙂"), min_size=1, max_size=4), max_size=3),
+)
+def test_text_is_cut_at_the_first_stop_whatever_the_tokens(text, stops):
+    stream = TextStream(TOKENIZER, [], stops)
+    pieces = []
+    for token in by_bytes(text):
+        met = stream.push(token)
+        pieces.append(stream.drain())
+        if met:
+            break
+    stream.finish()
+    pieces.append(stream.drain())
+    places = [text.find(stop) for stop in stops if stop in text]
+    # The stop that is complete first ends the text; among those it is cut at the first to begin.
+    if places:
+        end = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+        cut = min(text[:end].find(stop) for stop in stops if stop in text[:end])
+        assert "".join(pieces) == text[:cut]
+        assert stream.stopped is not None
+    else:
+        assert "".join(pieces) == stream.text == text
+        assert stream.stopped is None
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_stop_that_only_began_is_text_after_all():
+    stream = TextStream(TOKENIZER, [], ["abc"])
+    for token in by_bytes("xab"):
+        stream.push(token)
+    assert stream.drain() == "x"
+    stream.finish()
+    assert stream.drain() == "ab"
+
+
+def test_an_unfinished_character_at_the_end_reads_as_decode_says():
+    tokens = by_bytes("a🙂")[:-1]
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.push(token) for token in tokens] == ["a", "", "", ""]
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+def test_a_prompt_that_ends_inside_a_character():
+    tokens = by_bytes("é!")
+    detokenizer = Detokenizer(TOKENIZER, tokens[:1])
+    assert [detokenizer.push(token) for token in tokens[1:]] == ["é", "!"]
+
+
+def test_streamed_pieces_are_the_text_and_the_text_is_what_decode_says(llm):
+    for seed in range(4):  # a random model emits broken bytes all the time
+        stream = llm.stream("für ", temperature=1.5, seed=seed, max_new_tokens=80, ignore_eos=True)
+        pieces = list(stream)
+        result = stream.result
+        assert "".join(pieces) == result.text
+        assert result.text == llm.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        assert len(pieces) > 10
+
+
+def test_a_stream_that_is_left_early_ends(llm):
+    with llm.stream(PROMPT, max_new_tokens=100, ignore_eos=True) as stream:
+        first = next(stream)
+    assert list(stream) == []
+    assert stream.result is None
+    assert llm.generate(PROMPT, max_new_tokens=100, ignore_eos=True).text.startswith(first)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_in_every_form_are_the_same(llm):
+    ids = llm.encode(PROMPT)
+    expected = llm.generate(PROMPT, max_new_tokens=8).tokens
+    for form in (ids, torch.tensor(ids), tuple(ids)):
+        assert llm.generate(form, max_new_tokens=8).tokens == expected
+    assert [r.tokens for r in llm.generate(torch.tensor([ids, ids]), max_new_tokens=8)] == [expected] * 2
+
+
+def test_chat_messages_go_through_the_template(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    text = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "user: hello\nassistant:"
+    assert llm.encode(messages) == llm.encode(text)
+    refused("chat template refuses.*no role robot", llm.encode, [{"role": "robot", "content": "x"}])
+    refused("a chat message must be", llm.encode, [{"content": "x"}])
+
+
+def test_without_a_chat_template_messages_are_refused(llm):
+    plain = lookahead.LLM(llm.model, tokenizer())
+    refused("need a chat template", plain.generate, [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"),
+    [
+        ("", "must not be empty"),
+        ([], "at least one token"),
+        ([5, VOCABULARY], f"between 0 and {VOCABULARY - 1}, got {VOCABULARY}"),
+        ([-1], "got -1"),
+        ("x" * 300, r"shorter than the model's context of 256 tokens, got 300"),
+        ([5] * 256, "got 256"),
+        (3.5, "got float"),
+        ([1.5, 2], "a prompt must be a text"),
+        ([True, False], "a prompt must be a text"),
+        ("\ud800", "surrogate"),
+        ({"role": "user"}, "got dict"),
+    ],
+)
+def test_bad_prompts(llm, prompt, match):
+    refused(match, llm.generate, prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_new_tokens": 0}, "at least 1, got 0"),
+        ({"max_new_tokens": -4}, "at least 1, got -4"),
+        ({"max_new_tokens": 2.5}, "whole number"),
+        ({"max_new_tokens": True}, "whole number"),
+        ({"max_tokens": 5}, "unknown option 'max_tokens'; known are max_new_tokens"),
+        ({"method": "medusa"}, "method must be one of lookahead"),
+        ({"config": "huge"}, "preset"),
+        ({"config": (0, 5, 5)}, "window_size must be between 1 and 512, got 0"),
+        ({"config": (5, 1, 5)}, "ngram_size must be between 2"),
+        ({"config": (5, 5, -1)}, "guess_set_size must be between 0"),
+        ({"config": {"WINDOW": 5}}, "unknown setting 'WINDOW'"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"top_k": 5}, "top_k needs a temperature above 0"),
+        ({"temperature": 1, "top_k": 0}, "top_k must be"),
+        ({"temperature": 1, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size"),
+        ({"min_new_tokens": 200}, r"at most max_new_tokens \(128\)"),
+        ({"seed": 1.5}, "seed must be"),
+        ({"stop": ["a", ""]}, "stop string must be"),
+        ({"stop": [3]}, "stop string must be"),
+        ({"logits_processor": 3}, "logits_processor must be"),
+        ({"bad_words": [""]}, "bad word"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"pool": NGramPool(5), "method": "jacobi"}, "a pool needs method 'lookahead'"),
+    ],
+    ids=str,
+)
+def test_bad_options(llm, options, match):
+    refused(match, llm.generate, "x", **options)
+
+
+def test_bad_uses(llm):
+    refused("stream takes one prompt", llm.stream, ["a", "b"])
+    refused("one prompt at a time", llm.generate, ["a", "b"], pool=NGramPool(5))
+    refused("seeds must be one per prompt", llm.run, ["a", "b"], seeds=[1])
+
+
+def test_option_names_are_written_once_each():
+    assert set(OptionFields.__annotations__) == set(Options.__dataclass_fields__)
+
+
+# ---------------------------------------------------------------- failures while decoding
+
+
+def test_nan_ends_one_prompt_and_not_the_others(folder):
+    broken = lookahead.load(folder)
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight[77] = float("nan")
+    broken.model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(NumericalError, match="NaN"):
+        broken.generate([77, 78])
+    updates = list(broken.run([[5, 6], [77, 78], [7, 8]], max_new_tokens=5, bad_words=[[77]]))
+    results = {u.index: u.result for u in updates if u.result is not None}
+    assert results[1].finish_reason == "error"
+    assert "NaN" in str(results[1].error)
+    assert [len(results[i].tokens) for i in (0, 2)] == [5, 5]
+
+
+def test_out_of_memory_halves_the_rows_once_said_and_the_text_stays(llm, monkeypatch):
+    expected = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    make = llm.target
+
+    def narrow():
+        target = make()
+        forward = target.forward
+
+        def limited(trees):
+            if max(len(tree) for _, tree in trees) > 20:
+                raise OutOfMemory("too wide")
+            return forward(trees)
+
+        target.forward = limited
+        return target
+
+    monkeypatch.setattr(llm, "target", narrow)
+    with pytest.warns(RuntimeWarning, match="did not fit in memory") as said:
+        result = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    assert len(said) == 1
+    assert result.tokens == expected.tokens
+    assert max(result.stats.rows_per_step) <= 20
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_load_checks_its_settings_before_it_reads(tmp_path):
+    for keywords, match in [
+        ({"dtype": "int3"}, "dtype must be auto or one of float32"),
+        ({"device": "quantum"}, "device must be"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"method": "medusa"}, "method must be"),
+        ({"config": "9,9"}, "W,N,G"),
+    ]:
+        refused(match, lookahead.load, tmp_path, **keywords)
+    if not torch.cuda.is_available():
+        refused("device must be one that torch can use here", lookahead.load, tmp_path, device="cuda")
+
+
+def test_load_takes_dtype_and_settings(folder):
+    llm = lookahead.load(str(folder), dtype="bf16", config="7,4,3", method="jacobi")
+    assert llm.model.dtype is torch.bfloat16
+    assert (llm.config.triple, llm.method) == ((7, 4, 3), "jacobi")
+    assert llm.generate("x", max_new_tokens=3).stats.new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("./nowhere", "a directory that exists or a hub id, got './nowhere'"),
+        ("/no/such/model", "a directory that exists"),
+        ("", "a directory that exists"),
+        ("someone/no-such-model", "hub id that can be fetched, got 'someone/no-such-model'"),
+        ("no such model", "got 'no such model'"),
+    ],
+)
+def test_unknown_models(name, match):
+    message = refused(match, lookahead.load, name, local_files_only=True)
+    assert "\n" not in message
+
+
+def test_a_file_is_not_a_model(folder):
+    refused("give the directory it lies in", lookahead.load, folder / "model.safetensors")
+
+
+def test_a_directory_without_config(copy):
+    (copy / "config.json").unlink()
+    refused("has no config.json", lookahead.load, copy)
+
+
+def test_a_broken_config(copy):
+    (copy / "config.json").write_text("{")
+    refused("config.json must be JSON", lookahead.load, copy)
+
+
+def test_an_unknown_model_type(copy):
+    (copy / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    refused("cannot be loaded.*nonesuch", lookahead.load, copy)
+
+
+def test_a_directory_without_weights(copy):
+    (copy / "model.safetensors").unlink()
+    refused("has no weights", lookahead.load, copy)
+    (copy / "pytorch_model.bin").write_bytes(b"x")
+    refused(r"has pytorch_model.bin; convert them to safetensors", lookahead.load, copy)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage"])
+def test_a_corrupt_safetensors_file(copy, damage):
+    path = copy / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 4096}[damage])
+    message = refused("whole safetensors files", lookahead.load, copy)
+    assert "model.safetensors" in message
+    assert "copy or download it again" in message
+
+
+def test_missing_shards(copy):
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    refused("lacks model-2.safetensors", lookahead.load, copy)
+    index.write_text("[]")
+    refused("must be an index", lookahead.load, copy)
+
+
+def test_weights_that_lack_a_parameter_are_not_filled_at_random(copy):
+    weights = load_file(copy / "model.safetensors")
+    name = next(key for key in weights if "q_proj" in key)
+    del weights[name]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    refused(f"lacks 1, the first is '{re.escape(name)}'", lookahead.load, copy)
+
+
+def test_weights_of_another_shape(copy):
+    weights = load_file(copy / "model.safetensors")
+    name = next(key for key in weights if "q_proj" in key)
+    weights[name] = weights[name][:, :8].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    refused("cannot be loaded", lookahead.load, copy)
+
+
+def test_without_a_tokenizer_token_ids_work_and_text_is_refused(copy, llm):
+    for path in copy.glob("token*"):
+        path.unlink()
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    bare = lookahead.load(copy)
+    ids = llm.encode(PROMPT)
+    result = bare.generate(ids, max_new_tokens=9)
+    assert (result.tokens, result.text) == (llm.generate(ids, max_new_tokens=9).tokens, "")
+    refused("needs a tokenizer, and .* has no tokenizer files; give token ids", bare.generate, "text")
+    refused("chat messages need a tokenizer", bare.generate, [{"role": "user", "content": "x"}])
+    refused("stop strings need a tokenizer", bare.generate, ids, stop="x")
+    refused("bad word as text needs a tokenizer", bare.generate, ids, bad_words=["x"])
+
+
+def test_a_broken_tokenizer_is_named(copy):
+    (copy / "tokenizer.json").write_text("{}")
+    bare = lookahead.load(copy)
+    refused("the tokenizer of .* cannot be loaded", bare.generate, "text")
+
+
+def test_models_that_are_no_decoders(tmp_path):
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        BertLMHeadModel,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    ).save_pretrained(tmp_path / "t5")
+    refused("decoder-only language model; .* is of type 't5'", lookahead.load, tmp_path / "t5")
+    bert = BertConfig(**small, intermediate_size=32, initializer_range=0.2)
+    BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+    refused("decoder-only", lookahead.load, tmp_path / "bert")
+    bert.is_decoder = True
+    BertLMHeadModel(bert).save_pretrained(tmp_path / "decoder")
+    ids = [5, 6, 7]
+    decoder = lookahead.load(tmp_path / "decoder")
+    assert decoder.generate(ids, max_new_tokens=20).tokens == (
+        decoder.generate(ids, max_new_tokens=20, method="autoregressive").tokens
+    )
+
+
+def test_a_recurrent_model_says_once_that_it_decodes_plainly(tmp_path):
+    tiny_model("mamba").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="decoding one row a step") as said:
+        llm = lookahead.load(tmp_path)
+    assert len(said) == 1
+    assert llm.probe.mode == "plain"
+    result = llm.generate([5, 6, 7], max_new_tokens=10)
+    ids = torch.tensor([[5, 6, 7]])
+    reference = llm.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10
+    )
+    assert result.tokens == reference[0, 3:].tolist()
+    assert set(result.stats.rows_per_step) <= {1}
+
+
+def test_a_model_that_only_eager_attention_serves_gets_it(tmp_path):
+    tiny_model("gptj").save_pretrained(tmp_path)
+    llm = lookahead.load(tmp_path)
+    assert llm.probe.mode == "tree"
+    if lookahead.load(tmp_path, attention="eager").model.config._attn_implementation == "eager":
+        plain = llm.generate([5, 6, 7] * 3, max_new_tokens=30, method="autoregressive")
+        assert llm.generate([5, 6, 7] * 3, max_new_tokens=30).tokens == plain.tokens
+
+
+def test_the_bundled_model_needs_no_argument():
+    llm = lookahead.load()
+    result = llm.generate("def add(a, b):", max_new_tokens=24)
+    assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=24, method="autoregressive").tokens
+    assert result.text
+    assert result.stats.steps < 23

@@ -1,0 +1,40 @@
+"""A checkpoint small enough to make in a test: a random Llama and a byte-level tokenizer, on disk."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lookahead.testing import tiny_model
+
+VOCABULARY = 320
+TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox", "für 東京 🙂 naïve"] * 3
+CHAT = (
+    "{% for m in messages %}"
+    "{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def tokenizer(chat=False):
+    """Byte-level BPE over every byte, with a few merges."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(TEXT, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    if chat:
+        made.chat_template = CHAT
+    return made
+
+
+def save(folder, chat=False, **config):
+    """Write model and tokenizer; returns the folder."""
+    model = tiny_model("llama", vocab_size=VOCABULARY, **config)
+    model.save_pretrained(folder)
+    tokenizer(chat).save_pretrained(folder)
+    return folder
