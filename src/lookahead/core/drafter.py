@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from .target import Scores
 from .tree import TokenTree
 
 UNLIMITED_ROWS = 1 << 20
+
+
+class Noise(Protocol):
+    """The randomness of sampling, known ahead: a token is argmax(logits / temperature + noise(index))."""
+
+    temperature: float
+
+    def __call__(self, index: int) -> Any:
+        """Gumbel noise (V,) of emitted token ``index``, 0 being the prefill's; a numpy array.
+
+        A pure function of ``index``; None where that noise is not known yet.
+        """
+        ...
 
 
 class Drafter(ABC):
@@ -29,6 +43,12 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learn from a step: the tree as drafted, the logits of its read rows, the path, the new tokens."""
+
+    def use_noise(self, noise: Noise | None) -> None:  # noqa: B027
+        """Called before ``reset``: how the sequence is sampled; None where it is greedy.
+
+        A drafter may rank its candidates with it. The output does not depend on whether it does.
+        """
 
     def stats(self) -> dict[str, float]:
         """Figures of this method's own, by name."""

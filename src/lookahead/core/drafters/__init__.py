@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from ..config import LookaheadConfig
 from ..drafter import Drafter
 from ..errors import SettingsError
-from ..pool import NGramPool
 from .autoregressive import AutoregressiveDrafter
 from .jacobi import JacobiDrafter
 from .lookahead import LookaheadDrafter
@@ -23,30 +23,44 @@ __all__ = [
     "make_drafter",
 ]
 
+
+def _adaptive(config: Any, vocabulary: int, pool: Any) -> Drafter:
+    """Lives beside the core, because it needs arrays; loaded when it is asked for."""
+    drafter: Drafter = import_module("lookahead.adaptive").AdaptiveDrafter(config, vocabulary, pool)
+    return drafter
+
+
 #: method -> (config, vocabulary size, pool to keep) -> drafter of one sequence
-METHODS: dict[str, Callable[[LookaheadConfig, int, NGramPool | None], Drafter]] = {
+METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
     "lookahead": LookaheadDrafter,
     "autoregressive": lambda config, vocabulary, pool: AutoregressiveDrafter(),
     "jacobi": lambda config, vocabulary, pool: JacobiDrafter(
         max(2, config.window_size), vocabulary, config.seed
     ),
     "prompt-lookup": lambda config, vocabulary, pool: PromptLookupDrafter(),
+    "adaptive": _adaptive,
 }
+#: Methods with settings of their own, which are not a (W, N, G).
+OWN_SETTINGS = frozenset({"adaptive"})
 
 
 def make_drafter(
-    method: str, config: Any = None, vocabulary: int = 0, pool: NGramPool | None = None
+    method: str, config: Any = None, vocabulary: int = 0, pool: Any = None
 ) -> Drafter:
     """A fresh drafter.
 
     Args:
         method: a name in ``METHODS``.
-        config: anything that ``LookaheadConfig.of`` takes; (1, 1, 0) makes every method plain decoding.
+        config: anything that ``LookaheadConfig.of`` takes, and (1, 1, 0) makes every method plain decoding;
+            "adaptive" also takes a ``lookahead.adaptive.AdaptiveConfig`` or a mapping of its settings.
         vocabulary: V, for guesses at random; 0 takes them from the prompt only.
-        pool: an n-gram pool to keep across calls (lookahead only).
+        pool: what a method keeps across calls: an ``NGramPool`` for lookahead, a
+            ``lookahead.adaptive.AdaptiveState`` for adaptive.
     """
     if method not in METHODS:
         raise SettingsError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method in OWN_SETTINGS and not isinstance(config, (LookaheadConfig, str, tuple, list)):
+        return METHODS[method](config, vocabulary, pool)
     settings = LookaheadConfig.of(config)
     if settings.off:
         return AutoregressiveDrafter()

@@ -1,0 +1,93 @@
+"""Settings of the adaptive drafter: frozen, validated. None of them changes the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..core import LookaheadConfig, SettingsError
+
+#: Where candidates come from; the letters of docs/adaptive.md.
+SOURCES = {
+    "suffix": "S: what followed the longest earlier match of the last tokens in this text",
+    "logits": "L: the best tokens of the last row that was evaluated behind the same last tokens",
+    "ngrams": "P: the n-grams that the window has closed",
+    "jacobi": "J: what the last step answered at the same position",
+    "corpus": "G: suffix matches over the texts of earlier requests, kept in a warm state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveConfig:
+    """What shapes the drafts.
+
+    Attributes:
+        max_rows: rows of a step at most, 1 to 512.
+        budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
+            and the drafts depend on nothing but the tokens.
+        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth.
+        window_size: W of the window at most; 0 for no window.
+        ngram_size: N of the window, at least 2.
+        suffix_order: longest suffix that is matched, at least 1.
+        top: tokens kept of each evaluated row when decoding greedily, at least 1.
+        sampled_top: the same when sampling.
+        max_entries: contexts that a warm state keeps per table, oldest out first.
+        seed: of the window's own generator.
+    """
+
+    max_rows: int = 64
+    budget: bool = True
+    sources: tuple[str, ...] = tuple(SOURCES)
+    window_size: int = 7
+    ngram_size: int = 4
+    suffix_order: int = 8
+    top: int = 8
+    sampled_top: int = 24
+    max_entries: int = 400_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_rows": (1, 512),
+            "window_size": (0, 512),
+            "ngram_size": (2, 16),
+            "suffix_order": (1, 32),
+            "top": (1, 64),
+            "sampled_top": (1, 64),
+            "max_entries": (1000, 1 << 26),
+            "seed": (0, 1 << 62),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise SettingsError(
+                    f"{name} must be a whole number between {low} and {high}, got {value!r}"
+                )
+        unknown = set(self.sources) - set(SOURCES)
+        if unknown:
+            raise SettingsError(
+                f"unknown sources {', '.join(sorted(unknown))}; known are {', '.join(SOURCES)}"
+            )
+
+    @classmethod
+    def of(cls, value: Any = None, **overrides: Any) -> AdaptiveConfig:
+        """Make settings from None, such settings, a mapping of them, or ``LookaheadConfig``.
+
+        A ``LookaheadConfig`` describes a fixed step; of it only the seed is taken over.
+        """
+        known = {field.name for field in fields(cls)}
+        if value is None or isinstance(value, LookaheadConfig):
+            base = cls(seed=value.seed) if value is not None else cls()
+        elif isinstance(value, cls):
+            base = value
+        elif isinstance(value, Mapping):
+            base, overrides = cls(), {**value, **overrides}
+        else:
+            base = cls(seed=LookaheadConfig.of(value).seed)
+        unknown = set(overrides) - known
+        if unknown:
+            raise SettingsError(
+                f"unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
+            )
+        return replace(base, **overrides) if overrides else base
