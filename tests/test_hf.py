@@ -106,9 +106,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "phi"])  # the lean path and the transformers path
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equal_output(name, batch):
-    plain, ours = both(prompts(batch), **OPTIONS[name])
+def test_equal_output(name, family, batch):
+    plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])
     assert ours.tolist() == plain.tolist()
 
 

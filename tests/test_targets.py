@@ -94,15 +94,16 @@ def test_nothing_is_moved_where_the_path_lies_in_place(monkeypatch):
 @pytest.mark.parametrize("method", ["lookahead", "jacobi", "prompt-lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
 def test_many_sequences_in_one_pass(family, method):
-    target = make_target(tiny_model(family, initializer_range=0.1), capacity=16)
+    target = make_target(tiny_model(family, initializer_range=0.1), 16, path="transformers")
     prompts = [[3, 4, 5, 3, 4, 5, 3], [9] * 11, [20, 21], [7, 8, 7, 8, 7]]
     assert_same_as_autoregressive(target, prompts, method, (4, 4, 4), 40, frozenset({2}), vocabulary=96)
     assert target.lengths == {}
 
 
-def test_sequences_that_join_late_and_leave_gaps():
+@pytest.mark.parametrize("path", ["transformers", "lean"])
+def test_sequences_that_join_late_and_leave_gaps(path):
     model = tiny_model("llama", initializer_range=0.1)
-    target, prompts = make_target(model, capacity=16), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
+    target, prompts = make_target(model, 16, path), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
     decoder = Decoder(target)
     limits = [50, 4, 30]
     joined = []
@@ -150,7 +151,7 @@ def test_the_lm_head_runs_only_on_rows_that_are_read():
     model = tiny_model("llama")
     seen = []
     model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
-    target = make_target(model)
+    target = make_target(model, path="transformers")
     seen.clear()
     (ours,) = run(target, [Request([3, 4, 5] * 4, make_drafter("lookahead", (10, 5, 3)), 20)])
     assert max(seen) < max(ours.stats.rows_per_step)
@@ -197,7 +198,7 @@ def test_the_probe_is_asked_once_per_model():
 
 def test_running_out_of_memory_is_survived(monkeypatch):
     model = tiny_model("llama", initializer_range=0.1)
-    target = make_target(model)
+    target = make_target(model, path="transformers")
     honest = TransformersTarget._pass
 
     def small(self, trees):
@@ -214,7 +215,7 @@ def test_running_out_of_memory_is_survived(monkeypatch):
 
 
 def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
-    target = make_target(tiny_model("llama"))
+    target = make_target(tiny_model("llama"), path="transformers")
     monkeypatch.setattr(target.model, "forward", lambda **k: (_ for _ in ()).throw(RuntimeError("shape")))
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shape"):
         run(target, [Request([3, 4], make_drafter("lookahead"), 4)])

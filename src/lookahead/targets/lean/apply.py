@@ -59,7 +59,8 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     weights = tuple(
         (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in model.parameters()
     )
-    return weights, model.training
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return weights, hooks, model.training
 
 
 def _judge(model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]) -> Verdict:
