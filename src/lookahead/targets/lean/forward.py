@@ -12,6 +12,7 @@ another without padding; only attention is called once for each sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,30 +61,31 @@ class Layer:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + epsilon) * weight, in fp32, rounded once; the same bits for any number of rows."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, in fp32, rounded once; the same bits for any number of rows.
 
-    def __init__(self, norm: Norm, dtype: torch.dtype) -> None:
-        self.weight = norm.weight.float()
-        self.epsilon = torch.tensor(norm.epsilon)
-        self.share = 1 / norm.weight.numel()
+    With n entries that is x / hypot(|x|, sqrt(n epsilon)) * (sqrt(n) weight): four calls in fp32, six in
+    bf16, where torch's own rms_norm takes about twice the time on CPU.
+    """
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> None:
+        size = weight.shape[-1]
+        self.weight = weight.float() * math.sqrt(size)
+        self.floor = torch.tensor(math.sqrt(size * epsilon))
         self.dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
         length = torch.linalg.vector_norm(x, 2, -1, True)
-        factor = torch.addcmul(self.epsilon, length, length, value=self.share).rsqrt_()
-        return (x * factor).mul_(self.weight).to(self.dtype)
+        return torch.div(x, length.hypot_(self.floor)).mul_(self.weight).to(self.dtype)
 
 
 class HeadNorm:
     """The RMS norms of queries and keys, over each head: rows (Q, H + 2K, D), values left as they are."""
 
     def __init__(self, query: Norm, key: Norm, order: torch.Tensor, heads: int, key_heads: int) -> None:
-        weights = [query.weight.float()[order]] * heads + [key.weight.float()[order]] * key_heads
-        self.weight = torch.stack(weights)
+        weights = [query.weight[order]] * heads + [key.weight[order]] * key_heads
         self.normed = heads + key_heads
-        self.norm = RMSNorm(Norm(torch.ones(len(order)), query.epsilon), torch.float32)
-        self.norm.weight = self.weight
+        self.norm = RMSNorm(torch.stack(weights), query.epsilon, torch.float32)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows[:, : self.normed] = self.norm(rows[:, : self.normed])
@@ -114,7 +116,7 @@ class LeanModel:
         # Rotary pairs (i, i + D/2) become neighbours (2i, 2i + 1).
         order = torch.arange(parts.head_size).view(2, half).t().reshape(-1)
         self.layers = [self._layer(layer, make, order) for layer in parts.layers]
-        self.norm = RMSNorm(parts.norm, self.dtype)
+        self.norm = self._norm(parts.norm)
         self.head = make(parts.head)
         self._rotary = parts.rotary
         self._turns = torch.empty(0, half, dtype=torch.complex64)
@@ -125,19 +127,22 @@ class LeanModel:
             return LinearParts(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
         return Layer(
-            attention_norm=RMSNorm(parts.attention_norm, self.dtype),
+            attention_norm=self._norm(parts.attention_norm),
             qkv=make(_joined(paired(parts.query), paired(parts.key), parts.value)),
             head_norm=None
             if parts.query_norm is None or parts.key_norm is None
             else HeadNorm(parts.query_norm, parts.key_norm, order, self.heads, self.key_heads),
             output=make(parts.output),
-            feed_forward_norm=RMSNorm(parts.feed_forward_norm, self.dtype),
+            feed_forward_norm=self._norm(parts.feed_forward_norm),
             gate=make(parts.gate),
             up=make(parts.up),
             down=make(parts.down),
             window=parts.window,
             rotates=parts.rotates,
         )
+
+    def _norm(self, norm: Norm) -> RMSNorm:
+        return RMSNorm(norm.weight, norm.epsilon, self.dtype)
 
     def nbytes(self) -> int:
         """Bytes of weights held beside the model's own."""
@@ -171,7 +176,7 @@ class LeanModel:
             x = F.embedding(torch.tensor(tokens), self.embedding)
             x = self._body(x, self._angles(positions), blocks, cache)
             if len(read) < len(tokens):
-                x = x[torch.tensor(read)]
+                x = x[torch.tensor(read, dtype=torch.long)]
             x = self.norm(x)
         with torch.no_grad():  # the logits leave as ordinary tensors, which processors may write to
             return self.head.of(x)

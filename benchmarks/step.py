@@ -1,0 +1,270 @@
+"""t(k): the time of one step of k rows, on the transformers path and on the lean path, side by side.
+
+    python benchmarks/step.py                                  every shape, dtype, context and row count
+    python benchmarks/step.py --shapes 135m --dtypes bf16 --contexts 128 --rounds 5
+
+Random weights of known Llama shapes, so nothing is downloaded. The two paths take turns in every round, and
+medians over the rounds are printed. Two floors stand beside them, from rates measured in the same run: the
+bytes of all weights over the read bandwidth (a small model that fits the last-level cache can be below it), and
+the operations of the linears over the matrix rate, which is what bounds many rows on a CPU without AMX.
+Every row of the tree is read, which is the dearest case for the LM head. Lean logits are compared with the
+transformers path's before anything is timed, and a wrong result is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lookahead.core import TokenTree
+from lookahead.targets.lean import LeanTarget
+from lookahead.targets.probe import make_target
+
+SHAPES = {
+    "bundled": (256, 6, 4, 2, 64, 704, 4096),
+    "135m": (576, 30, 9, 3, 64, 1536, 49152),
+    "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+AGREE = {"bf16": 0.25, "fp32": 1e-3}
+
+
+@dataclass
+class Line:
+    """One measured cell; times in milliseconds, medians of ``rounds``."""
+
+    shape: str
+    dtype: str
+    context: int
+    rows: int
+    transformers: float
+    lean: float
+    floor: float
+    matrix_floor: float
+    linears: float
+    attention: float
+    difference: float
+    rounds: int
+
+    @property
+    def other(self) -> float:
+        """Share of the lean step outside linears and attention."""
+        return max(0.0, 1 - (self.linears + self.attention) / self.lean)
+
+
+def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
+    """A Llama of the shape with random weights, tied embeddings."""
+    hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=size,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of a sum over half a gigabyte, best of nine."""
+    data = torch.ones(1 << 27)
+    best = min(_seconds(data.sum) for _ in range(9))
+    return data.numel() * data.element_size() / best
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a square product that is large enough, best of nine."""
+    size = 1536
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(9))
+
+
+def sample_tree(rows: int, vocabulary: int) -> TokenTree:
+    """Chains of up to six tokens under the root, every row read."""
+    tree = TokenTree(1)
+    parent = 0
+    for i in range(1, rows):
+        parent = tree.add((37 * i + 5) % vocabulary, 0 if i % 6 == 1 else parent, read=True)
+    return tree
+
+
+def measure(
+    shape: str, dtype: str, contexts: list[int], rows: list[int], rounds: int, bandwidth: float
+) -> list[Line]:
+    """All cells of one model."""
+    model = build(shape, DTYPES[dtype], max(contexts) + 512)
+    naive, lean = make_target(model, path="transformers"), make_target(model, path="lean")
+    assert isinstance(lean, LeanTarget)
+    floor = sum(p.numel() * p.element_size() for p in model.parameters()) / bandwidth * 1e3
+    per_row = 2 * sum(p.numel() for p in model.parameters()) / matrix_rate(DTYPES[dtype]) * 1e3
+    lines = []
+    for context in contexts:
+        prompt = [(101 * i + 7) % lean.vocabulary for i in range(context)]
+        for target in (naive, lean):
+            target.prefill([(0, prompt)])
+        for k in rows:
+            tree = sample_tree(k, lean.vocabulary)
+            difference = _difference(naive, lean, tree)
+            if not difference <= AGREE[dtype]:
+                raise SystemExit(f"{shape} {dtype} {context} {k}: the paths differ by {difference:.3g}")
+            parts = [
+                lambda tree=tree: naive.forward([(0, tree)]),
+                lambda tree=tree: lean.forward([(0, tree)]),
+                _linears(lean, k),
+                _attention(lean, context, k),
+            ]
+            times = _paired(parts, rounds)
+            line = Line(
+                shape, dtype, context, k, *times[:2], floor, k * per_row, *times[2:], difference, rounds
+            )
+            lines.append(line)
+            print(row(line), flush=True)
+        for target in (naive, lean):
+            target.release(0)
+    return lines
+
+
+def _difference(naive: Any, lean: Any, tree: TokenTree) -> float:
+    """Of the two paths' logits, in standard deviations of the logits."""
+    a, b = naive.forward([(0, tree)])[0], lean.forward([(0, tree)])[0]
+    return max(
+        float((a.row(n).float() - b.row(n).float()).abs().max() / a.row(n).float().std())
+        for n in range(len(tree))
+    )
+
+
+def _linears(target: LeanTarget, k: int) -> Callable[[], Any]:
+    """The linears of one step alone, on inputs of the right shape."""
+    model = target.lean
+    hidden, attended = model.embedding.shape[1], model.heads * model.head_size
+    x = torch.randn(k, hidden).to(model.dtype)
+    a = torch.randn(k, attended).to(model.dtype)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for layer in model.layers:
+                layer.qkv.of(x)
+                layer.output.plus(a, x)
+                layer.down.plus(layer.up.times(x, layer.gate.silu(x)), x)
+            model.head.of(x)
+
+    return run
+
+
+def _attention(target: LeanTarget, context: int, k: int) -> Callable[[], Any]:
+    """Cache writes and attention of one step alone."""
+    from lookahead.targets.lean.forward import Attention
+
+    model, cache = target.lean, target.cache
+    tree = sample_tree(k, target.vocabulary)
+    block = target._block(0, context, [context + d for d in tree.depths], tree)
+    y = torch.randn(k, model.heads + 2 * model.key_heads, model.head_size)
+
+    def run() -> None:
+        with torch.inference_mode():
+            attend = Attention(model, [block], cache)
+            for index, layer in enumerate(model.layers):
+                attend(index, layer.window, y)
+
+    return run
+
+
+def _paired(calls: list[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median milliseconds of each call; the calls take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, mine in zip(calls, times, strict=True):
+            mine.append(_seconds(call) * 1e3)
+    return [statistics.median(mine) for mine in times]
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+HEADER = (
+    "| shape | dtype | context | rows | transformers ms | lean ms | ratio | floor: bytes | floor: operations "
+    "| lean / floor | linears | attention | other |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(line: Line) -> str:
+    """One line of the table."""
+    return (
+        f"| {line.shape} | {line.dtype} | {line.context} | {line.rows} | {line.transformers:.2f} "
+        f"| {line.lean:.2f} | {line.transformers / line.lean:.2f} | {line.floor:.2f} | {line.matrix_floor:.2f} "
+        f"| {line.lean / max(line.floor, line.matrix_floor):.2f} | {line.linears / line.lean:.0%} "
+        f"| {line.attention / line.lean:.0%} | {line.other:.0%} |"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers belong to."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        name = next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
+        flags = next(line for line in text.splitlines() if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        name, flags = platform.processor(), []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "processor": name,
+        "features": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 1024])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="torch's own choice by default")
+    parser.add_argument("--out", type=Path, help="append the lines to this file, as JSON")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    facts = machine()
+    bandwidth = read_bandwidth()
+    print(f"{facts}\ncommand: {' '.join(sys.argv)}\nread bandwidth {bandwidth / 1e9:.1f} GB/s\n\n{HEADER}")
+    for shape in options.shapes:
+        for dtype in options.dtypes:
+            lines = measure(shape, dtype, options.contexts, options.rows, options.rounds, bandwidth)
+            if options.out:
+                with options.out.open("a") as file:
+                    for line in lines:
+                        record = {**facts, "bandwidth": bandwidth, **asdict(line)}
+                        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

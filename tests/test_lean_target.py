@@ -1,0 +1,296 @@
+"""The lean path beside its twins: the transformers target, and plain decoding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree, make_drafter
+from lookahead.targets.lean import REGISTRY, LeanTarget, Spec, register
+from lookahead.targets.lean.linear import PlainLinear
+from lookahead.targets.probe import make_target
+from lookahead.testing import assert_same_as_autoregressive, run
+
+VOCABULARY = 97
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-biases-wide-heads": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama-one-key-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-untied-head": ("Llama", {"tie_word_embeddings": False}),
+    "llama3-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-half-sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 5}),
+    "mistral-whole": ("Mistral", {"sliding_window": None}),
+    "smollm3": ("SmolLM3", {}),
+}
+
+
+def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """A random model whose logits are far from uniform."""
+    name, extra = FAMILIES[family]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **extra,
+        **changes,
+    }
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model.to(dtype)
+
+
+def branched(seed: int, rows: int = 14) -> TokenTree:
+    """Three branches, so that a row's column in the cache is not its position; not every row is read."""
+    tree = TokenTree(seed % VOCABULARY)
+    for start in range(3):
+        parent = 0
+        for i in range((rows - 1) // 3):
+            parent = tree.add((seed * (start + 2) + 5 * i + start) % VOCABULARY, parent, read=i != 1)
+    return tree
+
+
+def worst(a: object, b: object, nodes: list[int]) -> float:
+    return max(float((a.row(n) - b.row(n)).double().abs().max()) for n in nodes)  # type: ignore[attr-defined]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(7 * i * i + 3 * i + seed) % VOCABULARY for i in range(length)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_transformers_target(family: str) -> None:
+    model = tiny(family)
+    naive, lean = make_target(model, path="transformers"), make_target(model, capacity=4)
+    assert (naive.path, lean.path) == ("transformers", "lean"), lean.reason
+    lengths = {0: 9, 1: 23, 2: 1}
+    start = [target.prefill([(s, prompt(n, s)) for s, n in lengths.items()]) for target in (naive, lean)]
+    assert max(worst(a, b, [0]) for a, b in zip(*start, strict=True)) < 2e-5
+    for turn in range(3):
+        trees = [(s, branched(5 * turn + s, 14 + 3 * s)) for s in lengths]
+        both = [target.forward(trees) for target in (naive, lean)]
+        for (_, tree), a, b in zip(trees, *both, strict=True):
+            assert worst(a, b, tree.read_nodes()) < 2e-5
+        last = [(s, len(tree) - 1, tree) for s, tree in trees]
+        paths = [(s, [n for n in range(end + 1) if tree.ancestors[end] >> n & 1]) for s, end, tree in last]
+        for target in (naive, lean):
+            target.commit(paths)
+    single = [(s, TokenTree(11 + s)) for s in lengths]
+    for a, b in zip(naive.forward(single), lean.forward(single), strict=True):
+        assert worst(a, b, [0]) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3", "smollm3"])
+@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup"])
+def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str) -> None:
+    model = tiny(family)
+    lean, naive = make_target(model), make_target(model, path="transformers")
+    prompts = [prompt(n, n) for n in (3, 12, 40)]
+    drafted = assert_same_as_autoregressive(lean, prompts, method, None, 30, vocabulary=VOCABULARY)
+    drafter = make_drafter("autoregressive", None, VOCABULARY)
+    for generation, text in zip(drafted, prompts, strict=True):
+        assert generation.tokens == run(naive, [Request(text, drafter, 30)])[0].tokens
+
+
+def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lookahead.targets.lean import target as module
+
+    for family in ("llama", "mistral-sliding"):
+        model = tiny(family)
+        whole = make_target(model).prefill([(0, prompt(50))])[0].row(0)
+        monkeypatch.setattr(module, "CHUNK", 7)
+        assert torch.allclose(make_target(model).prefill([(0, prompt(50))])[0].row(0), whole, atol=1e-5)
+        monkeypatch.undo()
+
+
+def test_a_slot_is_used_again_and_grows() -> None:
+    model = tiny()
+    lean = make_target(model, capacity=2)
+    lean.prefill([(3, prompt(40))])
+    lean.release(3)
+    again = lean.prefill([(3, prompt(9, 5))])[0].row(0)
+    assert torch.equal(again, make_target(model).prefill([(0, prompt(9, 5))])[0].row(0))
+
+
+def test_depth_ends_at_the_last_position() -> None:
+    lean = make_target(tiny(max_position_embeddings=32))
+    lean.prefill([(0, prompt(30))])
+    assert lean.depth_limit(0) == 1
+
+
+def test_the_model_is_not_changed() -> None:
+    model = tiny("qwen3")
+    before = copy.deepcopy(model.state_dict())
+    versions = [p._version for p in model.parameters()]
+    lean = make_target(model)
+    lean.prefill([(0, prompt(9))])
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert versions == [p._version for p in model.parameters()]
+
+
+def test_changed_weights_are_read_again() -> None:
+    model = tiny()
+    old = make_target(model).prefill([(0, prompt(9))])[0].row(0)
+    assert make_target(model).lean is make_target(model).lean
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    lean, naive = make_target(model), make_target(model, path="transformers")
+    new = lean.prefill([(0, prompt(9))])[0]
+    assert not torch.allclose(new.row(0), old, atol=1e-3)
+    assert worst(new, naive.prefill([(0, prompt(9))])[0], [0]) < 2e-5
+
+
+def test_logits_may_be_written_to() -> None:
+    row = make_target(tiny()).prefill([(0, prompt(9))])[0].row(0)
+    row[3] = -float("inf")  # as a logits processor does; tensors of inference mode would refuse
+    assert row[3] == -float("inf")
+
+
+def test_bf16_is_near_its_twin_and_a_row_does_not_depend_on_the_others() -> None:
+    model = tiny(dtype=torch.bfloat16)
+    naive, lean = make_target(model, path="transformers"), make_target(model)
+    assert lean.path == "lean", lean.reason
+    for target in (naive, lean):
+        target.prefill([(0, prompt(9))])
+    tree = branched(7, 31)
+    a, b = naive.forward([(0, tree)])[0], lean.forward([(0, tree)])[0]
+    spread = float(a.row(0).float().std())
+    assert worst(a, b, tree.read_nodes()) < 0.25 * spread
+    alone = lean.forward([(0, TokenTree(tree.tokens[0]))])[0]
+    assert torch.equal(alone.row(0), b.row(0))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: tiny(hidden_act="gelu"), "SiLU"),
+        (
+            lambda: tiny(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+            ),
+            "'dynamic'",
+        ),
+        (lambda: tiny().double(), "float64"),
+        (lambda: tiny(attention_dropout=0.1).train(), "eval"),
+        (
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+                )
+            ).eval(),
+            "GPT2LMHeadModel",
+        ),
+    ],
+    ids=["gelu", "dynamic-rope", "float64", "dropout", "gpt2"],
+)
+def test_what_does_not_apply_falls_back_and_says_why(build: object, words: str) -> None:
+    model = build()  # type: ignore[operator]
+    target = make_target(model)
+    assert target.path != "lean"
+    if target.path == "transformers":
+        assert words in target.reason
+    with pytest.raises(SettingsError):
+        make_target(model, path="lean")
+
+
+def test_an_adapter_in_place_of_a_linear_is_not_passed_by() -> None:
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = tiny()
+    old = model.model.layers[0].self_attn.q_proj
+    new = Adapted(old.in_features, old.out_features, bias=False)
+    new.weight = old.weight
+    model.model.layers[0].self_attn.q_proj = new
+    target = make_target(model)
+    assert target.path == "transformers"
+    assert "Adapted" in target.reason
+
+
+def test_a_hook_is_not_passed_by() -> None:
+    model = tiny()
+    model.model.layers[2].mlp.down_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+    target = make_target(model)
+    assert target.path == "transformers"
+    assert "hooks" in target.reason
+
+
+def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRY, "LlamaForCausalLM", REGISTRY["LlamaForCausalLM"])
+    register("LlamaForCausalLM", Spec(rotates=lambda config, layer: layer != 1))
+    target = make_target(tiny())
+    assert target.path == "transformers"
+    assert "differ" in target.reason
+
+
+def test_an_unknown_path_is_refused() -> None:
+    with pytest.raises(SettingsError, match="'auto', 'lean' or 'transformers'"):
+        make_target(tiny(), path="fast")
+
+
+def test_without_onednn_the_lean_path_still_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lookahead.targets.lean import forward
+
+    monkeypatch.setattr(forward, "best_kind", lambda dtype: (PlainLinear, "plain weights: forced"))
+    model = tiny("qwen2")
+    lean, naive = make_target(model), make_target(model, path="transformers")
+    assert "plain weights" in lean.reason
+    for target in (lean, naive):
+        target.prefill([(0, prompt(9))])
+    tree = branched(3)
+    a, b = (target.forward([(0, tree)])[0] for target in (lean, naive))
+    assert worst(a, b, tree.read_nodes()) < 2e-5
+
+
+def test_memory_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = make_target(tiny())
+    assert isinstance(lean, LeanTarget)
+    lean.prefill([(0, prompt(9))])
+
+    def full(*args: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(lean.lean, "run", full)
+    with pytest.raises(OutOfMemory, match="13 rows"):
+        lean.forward([(0, branched(3, 15))])
+
+
+def test_a_llama_made_from_nothing_but_a_config_is_lean() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    assert make_target(LlamaForCausalLM(config)).path == "lean"
