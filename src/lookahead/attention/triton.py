@@ -1,0 +1,248 @@
+"""The kernel for NVIDIA GPUs: flash decoding over a token tree.
+
+Two launches. The first has one program per (part of the context, tile of rows, key head of a sequence); all
+query rows of a key head stand in one tile where it holds them (groups times rows up to ``BLOCK_M``), so the
+cache is read once. Parts 0 .. P - 1 are stretches of the committed prefix and use no mask; part P is the tree
+itself: per 32 rows one word of ancestor bits per query row, held in registers. The second launch merges the
+parts by log-sum-exp and adds the sinks.
+
+Lengths and bits are read on the device, so that one captured graph serves a bucket of context lengths; parts
+behind the live length cost next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import check
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _absorb(scores, seen, values, best, total, acc, PRECISION: tl.constexpr):
+    """One block of keys into the running softmax, in base 2."""
+    scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen nothing yet has no finite maximum; any number does for it.
+    at = tl.where(new == float("-inf"), 0.0, new)
+    weights = tl.exp2(scores - at[:, None])
+    shrink = tl.exp2(best - at)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return new, total, acc
+
+
+@triton.jit
+def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores in base 2: exp2 of them is exp of what the model means."""
+    scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def _parts(
+    query, key, value, lengths, words, depths, partial, totals,
+    q_b, q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c,
+    scale, softcap, window, parts, kv_heads, rows, width, chunk,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    part, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = pair // kv_heads, pair % kv_heads
+    length = tl.load(lengths + b)
+    member = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # rows of all heads of the group, head by head
+    live = member < GROUP * rows
+    head, row = member // rows, member % rows
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_at = query + b * q_b + (h * GROUP + head)[:, None] * q_h + row[:, None] * q_r + d[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    depth = tl.load(depths + b * rows + row, mask=live, other=0)
+    key += b.to(tl.int64) * k_b + h * k_h
+    value += b.to(tl.int64) * v_b + h * v_h
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    if part < parts:
+        start = part * chunk
+        end = tl.minimum(start + chunk, length)
+        if WINDOW:
+            start = tl.maximum(start, length - window + 1)
+        for first in range(start, end, BLOCK_N):
+            column = first + tl.arange(0, BLOCK_N)
+            here = column < end
+            k = tl.load(
+                key + column.to(tl.int64)[None, :] * k_c + d[:, None],
+                mask=here[None, :] & (d < D)[:, None], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                value + column.to(tl.int64)[:, None] * v_c + dv[None, :],
+                mask=here[:, None] & (dv < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            seen = here[None, :] & live[:, None]
+            if WINDOW:
+                seen = seen & (length + depth[:, None] - column[None, :] < window)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            scores = _score(q, k, scale, softcap, SOFTCAP, PRECISION)
+            best, total, acc = _absorb(scores, seen, v, best, total, acc, PRECISION)
+    else:
+        for word in range(0, width):
+            bits = tl.load(words + (b * rows + row) * width + word, mask=live, other=0)
+            bit = tl.arange(0, 32)
+            other = word * 32 + bit
+            here = other < rows
+            column = length + other
+            k = tl.load(
+                key + column.to(tl.int64)[None, :] * k_c + d[:, None],
+                mask=here[None, :] & (d < D)[:, None], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                value + column.to(tl.int64)[:, None] * v_c + dv[None, :],
+                mask=here[:, None] & (dv < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            seen = (((bits[:, None] >> bit[None, :]) & 1) != 0) & here[None, :]
+            if WINDOW:
+                depth_there = tl.load(depths + b * rows + other, mask=here, other=0)
+                seen = seen & (depth[:, None] - depth_there[None, :] < window)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            scores = _score(q, k, scale, softcap, SOFTCAP, PRECISION)
+            best, total, acc = _absorb(scores, seen, v, best, total, acc, PRECISION)
+    total = tl.where(total == 0.0, 1.0, total)  # a row that saw nothing here: its best is -inf, which says so
+    acc = acc / total[:, None]
+    place = (pair * (parts + 1) + part) * GROUP * rows + member
+    tl.store(totals + place, best + tl.log2(total), mask=live)
+    tl.store(
+        partial + place.to(tl.int64)[:, None] * DV + dv[None, :], acc, mask=live[:, None] & (dv < DV)[None, :]
+    )
+
+
+@triton.jit
+def _merge(
+    partial, totals, sinks, out, parts, kv_heads, rows, o_b, o_h, o_r,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    member, pair = tl.program_id(0), tl.program_id(1)
+    b, h = pair // kv_heads, pair % kv_heads
+    head, row = h * GROUP + member // rows, member % rows
+    part, dv = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
+    place = (pair * parts + part) * GROUP * rows + member
+    totals_here = tl.load(totals + place, mask=part < parts, other=float("-inf"))
+    best = tl.max(totals_here, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        best = tl.maximum(best, sink)
+    weights = tl.exp2(totals_here - best)
+    whole = tl.sum(weights, 0)
+    if SINKS:
+        whole += tl.exp2(sink - best)
+    # Parts that saw nothing were not all written: their weight is 0, and 0 times garbage may be NaN.
+    mask = (totals_here > float("-inf"))[:, None] & (dv < DV)[None, :]
+    values = tl.load(partial + place.to(tl.int64)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / whole
+    at = out + b * o_b + head * o_h + row * o_r + dv
+    tl.store(at, result.to(out.dtype.element_ty), mask=dv < DV)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor | Sequence[int],
+    words: torch.Tensor,
+    depths: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    longest: int | None = None,
+) -> torch.Tensor:
+    """See the package for arguments and shapes.
+
+    Args:
+        longest: bound on the lengths, where they lie on the device and must not be read (a captured graph);
+            None takes the cache's columns less the rows.
+    """
+    check(query, key, value, words)
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
+    device = query.device
+    batch, heads, rows, size = query.shape
+    kv_heads, columns, value_size = key.shape[1], key.shape[2], value.shape[-1]
+    group = heads // kv_heads
+    # Only the last axis must be dense; the others are walked by stride.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
+    words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
+    longest = longest if longest is not None else columns - rows
+    block = blocks(group * rows, size, value_size, query.element_size())
+    tiles = triton.cdiv(group * rows, block["BLOCK_M"])
+    parts, chunk = split(longest, batch * kv_heads * tiles, block["BLOCK_N"], _processors(device))
+    partial = _empty((batch * kv_heads, parts + 1, group * rows, value_size), torch.float32, device)
+    totals = _empty((batch * kv_heads, parts + 1, group * rows), torch.float32, device)
+    out = _empty((batch, heads, rows, value_size), query.dtype, device)
+    dims = {"D": size, "DV": value_size, "BLOCK_D": _dots(size), "BLOCK_DV": _dots(value_size)}
+    _parts[(parts + 1, tiles, batch * kv_heads)](
+        query, key, value, lengths, words, depths, partial, totals,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        scale if scale is not None else size**-0.5, softcap, window,
+        parts, kv_heads, rows, words.shape[2], chunk,
+        GROUP=group, **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
+    )  # fmt: skip
+    _merge[(group * rows, batch * kv_heads)](
+        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, rows,
+        *out.stride()[:3],
+        GROUP=group, DV=value_size, BLOCK_DV=_dots(value_size),
+        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
+    )  # fmt: skip
+    return out
+
+
+def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:
+    """Tile sizes: rows of a tile, keys of a block, warps. ``members`` is groups times rows."""
+    wide = max(size, value_size) > 128
+    most = 64 if wide or item_bytes == 4 else 128
+    block_m = max(16, min(most, triton.next_power_of_2(members)))
+    block_n = 32 if wide or item_bytes == 4 else 64
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m == 128 else 4}
+
+
+def split(longest: int, programs: int, block_n: int, processors: int) -> tuple[int, int]:
+    """(parts of the prefix, keys of a part): about two programs per processor, no part under 4 blocks."""
+    least = 4 * block_n
+    wanted = max(1, 2 * processors // max(1, programs))
+    parts = max(1, min(wanted, triton.cdiv(max(1, longest), least), 128))
+    chunk = triton.cdiv(triton.cdiv(max(1, longest), parts), block_n) * block_n
+    return triton.cdiv(max(1, longest), chunk), chunk
+
+
+def _dots(size: int) -> int:
+    """Head sizes are padded to a power of two, 16 at least, with zeros that are never loaded."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where outputs go; tests fill them with NaN first."""
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,225 @@
+"""Every attention backend against the definition in float64; the kernel runs in triton's interpreter here.
+
+Outputs are filled with NaN before each run, and so is all of the cache that no row may see.
+"""
+
+import importlib
+import os
+import random
+
+import pytest
+import torch
+
+from lookahead import attention
+from lookahead.core import SettingsError
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """Without a GPU triton's kernels are run by its interpreter, which must be chosen before they are made."""
+    if attention._has_triton() and not GPU:
+        os.environ["TRITON_INTERPRET"] = "1"
+        module = importlib.reload(importlib.import_module("lookahead.attention.triton"))
+        # Small machines split less; here even short contexts shall be taken in several parts.
+        yield module
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        yield None
+
+
+@pytest.fixture(params=["sdpa", "triton"])
+def attend(request, monkeypatch):
+    if request.param == "triton":
+        if not attention._has_triton():
+            pytest.skip("triton is not installed")
+        module = importlib.import_module("lookahead.attention.triton")
+        monkeypatch.setattr(
+            module,
+            "_empty",
+            lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
+        )
+        return module.attend
+    return attention.get("sdpa")
+
+
+def problem(
+    rows=5, lengths=(37,), heads=4, kv_heads=2, size=64, value_size=None, dtype=torch.float32, seed=0
+):
+    """Random tensors and random trees; what must not be seen is NaN."""
+    numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, capacity = len(lengths), max(lengths) + rows + 3
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    key = normal(batch, kv_heads, capacity, size)
+    value = normal(batch, kv_heads, capacity, value_size or size)
+    ancestors, depths = [], []
+    for b, length in enumerate(lengths):
+        bits, depth = [1], [0]
+        for row in range(1, rows):
+            parent = numbers.randrange(row)
+            bits.append(bits[parent] | 1 << row)
+            depth.append(depth[parent] + 1)
+        ancestors.append(bits)
+        depths.append(depth)
+        key[b, :, length + rows :] = torch.nan
+        value[b, :, length + rows :] = torch.nan
+    tensors = [normal(batch, heads, rows, size), key, value]
+    return {
+        "query": tensors[0].to(DEVICE, dtype),
+        "key": key.to(DEVICE, dtype),
+        "value": value.to(DEVICE, dtype),
+        "lengths": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        "words": attention.pack_bits(ancestors, rows).to(DEVICE),
+        "depths": torch.tensor(depths, dtype=torch.int32, device=DEVICE),
+    }
+
+
+def assert_matches(attend, given, tolerance=1.0, **options):
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    expected = attention.get("naive")(**exact, **options)
+    out = attend(**given, **options)
+    assert out.dtype == given["query"].dtype
+    assert not out.isnan().any()
+    difference = (out.double() - expected).abs().max().item()
+    assert difference < tolerance * TOLERANCE[given["query"].dtype], difference
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_head_sizes_and_dtypes(attend, size, dtype):
+    assert_matches(attend, problem(size=size, dtype=dtype, seed=size))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 65, 120, 256])
+def test_rows(attend, rows):
+    heads = (4, 2) if rows < 64 else (2, 1) if rows < 200 else (1, 1)
+    assert_matches(attend, problem(rows, (70,), *heads, seed=rows))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 4), (14, 2), (9, 3)], ids=str)
+def test_grouped_heads(attend, heads):
+    assert_matches(attend, problem(rows=7, heads=heads[0], kv_heads=heads[1], size=80))
+
+
+@pytest.mark.parametrize("lengths", [(0,), (1,), (127,), (128,), (129,), (1000,), (5, 300, 41)], ids=str)
+def test_contexts_past_the_ends_of_blocks(attend, lengths):
+    assert_matches(attend, problem(rows=6, lengths=lengths, seed=sum(lengths)))
+
+
+def test_a_context_of_32k(attend):
+    given = problem(rows=3, lengths=(32_701,), heads=1, kv_heads=1, dtype=torch.float16)
+    given["query"] *= 3  # so that single keys of the far past weigh
+    assert_matches(attend, given)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 17, 32, 64, 500])
+@pytest.mark.parametrize("lengths", [(3,), (90, 20)], ids=str)
+def test_sliding_windows(attend, window, lengths):
+    assert_matches(attend, problem(rows=9, lengths=lengths, seed=window), window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_soft_capping(attend, softcap):
+    given = problem(rows=5, lengths=(50,))
+    assert_matches(attend, given, softcap=softcap)
+    assert_matches(attend, given, softcap=softcap, window=11, scale=0.7)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks(attend, window):
+    given = problem(rows=5, lengths=(50, 2))
+    assert_matches(attend, given, sinks=torch.tensor([-3.0, 0.0, 2.0, 9.0], device=DEVICE), window=window)
+
+
+def test_other_value_sizes_and_strides(attend):
+    given = problem(rows=5, size=96, value_size=64)
+    assert_matches(attend, given)
+    given["query"] = given["query"].transpose(1, 2).contiguous().transpose(1, 2)  # as models hand it over
+    wide = torch.full((3, *given["key"].shape), torch.nan, device=DEVICE)
+    wide[1] = given["key"]
+    given["key"] = wide[1]
+    assert_matches(attend, given)
+
+
+def test_large_scores_do_not_overflow(attend):
+    given = problem(rows=4, lengths=(40,))
+    given["query"] *= 60  # scores of some hundreds, each rounded to 1e-5 or so
+    assert_matches(attend, given, tolerance=10)
+
+
+def test_the_comparison_can_fail(attend):
+    given = problem(rows=6, lengths=(40,))
+    wrong = dict(given, words=given["words"].clone())
+    wrong["words"][0, 5, 0] ^= 2  # one row sees another row more, or less
+    out = attend(**wrong)
+    expected = attention.get("naive")(**given)
+    assert (out[:, :, :5] - expected[:, :, :5]).abs().max() < 1e-4
+    assert (out[:, :, 5] - expected[:, :, 5]).abs().max() > 1e-3
+
+
+def test_the_definition_is_causal_attention_for_a_chain():
+    given = problem(rows=6, lengths=(10,), heads=2, kv_heads=2)
+    chain = [[(2 << row) - 1 for row in range(6)]]
+    given["words"] = attention.pack_bits(chain, 6).to(DEVICE)
+    given["depths"] = torch.arange(6, device=DEVICE)[None]
+    mask = torch.ones(6, 16, dtype=torch.bool, device=DEVICE).tril(10)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        given["query"], given["key"][:, :, :16], given["value"][:, :, :16], attn_mask=mask
+    )
+    out = attention.get("naive")(**given)
+    assert (out - expected).abs().max() < 1e-5
+
+
+def test_bits_are_packed_as_they_are_read():
+    bits = [[1, 3, 5, (1 << 40) | 1] + [1 << row for row in range(4, 40)] + [(1 << 39) | (1 << 31) | 1]]
+    unpacked = attention.unpack_bits(attention.pack_bits(bits, 41))
+    for row, number in enumerate(bits[0]):
+        assert unpacked[0, row].tolist() == [bool(number >> c & 1) for c in range(41)]
+    assert attention.unpack_bits(attention.pack_bits([[1, 3], [1]], 2))[1].tolist() == [[1, 0], [1, 0]]
+
+
+def test_what_cannot_be_computed_is_refused():
+    with pytest.raises(SettingsError, match="must be auto or one of"):
+        attention.get("flash")
+    given = problem(size=300)
+    for name in ("sdpa", "triton") if attention._has_triton() else ("sdpa",):
+        with pytest.raises(SettingsError, match="head sizes must be 1 to 256"):
+            attention.get(name)(**given)
+    given = problem(heads=4, kv_heads=2)
+    with pytest.raises(SettingsError, match="multiple of key heads"):
+        attention.get("sdpa")(**dict(given, query=given["query"][:, :3]))
+    with pytest.raises(SettingsError, match="ancestor words"):
+        attention.get("sdpa")(**dict(given, words=given["words"][:, :3]))
+
+
+@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+def test_a_kernel_that_does_not_compile_falls_back_and_says_so_once(monkeypatch):
+    module = importlib.import_module("lookahead.attention.triton")
+    calls = []
+
+    def broken(*args, **named):
+        calls.append(1)
+        raise RuntimeError("no such instruction on this card")
+
+    monkeypatch.setattr(module, "attend", broken)
+    monkeypatch.setattr(attention, "_told", set())
+    guarded = attention.get("triton")
+    given = problem()
+    with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
+        first = guarded(**given)
+    second = guarded(**given)  # a second warning would be an error here
+    assert len(calls) == 1
+    assert torch.equal(first, second)
+    assert (first - attention.get("naive")(**given)).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(attention._has_triton(), reason="triton is installed")
+def test_a_missing_triton_is_named():
+    with pytest.raises(SettingsError, match="pip install triton"):
+        attention.get("triton")
