@@ -180,7 +180,7 @@ class Criteria:
 
     def reason(self, ids: torch.Tensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> str | None:
         """A finish reason, or None to go on. Every criterion is asked for every token, as in plain decoding."""
-        stop = any([bool(one(ids, scores).any()) for one in self._others])
+        stop = any([bool(torch.as_tensor(one(ids, scores)).any()) for one in self._others])
         if stop or token in self.eos:
             return "stop"
         return "length" if ids.shape[1] >= self.max_length else None
