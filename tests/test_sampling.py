@@ -7,7 +7,7 @@ import torch
 
 from lookahead.core import NumericalError, SettingsError
 from lookahead.core.decode import greedy
-from lookahead.sampling import Chooser, gumbel, make_choose
+from lookahead.sampling import Chooser, SeededNoise, gumbel, make_choose
 from lookahead.targets.scores import LogitsBatch, LogitsRows
 
 
@@ -87,9 +87,9 @@ def test_draws_have_the_law_of_softmax_jointly():
 
 def test_a_continued_text_goes_on_as_the_whole_did():
     rows = torch.randn(12, 30, generator=torch.Generator().manual_seed(1)).tolist()
-    whole, prompt = make_choose([4, 5], seed=9), [4, 5]
+    whole, prompt = make_choose([4, 5], noise=SeededNoise(9, 2, 30)), [4, 5]
     tokens = [whole(scores_of([row]), 0) for row in rows]
-    second = make_choose(prompt + tokens[:5], seed=9)
+    second = make_choose(prompt + tokens[:5], noise=SeededNoise(9, 7, 30))
     assert [second(scores_of([row]), 0) for row in rows[5:]] == tokens[5:]
 
 
@@ -114,13 +114,25 @@ def test_processors_see_the_true_prefix_and_may_write_in_place():
 
 def test_nan_and_exclusion_of_everything_are_errors():
     with pytest.raises(NumericalError, match="NaN"):
-        Chooser([1], seed=0)(scores_of([[0.0, float("nan")]]), 0)
+        Chooser([1], noise=SeededNoise(0, 1, 2))(scores_of([[0.0, float("nan")]]), 0)
     with pytest.raises(NumericalError, match="excluded every token at position 1"):
         Chooser([1], lambda ids, scores: scores - float("inf"))(scores_of([[0.0, 1.0]]), 0)
     with pytest.raises(NumericalError, match="gave NaN"):
-        Chooser([1], lambda ids, scores: scores * float("nan"), seed=1)(scores_of([[0.0, 1.0]]), 0)
+        Chooser([1], lambda ids, scores: scores * float("nan"), SeededNoise(1, 1, 2))(
+            scores_of([[0.0, 1.0]]), 0
+        )
 
 
 def test_a_processor_s_wrong_shape_is_said():
     with pytest.raises(SettingsError, match=r"shape \(1, 2\), got \(2,\)"):
         Chooser([1], lambda ids, scores: scores[0])(scores_of([[0.0, 1.0]]), 0)
+
+
+def test_a_drafter_may_read_the_noise_ahead_and_again():
+    noise = SeededNoise(3, 10, 40, temperature=0.5)
+    ahead = noise(4).copy()
+    choose = Chooser(range(10), noise=noise)
+    row = torch.randn(40).tolist()
+    tokens = [choose(scores_of([row]), 0) for _ in range(5)]
+    assert tokens[4] == int((torch.tensor(row) + torch.tensor(ahead)).argmax())
+    assert noise(4).tolist() == ahead.tolist() == gumbel(3, 14, 40).tolist()

@@ -20,7 +20,7 @@ import torch
 from .core.decode import Choose, greedy
 from .core.errors import NumericalError, SettingsError
 
-__all__ = ["Chooser", "Process", "gumbel", "make_choose"]
+__all__ = ["Chooser", "Process", "SeededNoise", "gumbel", "make_choose"]
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,8 +48,8 @@ def gumbel(
 ) -> torch.Tensor:
     """The noise of one position: standard Gumbel, float32, shape (V,).
 
-    Entry i comes from output i of SplitMix64 started at a hash of (seed, position), which is the same on
-    every device and in every version of torch (torch's own CPU generator keeps 32 bits of its seed only).
+    Entry i comes from output i of SplitMix64 started at a hash of (seed, position): whole numbers that are the
+    same on every device and in every version of torch (whose own CPU generator keeps 32 bits of its seed only).
 
     Args:
         seed: any whole number; taken modulo 2**64.
@@ -71,24 +71,69 @@ def gumbel(
     return uniform.log_().neg_().log_().neg_().float()
 
 
+class SeededNoise:
+    """The noise of one sequence's draws, known ahead. Fulfils ``lookahead.core.drafter.Noise``.
+
+    Args:
+        seed: of the sequence.
+        start: position of the first drawn token, which is the length of the prompt.
+        vocabulary: V.
+        temperature: by which logits are divided before the noise is added.
+        device: where the scores are.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        start: int,
+        vocabulary: int,
+        temperature: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.seed = seed
+        self.temperature = temperature
+        self._start = start
+        self._vocabulary = vocabulary
+        self._device = device
+        self._known: dict[int, torch.Tensor] = {}
+
+    def at(self, index: int) -> torch.Tensor:
+        """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
+        noise = self._known.get(index)
+        if noise is None:
+            noise = gumbel(self.seed, self._start + index, self._vocabulary, self._device)
+            self._known[index] = noise
+        return noise
+
+    def __call__(self, index: int) -> Any:
+        """The same as a numpy array, for drafters."""
+        return self.at(index).cpu().numpy()
+
+    def forget(self, index: int) -> None:
+        """Nobody will ask for ``index`` or earlier again."""
+        for old in [key for key in self._known if key <= index]:
+            del self._known[old]
+
+
 class Chooser:
     """One sequence's ``choose``, for everything that plain greedy is not.
 
     Args:
         prompt: token ids before the first choice.
         process: logits processors and warpers, applied in fp32 under the true prefix; None for none.
-        seed: draw with this seed; None takes the largest score.
+        noise: draw with this noise; None takes the largest score.
 
     Raises, when asked:
         NumericalError: NaN among the scores, or every token excluded by ``process``.
     """
 
     def __init__(
-        self, prompt: Sequence[int], process: Process | None = None, seed: int | None = None
+        self, prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
     ) -> None:
         self.process = process
-        self.seed = seed
+        self.noise = noise
         self.position = len(prompt)
+        self._start = len(prompt)
         self._ids = torch.tensor([list(prompt)], dtype=torch.long) if process is not None else None
 
     def __call__(self, scores: Any, node: int) -> int:
@@ -96,10 +141,12 @@ class Chooser:
         row = scores.row(node).float()
         if self.process is not None:
             row = self._processed(row)
-        if self.seed is not None:
-            row = row + gumbel(self.seed, self.position, row.shape[0], row.device)
-        value, index = row.max(dim=-1)
-        token = int(index)
+        if self.noise is not None:
+            index = self.position - self._start
+            row = row + self.noise.at(index)
+            self.noise.forget(index)
+        value, best = row.max(dim=-1)
+        token = int(best)
         if not float(value) > float("-inf"):
             raise NumericalError(
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
@@ -131,11 +178,13 @@ class Chooser:
         self.position += 1
 
 
-def make_choose(prompt: Sequence[int], process: Process | None = None, seed: int | None = None) -> Choose:
-    """``choose`` for one sequence: greedy unless ``seed`` is given.
+def make_choose(
+    prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
+) -> Choose:
+    """``choose`` for one sequence: greedy unless there is ``noise``.
 
     Without processors greedy reads the argmax that the target has already taken.
     """
-    if process is None and seed is None:
+    if process is None and noise is None:
         return greedy
-    return Chooser(prompt, process, seed)
+    return Chooser(prompt, process, noise)

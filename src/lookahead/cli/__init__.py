@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
-from .console import note, problem
+from .console import Interrupted, note, problem
 
 __all__ = ["app", "main"]
 
@@ -47,11 +47,19 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before typer makes it a silent exit
+            raise Interrupted("interrupted") from None
+
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            for category in (UserWarning, RuntimeWarning):  # a line for people, whatever -W says
+                warnings.simplefilter("default", category)
             sys.exit(self._guarded(*args, **extra))
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
@@ -62,8 +70,9 @@ class Commands(TyperGroup):
         except LookaheadError as error:
             problem(str(error))
             return 2 if isinstance(error, SettingsError) else 1
-        except KeyboardInterrupt:
-            status = 130
+        except (Interrupted, KeyboardInterrupt) as error:
+            note(str(error) or "interrupted", "yellow")
+            return 130
         except BrokenPipeError:  # the reader of our output has left
             sys.stdout = open("/dev/null", "w") if sys.platform != "win32" else sys.stdout  # noqa: SIM115
             return 1
@@ -74,8 +83,6 @@ class Commands(TyperGroup):
             if error.format_message():
                 problem(f"{error.format_message()} (--help shows what there is)")
             return int(error.exit_code)
-        if status == 130:
-            note("interrupted", "yellow")
         return status if isinstance(status, int) else 0
 
 

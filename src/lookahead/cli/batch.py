@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core import LookaheadError, SettingsError
-from .console import note, stderr
+from .console import Interrupted, note, stderr
 from .records import Job, Writer, finished_records, read_jobs, still_to_do, trace_line
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def run_batch(
         except KeyboardInterrupt:
             done = len(jobs) - len(todo) + batch.written
             where = f" in {output}; the same command with --resume goes on" if output is not None else ""
-            note(f"interrupted: {done} of {len(jobs)} prompts have results{where}", "yellow")
-            raise typer.Exit(130) from None
+            raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         finally:
             sink.close()
         if batch.comparisons:

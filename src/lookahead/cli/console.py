@@ -5,6 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 
+class Interrupted(Exception):
+    """Ctrl-C, with what there is to say about it."""
+
+
 def stderr() -> Console:
     """A console on the stderr of this moment."""
     return Console(stderr=True, highlight=False)

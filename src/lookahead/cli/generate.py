@@ -174,7 +174,7 @@ def _one(
             trace.write(trace_line(None, update.step, update.piece))
         if update.piece and not as_json:
             piece = f"{COLORS[number % len(COLORS)]}{update.piece}{RESET}" if color else update.piece
-            typer.echo(piece, nl=False)
+            typer.echo(piece, nl=False, color=color)
             sys.stdout.flush()
     assert result is not None
     if not as_json:

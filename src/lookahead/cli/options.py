@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import METHODS, PRESETS, LookaheadConfig, SettingsError
+from ..core.drafters import OWN_SETTINGS
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -56,7 +57,12 @@ TrustRemoteCode = Annotated[
 ]
 
 #: Methods that (W, N, G) say nothing to, and what of it they take.
-TAKES = {"autoregressive": (), "prompt-lookup": (), "jacobi": ("--window-size",)}
+TAKES: dict[str, tuple[str, ...]] = {
+    "autoregressive": (),
+    "prompt-lookup": (),
+    "jacobi": ("--window-size",),
+    **dict.fromkeys(OWN_SETTINGS, ()),
+}
 
 
 def settings(
@@ -66,8 +72,10 @@ def settings(
     ngram_size: int | None = None,
     guess_set_size: int | None = None,
     preset: str | None = None,
-) -> LookaheadConfig:
-    """(W, N, G) from the options; what contradicts itself is refused by name.
+) -> LookaheadConfig | None:
+    """(W, N, G) from the options, None for a method with settings of its own kind.
+
+    What contradicts itself is refused by name.
 
     Raises:
         SettingsError: contradictory options, unknown names, values out of range.
@@ -91,6 +99,8 @@ def settings(
         )
     if preset is not None and preset not in PRESETS:
         raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if method in OWN_SETTINGS:
+        return None
     return LookaheadConfig.of(
         triple or preset,
         window_size=window_size,

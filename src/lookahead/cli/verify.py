@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import METHODS, SettingsError
+from ..core import SettingsError
 from . import options as opt
 from .console import note
 
@@ -141,7 +141,7 @@ def _as_json(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[st
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "device": str(llm.model.device),
         "method": llm.method,
-        "lookahead": list(llm.config.triple),
+        "lookahead": None if opt.TAKES.get(llm.method) == () else list(llm.config.triple),
         "reference": reference,
         "probe": llm.probe.mode,
         "equal": sum(c.equal for c in comparisons),
@@ -180,7 +180,7 @@ def _show(llm: LLM, prompts: list[Any], reference: str, comparisons: list[Compar
         f"{equal} of {len(comparisons)} runs equal to "
         f"{'plain decoding' if reference == 'plain' else 'model.generate'} over {report['tokens']} tokens: "
         f"{llm.name}, {report['dtype']}, {report['device']}, {llm.method}"
-        + (f" {llm.config.triple}" if llm.method in ("lookahead", *(set(METHODS) - set(opt.TAKES))) else "")
+        + (f" {tuple(report['lookahead'])}" if report["lookahead"] else "")
     )
     if llm.probe.mode != "tree":
         note(llm.probe.reason, "yellow")

@@ -13,11 +13,14 @@ from typing import Any, Unpack
 import torch
 
 from ..core import Decoder, Generation, LookaheadConfig, LookaheadError, Request, SettingsError, Stats, Step
-from ..core.drafters import make_drafter
-from ..sampling import make_choose
+from ..core.drafters import OWN_SETTINGS, make_drafter
+from ..sampling import SeededNoise, make_choose
 from .options import OptionFields, Options
 from .prompts import Prompt, as_list, encode
 from .text import TextStream
+
+#: Methods that can go on from what an earlier call has learnt.
+KEEPS_STATE = ("lookahead", "adaptive")
 
 
 @dataclass(slots=True)
@@ -137,13 +140,16 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.method = method
-        self.config = LookaheadConfig.of(config)
+        # Some methods have settings of their own kind; their drafter checks them.
+        own = method in OWN_SETTINGS and config is not None
+        self.config = config if own else LookaheadConfig.of(config)
+        make_drafter(method, self.config)
         self.probe = probe if probe is not None else take_probe(model)
         self.name = name or type(model).__name__
 
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"LLM({self.name!r}, {dtype}, {self.model.device}, {self.method} {self.config.triple})"
+        return f"LLM({self.name!r}, {dtype}, {self.model.device}, {self.method})"
 
     @property
     def vocabulary(self) -> int:
@@ -282,6 +288,12 @@ class LLM:
                 assert entry.generation is not None
                 decoder.cancel(entry.generation)
 
+    def _config_of(self, method: str, given: Any) -> Any:
+        """Settings for a method: those of the call, or else those of ``load`` where they are of its kind."""
+        if given is not None or method == self.method:
+            return self.config if given is None else given
+        return self.config if isinstance(self.config, LookaheadConfig) else None
+
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
         ids = self.encode(prompt)
         room = options.max_new_tokens
@@ -292,16 +304,14 @@ class LLM:
         eos = frozenset() if options.ignore_eos else self.eos
         process = options.process(len(ids), eos, self.tokenizer, self.model.device)
         method = options.method if options.method is not None else self.method
-        if options.pool is not None and method != "lookahead":
-            raise SettingsError(f"a pool needs method 'lookahead', got {method!r}")
-        config = self.config if options.config is None else options.config
-        request = Request(
-            ids,
-            make_drafter(method, config, self.vocabulary, options.pool),
-            room,
-            make_choose(ids, process, seed),
-            eos,
-        )
+        if options.pool is not None and method not in KEEPS_STATE:
+            raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
+        drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, options.pool)
+        noise = None
+        if seed is not None:
+            noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, self.model.device)
+            drafter.use_noise(noise)
+        request = Request(ids, drafter, room, make_choose(ids, process, noise), eos)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
         entry = _Running(index, request, text, seed)
         if options.stops:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core import LookaheadConfig, LookaheadError, SettingsError, make_drafter
+from ..core import LookaheadError, SettingsError, make_drafter
 from .llm import LLM
 
 #: Where the model that comes with the package lies.
@@ -53,15 +53,13 @@ def load(
         trust_remote_code: let the model's own code run.
         threads: of torch on the CPU, for the whole process; None leaves it.
         local_files_only: no network.
-        attention: "sdpa" or "eager"; None takes the model's own and falls back to eager where only that
-            can evaluate a token tree.
+        attention: "sdpa" or "eager"; None takes what transformers takes for the model.
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
         OutOfMemory: the probe did not fit.
     """
-    settings = LookaheadConfig.of(config)
-    make_drafter(method, settings)  # an unknown name is an error before anything is read
+    make_drafter(method, config)  # what is wrong with these is an error before anything is read
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:
         if not isinstance(threads, int) or threads < 1:
@@ -77,13 +75,13 @@ def load(
         check_directory(Path(name))
     model = _read_model(name, wanted_dtype, attention, common).to(wanted_device).eval()
     _check_causal(model, name)
-    verdict = _probe(model, attention)
+    verdict = _probe(model)
     tokenizer, missing = _read_tokenizer(name, local, common)
     return LLM(
         model,
         tokenizer,
         method=method,
-        config=settings,
+        config=config,
         probe=verdict,
         name=name if path_or_id is not None else "bundled",
         tokenizer_error=missing,
@@ -282,22 +280,11 @@ def _check_causal(model: Any, name: str) -> None:
         )
 
 
-def _probe(model: Any, attention: str | None) -> Any:
-    """The probe's verdict; eager attention is tried where the model's own cannot take a tree."""
+def _probe(model: Any) -> Any:
+    """The probe's verdict; said once where no tree can be used."""
     from ..targets.probe import probe
 
     verdict = probe(model)
-    own = model.config._attn_implementation
-    if verdict.mode != "tree" and attention is None and own != "eager":
-        try:
-            model.set_attn_implementation("eager")
-            second = probe(model)
-        except (ValueError, ImportError):  # the model has no eager attention
-            second = verdict
-        if second.mode == "tree":
-            return second
-        if model.config._attn_implementation != own:
-            model.set_attn_implementation(own)
     if verdict.mode != "tree":
         warnings.warn(verdict.reason, UserWarning, stacklevel=3)
     return verdict

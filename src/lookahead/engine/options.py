@@ -67,7 +67,8 @@ class Options:
             seed + i.
         stop: strings that end the text and are not part of it.
         ignore_eos: go on past the model's end tokens.
-        pool: an ``NGramPool`` to keep across calls (method "lookahead", one prompt at a time).
+        pool: what the method keeps across calls, one prompt at a time: an ``NGramPool`` for "lookahead", a
+            ``lookahead.adaptive.AdaptiveState`` for "adaptive".
     """
 
     max_new_tokens: int = 128

@@ -1,0 +1,552 @@
+"""The command line on a tiny checkpoint: what it prints, what it writes, and how it says what went wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead.cli import app
+from lookahead.core import METHODS
+from lookahead.testing import tiny_model
+from toy import save
+
+FIELDS = {"id", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return lookahead.load(model)
+
+
+def call(*args, stdin=None):
+    """(exit status, stdout, stderr without colours)."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, ANSI.sub("", result.stderr)
+
+
+def refused(match, *args, status=2, **kwargs):
+    """One line, ``error: ...``, and nothing else; returns it."""
+    code, out, err = call(*args, **kwargs)
+    assert code == status, err
+    assert out == ""
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert re.search(match, line), line
+    return line
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prompts(path, *records):
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def without_time(records):
+    return [{k: v for k, v in r.items() if k not in ("seconds", "plain_seconds")} for r in records]
+
+
+# ---------------------------------------------------------------- one prompt
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_prints_the_text_alone_on_stdout(model, llm, method):
+    code, out, err = call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 30, "--method", method)
+    expected = llm.generate(PROMPT, max_new_tokens=30, method="autoregressive")
+    assert (code, out) == (0, expected.text + "\n")
+    assert f"{len(expected.tokens)} tokens in " in err
+    assert method in err
+
+
+def test_settings_reach_the_drafter(model):
+    def steps(*options):
+        _, out, _ = call(
+            "generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 40, "--json", *options
+        )
+        record = json.loads(out)
+        return record["output_ids"], record["rows"]
+
+    one = steps("--lookahead", "3,4,2")
+    two = steps("--window-size", 3, "--ngram-size", 4, "--guess-set-size", 2)
+    preset = steps("--preset", "code")
+    off = steps("--preset", "off")
+    assert one == two
+    assert one[0] == preset[0] == off[0]
+    assert off[1] == 39 < one[1] < preset[1]
+
+
+def test_sampling_options_reach_the_engine(model, llm):
+    options = {
+        "temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 5, "seed": 3, "max_new_tokens": 30,
+    }  # fmt: skip
+    flags = [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), value)]
+    _, out, _ = call("generate", model, "--prompt", PROMPT, *flags, "--stop", "zz", "--stop", "qq", "--json")
+    record = json.loads(out)
+    expected = llm.generate(PROMPT, stop=["zz", "qq"], **options)
+    assert record["output_ids"] == expected.tokens
+    assert record["seed"] == 3
+
+
+def test_json(model, llm):
+    code, out, err = call(
+        "generate", model, "--prompt", PROMPT, "--json", "--compare", "--max-new-tokens", 20
+    )
+    record = json.loads(out)
+    assert (code, err) == (0, "")
+    assert FIELDS - {"id"} <= set(record)
+    assert record["prompt"] == PROMPT
+    assert record["text"] == llm.generate(PROMPT, max_new_tokens=20).text
+    assert record["compare"]["equal"] is True
+    assert record["compare"]["plain_steps"] == record["new_tokens"] - 1
+    assert set(record["stats"]["seconds"]) >= {"prefill", "draft", "forward", "verify", "commit"}
+
+
+def test_prompt_from_a_file_and_from_stdin(model, llm, tmp_path):
+    (tmp_path / "p.txt").write_text("für 東京\n", encoding="utf-8")
+    expected = llm.generate("für 東京\n", max_new_tokens=10).text + "\n"
+    args = ("generate", model, "--max-new-tokens", 10, "--prompt-file")
+    assert call(*args, tmp_path / "p.txt")[1] == expected
+    assert call(*args, "-", stdin="für 東京\n")[1] == expected
+
+
+def test_compare(model, accept_a_wrong_node):
+    code, _, err = call("generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare")
+    assert code == 1
+    assert re.search(
+        r"NOT equal to plain decoding from token \d+ on, where the two best logits are [\d.e-]+ apart", err
+    )
+
+
+def test_compare_of_equal_texts(model):
+    code, _, err = call(
+        "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--max-new-tokens", 40
+    )
+    assert code == 0
+    assert re.search(r"equal to plain decoding · steps \d+ against 39 · seconds", err)
+
+
+def test_tokens_of_a_step_share_a_colour(model, llm, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--trace", trace)
+    _, out, _ = call(*args, "--color")
+    assert ANSI.sub("", out) == llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).text + "\n"
+    coloured = re.findall(r"(\x1b\[3\dm)(.*?)\x1b\[0m", out, re.DOTALL)
+    assert [piece for _, piece in coloured] == [line["text"] for line in lines(trace) if line["text"]]
+    colours = [colour for colour, _ in coloured]
+    assert len(set(colours)) > 1
+
+
+def test_trace(model, llm, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    call("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--trace", trace)
+    steps = lines(trace)
+    result = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert [step["step"] for step in steps] == list(range(result.stats.steps + 1))
+    assert [token for step in steps for token in step["tokens"]] == result.tokens
+    assert sum(step["rows"] for step in steps) == result.stats.rows
+    assert steps[0]["tree"] is None
+    last = steps[0]["tokens"][-1]
+    for step in steps[1:]:
+        tree, path = step["tree"], step["path"]
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["read"]) == step["rows"]
+        assert tree["tokens"][0] == last
+        assert [tree["tokens"][node] for node in path[1:]] == step["tokens"][:-1]
+        assert [tree["parents"][node] for node in path] == [-1, *path[:-1]]
+        last = step["tokens"][-1]
+
+
+# ---------------------------------------------------------------- many prompts
+
+
+def test_batch(model, llm, tmp_path):
+    source = prompts(
+        tmp_path / "in.jsonl",
+        {"id": "a", "prompt": PROMPT},
+        {"id": 2, "input_ids": [5, 6, 7, 5, 6]},
+        "\n",
+        {"id": [3], "messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "x"},
+    )
+    out = tmp_path / "out.jsonl"
+    code, stdout, _ = call("generate", model, "--input", source, "--output", out, "--max-new-tokens", 20)
+    records = lines(out)
+    assert (code, stdout) == (0, "")
+    assert [r["id"] for r in records] == ["a", 2, [3], 5]
+    given = [PROMPT, [5, 6, 7, 5, 6], [{"role": "user", "content": "hi"}], "x"]
+    for record, prompt in zip(records, given, strict=True):
+        assert set(record) == FIELDS
+        plain = llm.generate(prompt, max_new_tokens=20, method="autoregressive")
+        assert (record["output_ids"], record["text"]) == (plain.tokens, plain.text)
+        assert record["new_tokens"] == len(plain.tokens)
+        assert record["finish_reason"] == plain.finish_reason
+        assert record["steps"] == llm.generate(prompt, max_new_tokens=20).stats.steps
+        assert record["seconds"] > 0
+
+
+def test_bad_lines_get_an_error_line_and_the_run_goes_on(model, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(
+        b'\xef\xbb\xbf{"id": 1, "prompt": "x"}\n'
+        b"not json\n"
+        b'{"id": 3, "prompt": ""}\n'
+        b'{"id": 4}\n'
+        b'{"id": 5, "prompt": "x", "input_ids": [1]}\n'
+        b'{"id": 6, "input_ids": "x"}\n'
+        b'{"id": 7, "input_ids": [100000]}\n'
+        b"[8]\n"
+        b'{"id": 9, "prompt": "\xff"}\n'
+        b'{"id": 10, "prompt": "\\ud800"}\n'
+        b'{"id": 11, "prompt": "' + b"x" * 300 + b'"}\n'
+        b'{"id": 12, "prompt": "y"}'
+    )
+    out = tmp_path / "out.jsonl"
+    code, _, err = call("generate", model, "--input", source, "--output", out, "--max-new-tokens", 4)
+    records = lines(out)
+    assert code == 1
+    assert [r["id"] for r in records] == [1, None, 3, 4, 5, 6, 7, None, None, 10, 11, 12]
+    assert [r["id"] for r in records if "error" not in r] == [1, 12]
+    assert all(r["line"] == i for i, r in enumerate(records, 1) if "error" in r)
+    assert "12 prompts, 10 with an error" in err
+
+
+def test_several_at_once_give_the_same(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", *[{"id": i, "prompt": PROMPT[i:]} for i in range(7)])
+    outputs = []
+    for number, options in enumerate(([], ["--batch-size", 3], ["--method", "autoregressive"])):
+        out = tmp_path / f"{number}.jsonl"
+        base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 15)
+        assert call(*base, "--temperature", 1, "--seed", 5, *options)[0] == 0
+        outputs.append({r["id"]: (r["output_ids"], r["seed"]) for r in lines(out)})
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert [seed for _, seed in outputs[0].values()] == list(range(5, 12))
+
+
+def test_resume_drops_a_torn_line_and_gives_what_one_run_gives(model, tmp_path):
+    source = prompts(
+        tmp_path / "in.jsonl",
+        *[{"id": "same", "prompt": PROMPT[i:]} for i in range(4)],
+        "bad\n",
+        {"prompt": "x"},
+    )
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    base = ("generate", model, "--input", source, "--max-new-tokens", 10, "--temperature", 1, "--seed", 1)
+    assert call(*base, "--output", whole)[0] == 1
+    rows = whole.read_text().splitlines(keepends=True)
+    for keep in (0, 2, 5, 6):
+        out.write_text("".join(rows[:keep]) + '{"id": "same", "outp')
+        code, _, err = call(*base, "--output", out, "--resume")
+        assert code == 1
+        assert without_time(lines(out)) == without_time(lines(whole))
+        assert keep == 0 or f"{keep} of 6 prompts have results" in err
+    out.unlink()
+    call(*base, "--output", out, "--resume")
+    assert len(lines(out)) == 6
+
+
+def test_results_are_not_overwritten_unasked(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"})
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious\n")
+    base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 3)
+    refused("already holds results; give --resume .* or --overwrite", *base)
+    refused("line 1 of .* is not a record", *base, "--resume")
+    assert out.read_text() == "precious\n"
+    assert call(*base, "--overwrite")[0] == 0
+    assert [r["id"] for r in lines(out)] == [1]
+
+
+def test_batch_to_stdout_with_compare(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": "y"})
+    code, out, err = call("generate", model, "--input", source, "--compare", "--max-new-tokens", 12)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(r["id"], r["equal"], r["plain_steps"]) for r in records] == [
+        (r["id"], True, r["new_tokens"] - 1) for r in records
+    ]
+    assert "2 of 2 equal to plain decoding" in err
+
+
+def test_an_input_without_prompts(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", "\n")
+    code, _, err = call("generate", model, "--input", source, "--output", tmp_path / "out.jsonl")
+    assert code == 0
+    assert "has no prompts" in err
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", *[{"id": i, "prompt": PROMPT[i % 20 :]} for i in range(400)])
+    out = tmp_path / "out.jsonl"
+    command = [
+        sys.executable, "-m", "lookahead", "generate", model, "--input", str(source), "--output", str(out),
+        "--max-new-tokens", "60", "--ignore-eos", "--threads", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    done = lines(out)
+    assert 3 <= len(done) < 400
+    assert out.read_bytes().endswith(b"\n")
+    (line,) = stderr.strip().splitlines()
+    assert f"interrupted: {len(done)} of 400 prompts have results in {out}" in line
+    # Going on with a shorter input, so that the test stays short.
+    prompts(source, *[{"id": i, "prompt": PROMPT[i % 20 :]} for i in range(len(done) + 2)])
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert lines(out)[: len(done)] == done
+    assert [r["id"] for r in lines(out)] == list(range(len(done) + 2))
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ([], "exactly one of --prompt, --prompt-file and --input must be given, got none"),
+        (["--prompt", "x", "--prompt-file", "y"], "got --prompt and --prompt-file"),
+        (["--prompt", ""], "must not be empty"),
+        (["--prompt", "x", "--output", "y"], "--output goes with --input"),
+        (["--prompt", "x", "--resume"], "--resume goes with --input"),
+        (["--prompt", "x", "--batch-size", 2], "--batch-size goes with --input"),
+        (["--input", "x", "--resume"], "--resume goes on with an --output"),
+        (["--input", "x", "--output", "y", "--resume", "--overwrite"], "--resume and --overwrite"),
+        (["--input", "x", "--color"], "--color and --input"),
+        (["--input", "x", "--json"], "--json and --input"),
+        (["--prompt", "x", "--json", "--color"], "--color and --json"),
+        (["--prompt", "x", "--lookahead", "5,5,5", "--window-size", 3], "--lookahead and --window-size"),
+        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "code"], "--lookahead and --preset"),
+        (["--prompt", "x", "--lookahead", "5,5"], "W,N,G"),
+        (["--prompt", "x", "--lookahead", "5,600,5"], "ngram_size must be between 2 and 512, got 600"),
+        (["--prompt", "x", "--window-size", 0], "window_size must be between 1 and 512, got 0"),
+        (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
+        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of code"),
+        (["--prompt", "x", "--method", "medusa"], "--method must be one of lookahead"),
+        (
+            ["--prompt", "x", "--method", "autoregressive", "--lookahead", "5,5,5"],
+            "--lookahead has no effect",
+        ),
+        (["--prompt", "x", "--method", "jacobi", "--ngram-size", 4], "--ngram-size has no effect"),
+        (["--prompt", "x", "--method", "autoregressive", "--compare"], "--compare"),
+        (["--prompt", "x", "--max-new-tokens", 0], "max_new_tokens .* at least 1, got 0"),
+        (["--prompt", "x", "--max-new-tokens", -3], "got -3"),
+        (["--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens.*valid integer"),
+        (["--prompt", "x", "--top-p", 0.5], "top_p needs a temperature above 0"),
+        (["--prompt", "x", "--temperature", -1], "temperature"),
+        (["--prompt", "x", "--stop", ""], "stop string"),
+        (["--prompt", "x", "--dtype", "int3"], "dtype must be auto"),
+        (["--prompt", "x", "--device", "quantum"], "device must be"),
+        (["--prompt", "x", "--threads", 0], "threads must be at least 1"),
+        (["--prompt", "x" * 300], "context of 256 tokens, got 300"),
+        (["--prompt", "x", "--bogus"], "--bogus"),
+        (
+            ["--prompt", "x", "--trace", "/no/such/folder/t"],
+            "/no/such/folder/t must be a file that can be written",
+        ),
+        (["--prompt-file", "/no/such/file"], "--prompt-file must be a file that can be read"),
+        (["--input", "/no/such/file"], "--input must be a file that can be read"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(model, options, match):
+    refused(match, "generate", model, *options)
+
+
+def test_mistakes_with_files(model, tmp_path):
+    binary = tmp_path / "latin1.txt"
+    binary.write_bytes("für".encode("latin-1"))
+    refused("must be UTF-8 text; .* is not", "generate", model, "--prompt-file", binary)
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"})
+    base = ("generate", model, "--input", source)
+    refused("must be two files", *base, "--output", source, "--overwrite")
+    refused("a folder that exists", *base, "--output", tmp_path / "no" / "out")
+    refused("must be a file, got the folder", *base, "--output", tmp_path)
+    refused("--batch-size must be at least 1", *base, "--batch-size", 0)
+    assert len(lines(source)) == 1
+
+
+def test_models_that_cannot_be_used(tmp_path):
+    ask = ("--prompt", "x")
+    refused("a directory that exists", "generate", tmp_path / "none", *ask)
+    refused("has no config.json", "generate", tmp_path, *ask)
+    folder = save(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:999])
+    refused("whole safetensors files", "generate", folder, *ask)
+    weights.unlink()
+    refused("has no weights", "generate", folder, *ask)
+    weights.write_bytes(data)
+    for path in folder.glob("token*"):
+        path.unlink()
+    refused("has no tokenizer files", "generate", folder, *ask)
+    for command in ("verify", "doctor", "chat"):
+        refused("a directory that exists", command, tmp_path / "none")
+
+
+def test_nan_is_status_1_and_what_was_shown_stays(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save(tmp_path)
+    first = lookahead.load(folder).generate("x", max_new_tokens=1, ignore_eos=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][first.tokens[0]] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = call("generate", folder, "--prompt", "x", "--ignore-eos")
+    assert code == 1
+    assert out.strip("\n") == first.text.strip("\n")
+    assert err.startswith("error: ")
+    assert "NaN" in err
+
+
+def test_a_model_without_trees_says_so_in_one_line(tmp_path):
+    tiny_model("mamba").save_pretrained(tmp_path)
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "input_ids": [5, 6, 7]})
+    code, out, err = call("generate", tmp_path, "--input", source, "--max-new-tokens", 5)
+    record = json.loads(out)
+    assert (code, record["steps"], record["rows"], record["text"]) == (0, 4, 4, "")
+    assert sum("decoding one row a step" in line for line in err.splitlines()) == 1
+    assert not any("Warning" in line for line in err.splitlines())
+
+
+# ---------------------------------------------------------------- verify, doctor, chat, the rest
+
+
+def test_verify(model):
+    code, out, _ = call("verify", model, "--max-new-tokens", 16)
+    assert code == 0
+    assert "8 of 8 runs equal to plain decoding" in out
+    code, out, _ = call("verify", model, "--max-new-tokens", 16, "--json", "--reference", "generate")
+    report = json.loads(out)
+    assert (code, report["equal"], report["runs"], report["dtype"]) == (0, 8, 8, "float32")
+    assert report["tokens"] > 8
+
+
+def test_verify_own_prompts(model, tmp_path):
+    code, out, _ = call("verify", model, "--prompt", "x", "--prompt", PROMPT, "--max-new-tokens", 8, "--json")
+    assert (code, json.loads(out)["runs"]) == (0, 2)
+    source = prompts(tmp_path / "in.jsonl", {"input_ids": [5, 6]}, {"prompt": "y"})
+    code, out, _ = call("verify", model, "--input", source, "--temperature", 1, "--max-new-tokens", 8)
+    assert code == 0
+    assert "2 of 2 runs equal" in out
+    prompts(source, {"id": 1})
+    refused("line 1 must have", "verify", model, "--input", source)
+    refused("--reference must be plain or generate", "verify", model, "--reference", "gpt")
+    refused(
+        "--reference generate is for greedy", "verify", model, "--reference", "generate", "--temperature", 1
+    )
+    refused("--prompt and --input", "verify", model, "--prompt", "x", "--input", source)
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, status):
+    code, out, _ = call("verify", model, "--prompt", PROMPT, "--dtype", dtype, "--json")
+    (run,) = json.loads(out)["prompts"]
+    assert code == status
+    assert run["equal"] is False
+    assert run["first_divergence"] >= 1
+    assert run["gap"] > 0
+
+
+def test_doctor(model):
+    code, out, _ = call("doctor", model, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["machine"]["threads"] == torch.get_num_threads()
+    assert report["machine"]["torch_capability"]
+    assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
+    assert report["model"]["path"] in ("lean", "transformers")
+    code, out, _ = call("doctor", model)
+    assert code == 0
+    assert "probe reason" in out
+
+
+def test_chat_keeps_the_conversation(model, llm):
+    code, out, err = call(
+        "chat", model, "--max-new-tokens", 8, "--system", "s",
+        stdin="hello\n\n/stats\nmore\n/nonsense\n/reset\nhello\n/quit\nnot read\n",
+    )  # fmt: skip
+    system, first = {"role": "system", "content": "s"}, {"role": "user", "content": "hello"}
+    one = llm.generate([system, first], max_new_tokens=8).text
+    history = [system, first, {"role": "assistant", "content": one}, {"role": "user", "content": "more"}]
+    two = llm.generate(history, max_new_tokens=8).text
+    assert (code, out) == (0, f"{one}\n{two}\n{one}\n")
+    assert "8 tokens in " in err
+    assert "unknown command '/nonsense'" in err
+
+
+def test_chat_without_a_template_continues_the_text(llm, tmp_path):
+    folder = save(tmp_path)
+    code, out, err = call("chat", folder, "--max-new-tokens", 6, stdin="  x\ny\n")
+    one = llm.generate("  x", max_new_tokens=6).text
+    two = llm.generate(f"  x{one}\ny", max_new_tokens=6).text
+    assert (code, out) == (0, f"{one}\n{two}\n")
+    assert "no chat template" in err
+
+
+def test_chat_goes_on_after_a_prompt_that_is_too_long(model):
+    code, out, err = call("chat", model, "--max-new-tokens", 4, stdin="z" * 300 + "\nhello\n")
+    assert code == 0
+    assert "error: the prompt must be shorter" in err
+    assert out.strip("\n")
+
+
+def test_help_and_version():
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(name in out for name in ("generate", "chat", "verify", "doctor"))
+    assert call()[1] == out
+    assert call("--version")[1] == f"lookahead {lookahead.__version__}\n"
+    refused("nonsense", "nonsense")
+    for command in ("generate", "chat", "verify", "doctor"):
+        code, out, _ = call(command, "--help")
+        assert code == 0
+        assert "--dtype" in out
+
+
+def test_the_command_itself_in_a_process(model, llm):
+    """As a user runs it: an error without a traceback, and a reader that leaves early."""
+    command = [sys.executable, "-m", "lookahead", "generate", model]
+    wrong = subprocess.run([*command, "--prompt", "x", "--lookahead", "1,2"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    assert wrong.stderr.count("\n") == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run([*command, "--prompt", PROMPT], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert gone.returncode == 1
+    assert "Traceback" not in gone.stderr
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys, contextlib\nfrom lookahead.cli import main\nsys.argv = ['lookahead', 'generate', '--help']\n"
+        "with contextlib.suppress(SystemExit):\n    main()\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
