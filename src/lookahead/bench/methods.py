@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from ..core import METHODS, Decoder, Drafter, LookaheadConfig, NGramPool, Request, SettingsError, make_drafter
+from ..core.drafters import OWN_SETTINGS
 from .subject import Subject
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted")
@@ -96,51 +97,52 @@ class Method(ABC):
         """Drop kept state; called before every repeat."""
 
 
-def chooser(prompt: Sequence[int], options: Options) -> Any:
-    """``choose`` for one text."""
+def chooser(prompt: Sequence[int], options: Options, subject: Subject) -> tuple[Any, Any]:
+    """(``choose``, the noise that it draws with, or None) for one text."""
     from ..core.decode import greedy
 
     if not options.temperature:
-        return greedy
+        return greedy, None
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-    from ..sampling import make_choose
+    from ..sampling import SeededNoise, make_choose
 
     process = LogitsProcessorList([TemperatureLogitsWarper(float(options.temperature))])
     if options.top_k:
         process.append(TopKLogitsWarper(options.top_k))
-    return make_choose(prompt, process, options.seed)
+    device = getattr(subject.model, "device", None)
+    noise = SeededNoise(options.seed, len(prompt), subject.vocabulary, float(options.temperature), device)
+    return make_choose(prompt, process, noise), noise
 
 
 class Drafted(Method):
     """One of ``lookahead.core.METHODS``, driven by the only loop.
 
     Args:
-        name: the method. config: its settings. state: "", "cold" or "warm".
+        name: the method. config: its settings, as ``make_drafter`` takes them. state: "", "cold" or "warm".
     """
 
-    def __init__(self, name: str, config: LookaheadConfig, label: str = "", state: str = "") -> None:
+    def __init__(self, name: str, config: Any, label: str = "", state: str = "") -> None:
         self.name = name
         self.config = config
         self.label = label or name
         self.state = state
-        self.settings = config.as_dict()
-        self._kept: Drafter | None = None
+        self.settings = config.as_dict() if isinstance(config, LookaheadConfig) else dict(config or {})
+        self._kept: Any = None
 
     def forget(self) -> None:
         self._kept = None
 
     def _drafter(self, vocabulary: int) -> Drafter:
-        if self.state != "warm":
-            return make_drafter(self.name, self.config, vocabulary)
-        if self._kept is None:
-            pool = NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
-            self._kept = make_drafter(self.name, self.config, vocabulary, pool)
-        return self._kept
+        kept = self._kept
+        if self.state == "warm" and kept is None and self.name == "lookahead":
+            kept = NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
+        return make_drafter(self.name, self.config, vocabulary, kept)
 
     def decode(self, subject: Subject, prompt: Sequence[int], options: Options) -> Outcome:
-        drafter = self._drafter(int(getattr(subject.target, "vocabulary", 0)))
-        choose = chooser(prompt, options)
+        drafter = self._drafter(subject.vocabulary)
+        choose, noise = chooser(prompt, options, subject)
+        drafter.use_noise(noise)
         decoder = Decoder(subject.target)
         start = perf_counter()
         generation = decoder.add(Request(prompt, drafter, options.max_new_tokens, choose, subject.eos))
@@ -157,6 +159,8 @@ class Drafted(Method):
             last = now
         if generation.error is not None:
             raise generation.error
+        if self.state == "warm":
+            self._kept = kept_state(drafter)
         outcome.drafter = dict(generation.stats.drafter)
         return outcome
 
@@ -247,16 +251,25 @@ def default_methods() -> list[str]:
 
 
 def _value(text: str) -> Any:
+    """A setting's value; ``suffix+logits`` is a tuple of words, and so is ``suffix+``."""
+    if "+" in text:
+        return tuple(filter(None, text.split("+")))
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
+def kept_state(drafter: Drafter) -> Any:
+    """What ``make_drafter`` takes as ``pool`` to go on from where this drafter ended; None if it keeps nothing."""
+    state = getattr(drafter, "state", None)
+    return state if state is not None else getattr(drafter, "pool", None)
+
+
 def keeps_state(name: str) -> bool:
-    """Whether a method learns across prompts; its drafter says so, and lookahead's pool can be kept."""
-    return name == "lookahead" or bool(
-        getattr(make_drafter(name, None, 1), "keeps_state", False)
-    )
+    """Whether a method learns across prompts."""
+    drafter = make_drafter(name, None, 8)
+    drafter.reset([1], 1, frozenset())
+    return kept_state(drafter) is not None
 
 
 def make_methods(name: str, subject: Subject, warm: bool = True) -> list[Method]:
@@ -283,9 +296,10 @@ def make_methods(name: str, subject: Subject, warm: bool = True) -> list[Method]
     pairs = dict(part.split("=", 1) for part in settings if "=" in part)
     if len(triple) > 1:
         raise SettingsError(f"W,N,G is given more than once in {name!r}")
-    config = LookaheadConfig.of(
-        triple[0] if triple else None, **{key: _value(value) for key, value in pairs.items()}
-    )
+    values = {key: _value(value) for key, value in pairs.items()}
+    config: Any = values or None
+    if head not in OWN_SETTINGS or triple:
+        config = LookaheadConfig.of(triple[0] if triple else None, **values)
     label = name
     if head == "lookahead" and not triple:
         label = ":".join([head, ",".join(map(str, config.triple)), *settings])

@@ -6,6 +6,7 @@ Colours are Okabe and Ito's (2008); lines differ in their markers too, so that a
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         if caption:
-            figure.supxlabel(caption, fontsize=6, color="#555555", wrap=True)
+            figure.supxlabel(textwrap.fill(caption, 130), fontsize=6, color="#555555")
         written = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
         figure.savefig(written[0])
         figure.savefig(written[1], metadata={"Date": None})

@@ -8,7 +8,7 @@ the machine hits all alike. Before that, each method decodes one prompt that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from ..core import SettingsError
@@ -22,7 +22,7 @@ LOOP = 8
 
 
 def run(
-    methods: Sequence[str],
+    methods: Sequence[str | Method],
     prompts: Iterable[Prompt | str | Sequence[int]],
     subject: Subject | None = None,
     options: Options | None = None,
@@ -32,7 +32,7 @@ def run(
     """Measure and return one record per prompt, turn, method and repeat.
 
     Args:
-        methods: names as in ``lookahead.bench.methods``; plain decoding is always among them.
+        methods: names as in ``lookahead.bench.methods``, or ready methods; plain decoding is always among them.
         prompts: of a workload, or plain texts, or token ids.
         subject: the model; the bundled one where None.
         options: how to decode.
@@ -47,16 +47,10 @@ def run(
 
         subject = load_subject()
     options = options if options is not None else Options()
-    names = [PLAIN, *(name for name in dict.fromkeys(methods) if name != PLAIN)]
-    run_ = _Run(
-        subject,
-        [method for name in names for method in make_methods(name, subject, options.warm)],
-        _as_prompts(prompts),
-        options,
-        records,
-        progress,
-    )
-    return run_.all()
+    made: list[Method] = []
+    for one in dict.fromkeys([PLAIN, *methods]):
+        made += [one] if isinstance(one, Method) else make_methods(one, subject, options.warm)
+    return _Run(subject, made, _as_prompts(prompts), options, records, progress).all()
 
 
 def _as_prompts(prompts: Iterable[Prompt | str | Sequence[int]]) -> list[Prompt | list[int]]:
@@ -122,14 +116,11 @@ class _Run:
         if self.records is not None:
             self.records.mend()
             self.done = {record["key"]: record for record in self.records.read()}
-        warmed = False
+        self._warm_up()
         for repeat in range(self.options.repeats):
             for method in self.methods:
                 method.forget()
             for number, prompt in enumerate(self.prompts):
-                if not warmed and not self._finished(number, prompt, repeat):
-                    self._warm_up(prompt)
-                    warmed = True
                 self._prompt(number, prompt, repeat)
         self.progress(self.total, self.total, "")
         return self.result
@@ -144,14 +135,16 @@ class _Run:
     def _too_long(self, tokens: list[int]) -> bool:
         return not tokens or len(tokens) + self.options.max_new_tokens > self.subject.max_positions
 
-    def _warm_up(self, prompt: Prompt | list[int]) -> None:
-        tokens = self._tokens(prompt, [])
-        if self._too_long(tokens):
+    def _warm_up(self) -> None:
+        """Each method decodes the first unfinished prompt that fits, without a record."""
+        for number, prompt in enumerate(self.prompts):
+            tokens = self._tokens(prompt, [])
+            if self._too_long(tokens) or self._finished(number, prompt):
+                continue
+            for method in self.methods:
+                self.progress(0, self.total, f"warm-up: {method.label}")
+                method.decode(self.subject, tokens, self.options)
             return
-        for method in self.methods:
-            self.progress(0, self.total, f"warm-up: {method.label}")
-            method.decode(self.subject, tokens, self.options)
-            method.forget()
 
     def _key(self, number: int, prompt: Prompt | list[int], turn: int, method: Method, repeat: int) -> str:
         if isinstance(prompt, Prompt):
@@ -169,10 +162,11 @@ class _Run:
             return None
         return key_of({"seen": [p.id if isinstance(p, Prompt) else p for p in self.prompts[:number]]})
 
-    def _finished(self, number: int, prompt: Prompt | list[int], repeat: int) -> bool:
+    def _finished(self, number: int, prompt: Prompt | list[int]) -> bool:
         turns = len(prompt.turns) if isinstance(prompt, Prompt) else 1
         return all(
             self._key(number, prompt, turn, method, repeat) in self.done
+            for repeat in range(self.options.repeats)
             for turn in range(turns)
             for method in self.methods
         )
@@ -201,7 +195,6 @@ class _Run:
         reference: list[int] | None,
     ) -> dict[str, Any]:
         """The record of one text: taken from the file, or measured and written."""
-        named = isinstance(prompt, Prompt)
         what = f"{prompt.id if isinstance(prompt, Prompt) else number}, {method.label} {method.state}"
         self.progress(len(self.result), self.total, what)
         key = self._key(number, prompt, turn, method, repeat)
@@ -215,7 +208,7 @@ class _Run:
         record = {
             "schema": SCHEMA,
             "key": key,
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "workload": prompt.workload if isinstance(prompt, Prompt) else "tokens",
             "prompt": prompt.id if isinstance(prompt, Prompt) else str(number),
             "category": prompt.category if isinstance(prompt, Prompt) else "",
@@ -238,7 +231,7 @@ class _Run:
             if reference is None:
                 reference = outcome.tokens
             record |= self._parity(method, tokens, outcome.tokens, reference)
-            if named and isinstance(prompt, Prompt) and turn == len(prompt.turns) - 1:
+            if isinstance(prompt, Prompt) and turn == len(prompt.turns) - 1:
                 record["reference"] = prompt.reference
         if self.records is not None:
             self.records.append(record)

@@ -184,7 +184,7 @@ def _heads(model: Any) -> int:
 def _step(subject: Subject, context: int, k: int) -> tuple[float, float]:
     """(seconds of a step, seconds of it inside the model's forward pass); nothing is committed."""
     target = subject.target
-    vocabulary = int(target.vocabulary)
+    vocabulary = subject.vocabulary
     target.prefill([(0, [(7 * i + 3) % vocabulary for i in range(context)])])
     trees = [sample_tree(k, vocabulary)]
     inside: list[float] = []

@@ -35,6 +35,11 @@ class Subject:
     dtype: str = "float32"
     path: str = ""
 
+    @property
+    def vocabulary(self) -> int:
+        """V, columns of the logits."""
+        return int(self.target.vocabulary)
+
     @classmethod
     def of(
         cls, model: Any, tokenizer: Any, name: str, draft_model: Any = None, path: str = "auto"

@@ -191,7 +191,8 @@ COMPRESSION: dict[str, Callable[[Line], str]] = {
 LEGEND = (
     "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean and median of the ratio. "
     "warm: with the state of the earlier prompts. loop-free: prompts whose plain text has no repeated 8-gram. "
-    "equal: texts, cold and warm, equal to plain decoding. S steps: tokens per step; S passes: the prefill counted as a pass."
+    "equal: texts, cold and warm, equal to plain decoding. S steps: tokens per step; "
+    "S passes: the prefill counted as a pass."
 )
 
 

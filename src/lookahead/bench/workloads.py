@@ -287,12 +287,11 @@ def _read(path: Path) -> Iterator[tuple[str, int, Any]]:
     """(place for errors, number, row) of a JSON array or of JSON lines, packed with gzip or not."""
     if not path.is_file():
         raise SettingsError(f"there is no file {path}")
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     try:
-        with opened as file:
-            text = file.read()
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise SettingsError(f"{path} is not UTF-8 text: {error}") from error
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)

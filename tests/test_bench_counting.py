@@ -1,0 +1,239 @@
+"""The benchmark's counting, equality and resume, on a target whose compression ratio is known."""
+
+import json
+
+import pytest
+
+from lookahead.bench import Options, Records, Subject, run, summarise
+from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
+from lookahead.bench.run import first_difference, loop_free
+from lookahead.bench.spec_bench import rows, write_answers
+from lookahead.bench.summary import unequal_text
+from lookahead.core import METHODS, SettingsError
+from lookahead.testing import FakeTarget, tiny_model
+
+CYCLE = list(range(16))
+
+
+def cycling():
+    """Counts 0..15 over and over: prompt lookup drafts ten tokens and all of them are right."""
+    return Subject("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16))
+
+
+def test_a_known_compression_ratio_is_counted():
+    # 1 token from the prefill and 3 steps of 10 drafted tokens and a bonus token.
+    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), Options(max_new_tokens=34))
+    plain, ours = records
+    assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == ("autoregressive", 33, 33, 34)
+    assert plain["compression_ratio"] == 1.0
+    assert (ours["steps"], ours["rows"], ours["new_tokens"], ours["prefill_tokens"]) == (3, 33, 34, 1)
+    assert ours["compression_ratio"] == 11.0
+    assert ours["acceptance_by_position"] == [1.0] * 10
+    assert ours["step_tokens"] == [11, 11, 11]
+    assert ours["equal"] is True
+    assert not ours["loop_free"]
+
+
+def test_a_summary_counts_both_sides_alike():
+    records = run(["prompt-lookup"], [CYCLE * 2, CYCLE * 3], cycling(), Options(max_new_tokens=34, repeats=2))
+    for record in records:
+        record["decode_seconds"] = record["steps"] * (1.0 if record["repeat"] else 3.0)
+    plain, ours = summarise(records).lines
+    assert (plain.cold.s_steps, plain.cold.s_passes, plain.cold.total) == (1.0, 1.0, 1.0)
+    assert ours.cold.s_steps == 11.0
+    assert ours.cold.s_passes == 34 / 4
+    assert ours.cold.total == pytest.approx(11.0)
+    assert ours.cold.per_prompt == pytest.approx(11.0)
+    assert (ours.cold.rate_low, ours.cold.rate_high) == (pytest.approx(11 / 3), pytest.approx(11.0))
+    assert (ours.cold.equal, ours.cold.compared) == (4, 4)
+    assert ours.cold_loop_free.texts == 0
+
+
+def test_warm_state_begins_anew_with_every_repeat():
+    prompts = [[0, 1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4]]
+    name = "lookahead:2,3,4:pool_from_prompt=0"
+    records = run([name], prompts, cycling(), Options(max_new_tokens=12, repeats=2))
+    warm = [r for r in records if r["state"] == "warm"]
+    cold = [r for r in records if r["state"] == "cold"]
+    assert len(warm) == len(cold) == 6
+    assert warm[0]["steps"] == cold[0]["steps"] == warm[3]["steps"]
+    assert warm[1]["steps"] < cold[1]["steps"]
+    line = summarise(records).lines[1]
+    assert line.warm is not None
+    assert line.warm.s_steps > line.cold.s_steps
+
+
+class Liar(Method):
+    """Says what plain decoding does not."""
+
+    label, settings = "liar", {}
+
+    def decode(self, subject, prompt, options):
+        tokens = [(prompt[-1] + 1 + i) % 16 for i in range(options.max_new_tokens)]
+        tokens[7] = (tokens[7] + 1) % 16
+        return Outcome(tokens, 1, 0.1, [1] * (len(tokens) - 1), [1] * (len(tokens) - 1), [0.01] * (len(tokens) - 1))
+
+
+def test_an_unequal_text_is_never_shown_without_that_fact():
+    records = run([Liar()], [CYCLE * 2], cycling(), Options(max_new_tokens=16))
+    assert records[1]["equal"] is False
+    assert records[1]["first_divergence"] == 7
+    summary = summarise(records)
+    assert (summary.lines[1].cold.equal, summary.lines[1].cold.compared) == (0, 1)
+    text = unequal_text(summary.unequal[0])
+    assert "liar" in text
+    assert "100.0 tokens/s" in text
+    assert "not equal from token 7 on" in text
+
+
+def test_broken_verification_is_found(accept_a_wrong_node):
+    subject = Subject.of(tiny_model(), None, "tiny")
+    records = run(["jacobi"], [[5, 6, 7, 8]], subject, Options(max_new_tokens=24))
+    assert records[1]["equal"] is False
+    assert records[1]["logit_gap"] is not None
+
+
+@pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "hf-assisted", "autoregressive", "lookahead:4,3,4"])
+def test_one_counter_for_both_sides(name):
+    """Steps are the forward passes of the target after the first, whoever drives it."""
+    model = tiny_model(seed=3)
+    subject = Subject.of(model, None, "tiny", draft_model=tiny_model(seed=3), path="transformers")
+    passes, wrapped = [], model.forward
+
+    def counting(*args, **keywords):
+        passes.append(1)
+        return wrapped(*args, **keywords)
+
+    model.forward = counting
+    prompt = [5, 9, 5, 9, 5, 9, 5]
+    outcome = make_methods(name, subject)[0].decode(subject, prompt, Options(max_new_tokens=32))
+    assert len(outcome.step_tokens) == len(outcome.step_rows) == len(outcome.step_seconds) == len(passes) - 1
+    assert outcome.prefill_tokens + sum(outcome.step_tokens) == len(outcome.tokens)
+    model.forward = wrapped
+    plain = make_methods("autoregressive", subject)[0].decode(subject, prompt, Options(max_new_tokens=32))
+    assert outcome.tokens == plain.tokens
+    if name == "hf-assisted":  # a draft model equal to the target is always right
+        assert max(outcome.step_tokens) > 1
+
+
+def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
+    subject = Subject.of(tiny_model(), None, "tiny")
+    records = run(
+        ["lookahead:4,3,4", "hf-sample", "hf-greedy"], [[5, 6, 7]], subject,
+        Options(max_new_tokens=20, temperature=1.0, warm=False),
+    )  # fmt: skip
+    equal = {r["method"]: r["equal"] for r in records}
+    assert equal == {"autoregressive": True, "lookahead:4,3,4": True, "hf-sample": None, "hf-greedy": None}
+
+
+def test_an_interrupt_keeps_finished_records_and_the_same_command_resumes(tmp_path):
+    prompts = [[0, 1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4]]
+    names, options = ["prompt-lookup", "lookahead:2,3,4"], Options(max_new_tokens=12, repeats=2)
+    whole = run(names, prompts, cycling(), options)
+
+    def stop(done, total, what):
+        if done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(names, prompts, cycling(), options, Records(tmp_path), stop)
+    assert len(Records(tmp_path).read()) == 9
+    with Records(tmp_path).path.open("a") as file:
+        file.write('{"key": "cut sho')  # what an interrupt in the middle of a line leaves
+    before = Records(tmp_path).path.read_text().split("\n")[:9]
+    resumed = run(names, prompts, cycling(), options, Records(tmp_path))
+    lines = Records(tmp_path).path.read_text().split("\n")
+    assert lines[:9] == before
+    assert len([line for line in lines if line]) == len(whole)
+    figures = ("prompt", "method", "state", "repeat", "steps", "step_tokens", "step_rows", "tokens", "equal")
+    assert [[r[f] for f in figures] for r in resumed] == [[r[f] for f in figures] for r in whole]
+    again = run(names, prompts, cycling(), options, Records(tmp_path))
+    assert again == resumed
+    assert Records(tmp_path).path.read_text().split("\n") == lines
+
+
+def test_other_settings_are_other_records(tmp_path):
+    run([], [CYCLE], cycling(), Options(max_new_tokens=8), Records(tmp_path))
+    run([], [CYCLE], cycling(), Options(max_new_tokens=9), Records(tmp_path))
+    run([], [CYCLE], cycling(), Options(max_new_tokens=9), Records(tmp_path))
+    assert [r["new_tokens"] for r in Records(tmp_path).read()] == [8, 9]
+
+
+def test_every_record_says_where_it_was_made(tmp_path):
+    (record,) = run([], [CYCLE], cycling(), Options(max_new_tokens=8), Records(tmp_path))
+    for name in ("machine", "threads", "torch", "transformers", "lookahead", "commit", "dtype", "model", "settings"):
+        assert record[name], name
+    assert record["machine"]["processor"]
+    assert "instructions" in record["machine"]
+    assert json.loads(Records(tmp_path).path.read_text()) == record
+
+
+def test_a_broken_record_names_file_and_line(tmp_path):
+    Records(tmp_path).append({"key": "a"})
+    with Records(tmp_path).path.open("a") as file:
+        file.write("not json\n")
+    with pytest.raises(SettingsError, match=r"records\.jsonl, line 2: not JSON"):
+        Records(tmp_path).read()
+    Records(tmp_path).path.write_text('["a list"]\n')
+    with pytest.raises(SettingsError, match="line 1: not a record"):
+        Records(tmp_path).read()
+
+
+def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
+    subject = Subject("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16), max_positions=30)
+    records = run(["prompt-lookup"], [CYCLE * 2, CYCLE], subject, Options(max_new_tokens=8))
+    summary = summarise(records)
+    assert summary.skipped == {"tokens": 1}
+    assert [line.cold.texts for line in summary.lines] == [1, 1]
+
+
+def test_method_names():
+    assert split_methods(["hf-greedy,lookahead:15,5,15 jacobi", "jacobi"]) == [
+        "hf-greedy", "lookahead:15,5,15", "jacobi",
+    ]  # fmt: skip
+    assert set(METHODS) - {"autoregressive"} <= set(default_methods())
+    subject = cycling()
+    with pytest.raises(SettingsError, match="unknown method 'lookahed'; known are hf-greedy"):
+        make_methods("lookahed", subject)
+    with pytest.raises(SettingsError, match="hf-greedy needs a transformers model"):
+        make_methods("hf-greedy", subject)
+    with pytest.raises(SettingsError, match="guess_set_size"):
+        make_methods("lookahead:4,3,-1", subject)
+    with pytest.raises(SettingsError, match="unknown setting 'colour'"):
+        make_methods("lookahead:4,3,1:colour=red", subject)
+    with pytest.raises(SettingsError, match="--draft-model"):
+        make_methods("hf-assisted", Subject.of(tiny_model(), None, "tiny"))
+    assert [m.state for m in make_methods("lookahead", subject)] == ["cold", "warm"]
+    assert [m.state for m in make_methods("prompt-lookup", subject)] == [""]
+
+
+def test_options_out_of_range():
+    with pytest.raises(SettingsError, match="repeats must be at least 1, got 0"):
+        Options(repeats=0)
+    with pytest.raises(SettingsError, match="temperature"):
+        Options(temperature=-1)
+
+
+def test_small_helpers():
+    assert loop_free(range(20))
+    assert not loop_free([*range(8), 99, *range(8)])
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([1, 5, 3], [1, 2, 3]) == 1
+
+
+def test_spec_bench_rows(tmp_path):
+    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), Options(max_new_tokens=34, repeats=2))
+    ours = [r for r in records if r["method"] == "prompt-lookup"]
+    (row,) = rows(ours)
+    assert [choice["index"] for choice in row["choices"]] == [0, 1]
+    choice = row["choices"][0]
+    assert choice["new_tokens"] == [34]
+    assert choice["decoding_steps"] == [4]
+    assert choice["accept_lengths"] == [1, 11, 11, 11]
+    assert choice["wall_time"] == [pytest.approx(ours[0]["prefill_seconds"] + ours[0]["decode_seconds"])]
+    # Spec-Bench's evaluation takes the sum of tokens over the sum of times, and the mean of accept_lengths.
+    assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+    files = write_answers(records, tmp_path)
+    assert sorted(f.name for f in files) == ["spec-bench-autoregressive.jsonl", "spec-bench-prompt-lookup.jsonl"]
+    assert json.loads(files[1].read_text()) == row
