@@ -33,13 +33,14 @@ def prompts(batch=2, padded=True):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def both(inputs=None, model=None, **options):
+def both(inputs=None, model=None, drafted=None, **options):
     """(plain, ours), each with the generator's state after it."""
     model = model if model is not None else model_of()
     inputs = inputs if inputs is not None else prompts()
     options.setdefault("max_new_tokens", 48)
     results = []
-    for extra in ({}, {"custom_generate": generate, "lookahead_config": "5,4,7"}):
+    ours = {"custom_generate": generate, **(drafted or {"lookahead_config": "5,4,7"})}
+    for extra in ({}, ours):
         torch.manual_seed(7)
         made = {key: value() if callable(value) else value for key, value in options.items()}
         results.append((model.generate(**inputs, **made, **extra), torch.random.get_rng_state()))
@@ -110,6 +111,13 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equal_output(name, family, batch):
     plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "top-p", "repetition", "eos-list", "processor-sampled"])
+def test_equal_output_where_the_drafter_sees_the_coming_noise(name, batch):
+    plain, ours = both(prompts(batch), drafted={"method": "adaptive"}, **OPTIONS[name])
     assert ours.tolist() == plain.tolist()
 
 

@@ -20,7 +20,7 @@ from ..core.config import LookaheadConfig
 from ..targets.probe import make_target, probe
 from ..targets.transformers import TransformersTarget
 from .refusals import caller_arguments, refuse
-from .rows import Criteria, NoiseStream, Row, row_processors
+from .rows import Criteria, NoiseStream, Row, RowNoise, may_draw_ahead, row_processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,13 +111,16 @@ def generate(
     ]
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
 
-    def drafter() -> Drafter:
-        return make_drafter(name, settings, target.vocabulary, pool)
+    def drafter(row: Row) -> Drafter:
+        made = make_drafter(name, settings, target.vocabulary, pool)
+        if noise is not None and may_draw_ahead(processors, stopping_criteria):
+            made.use_noise(RowNoise(noise, row.index, float(config.temperature or 1.0)))
+        return made
 
     def decode(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         decoder = Decoder(target)
         running = [
-            decoder.add(Request(text, drafter(), limit, row.choose, criteria.eos, row.finished))
+            decoder.add(Request(text, drafter(row), limit, row.choose, criteria.eos, row.finished))
             for row, text, limit in zip(some, texts, limits, strict=True)
         ]
         while decoder.busy:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 FAR = 1 << 60
+#: More than a step can emit.
+BEHIND = 64
 
 
 class NoiseStream:
@@ -38,6 +40,9 @@ class NoiseStream:
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
         self._drawn = 0
         self._next = [0] * batch
+        self._furthest = 0
+        #: Used time steps that are kept all the same, for a drafter that observes what was emitted.
+        self.behind = 0
 
     def at(self, step: int) -> torch.Tensor:
         """Exponential noise (B, V) of time step ``step``."""
@@ -51,9 +56,13 @@ class NoiseStream:
     def used(self, row: int, step: int) -> None:
         """Row ``row`` needs no noise up to and including ``step`` any more."""
         self._next[row] = step + 1
-        oldest = min(self._next)
+        oldest = min(self._next) - self.behind
         for old in [key for key in self._noise if key < oldest]:
-            del self._noise[old], self._states[old]
+            del self._noise[old]
+        # Plain sampling draws as far as the row that is furthest ahead, so that state may still be wanted.
+        self._furthest = max(self._furthest, step + 1 if step < FAR else 0)
+        for old in [key for key in self._states if key < self._furthest]:
+            del self._states[old]
 
     def settle(self, steps: int) -> None:
         """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
@@ -70,6 +79,22 @@ class NoiseStream:
             torch.cuda.set_rng_state(state, self._device)
         else:
             torch.set_rng_state(state)
+
+
+class RowNoise:
+    """What a drafter may know of one row's coming random numbers. Fulfils ``lookahead.core.drafter.Noise``.
+
+    argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``.
+    """
+
+    def __init__(self, stream: NoiseStream, row: int, temperature: float) -> None:
+        self.temperature = temperature
+        self._stream = stream
+        self._row = row
+        stream.behind = BEHIND
+
+    def __call__(self, index: int) -> Any:
+        return -self._stream.at(index)[self._row].log().cpu().numpy()
 
 
 class Row:
@@ -211,3 +236,8 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
                 own.batch_size = 1
             return own
     return processor
+
+
+def may_draw_ahead(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+    """Whether nothing but sampling itself can use the random generator: a caller's own class might."""
+    return all(type(one).__module__.startswith("transformers.") for one in [*processors, *criteria])
