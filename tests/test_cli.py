@@ -299,7 +299,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
     out = tmp_path / "out.jsonl"
     command = [
         sys.executable, "-m", "lookahead", "generate", model, "--input", str(source), "--output", str(out),
-        "--max-new-tokens", "60", "--ignore-eos", "--threads", "1",
+        "--max-new-tokens", "60", "--ignore-eos",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -315,8 +315,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
     assert f"interrupted: {len(done)} of 400 prompts have results in {out}" in line
     # Going on with a shorter input, so that the test stays short.
     prompts(source, *[{"id": i, "prompt": PROMPT[i % 20 :]} for i in range(len(done) + 2)])
-    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
+    assert call(*command[3:], "--resume")[0] == 0
     assert lines(out)[: len(done)] == done
     assert [r["id"] for r in lines(out)] == list(range(len(done) + 2))
 
@@ -529,19 +528,18 @@ def test_help_and_version():
         assert "--dtype" in out
 
 
-def test_the_command_itself_in_a_process(model, llm):
+def test_the_command_itself_in_a_process():
     """As a user runs it: an error without a traceback, and a reader that leaves early."""
-    command = [sys.executable, "-m", "lookahead", "generate", model]
+    command = [sys.executable, "-m", "lookahead", "generate"]
     wrong = subprocess.run([*command, "--prompt", "x", "--lookahead", "1,2"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")
     assert wrong.stderr.count("\n") == 1
     reader, writer = os.pipe()
     os.close(reader)
-    gone = subprocess.run([*command, "--prompt", PROMPT], stdout=writer, stderr=subprocess.PIPE, text=True)
+    gone = subprocess.run([*command, "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert gone.returncode == 1
-    assert "Traceback" not in gone.stderr
+    assert (gone.returncode, gone.stderr) == (1, "")
 
 
 def test_help_loads_no_torch():
