@@ -9,11 +9,11 @@ The life of a measurement:
     methods.make_methods      a name -> what decodes a prompt, ours or Hugging Face's, under one counter
     run.run                   interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
-    summary, plot             read records, and nothing else
+    summary, pictures         read records, and nothing else
 """
 
 from .methods import Options, default_methods, make_methods, split_methods
-from .plot import plot
+from .pictures import plot
 from .record import Records
 from .run import run
 from .subject import Subject, load_subject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .plot import plot
+from .pictures import plot
 from .record import describe
 from .summary import LEGEND, Record, markdown, summarise, tables, unequal_text
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import METHODS, SettingsError
 from .methods import Options
-from .plot import COLOURS, colour, new_figure, save
+from .pictures import COLOURS, colour, new_figure, save
 from .record import Records, describe
 from .run import Progress, run
 from .sampling_quality import as_rows, joint_law, same_tokens

@@ -250,7 +250,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def figure(records: Sequence[dict[str, Any]]) -> Any:
     """t(k) with its floor, a line per dtype and context."""
-    from .plot import colour, new_figure
+    from .pictures import colour, new_figure
 
     picture, axes = new_figure()
     for index, (dtype, context) in enumerate(dict.fromkeys((r["dtype"], r["context"]) for r in records)):

@@ -171,7 +171,7 @@ def plot_records(
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
     """Draw the records of a folder: speed, S by window, step time by rows, tokens per step, acceptance."""
-    from ..bench.plot import plot
+    from ..bench.pictures import plot
 
     written, others = plot(folder, out)
     for path in written:
@@ -200,7 +200,7 @@ def step_cost(
 
     from ..bench import load_subject
     from ..bench import step_cost as cost
-    from ..bench.plot import save
+    from ..bench.pictures import save
     from ..bench.record import describe
 
     _quiet()

@@ -1,0 +1,48 @@
+"""lm-evaluation-harness on a small local task: the same texts as its own `hf` model class."""
+
+import json
+
+import pytest
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QUESTIONS = [
+    {"question": "def add(a, b):", "answer": "return a + b"},
+    {"question": "for i in range(", "answer": "10"},
+    {"question": "import os\nimport", "answer": " sys"},
+]
+
+
+def test_a_local_task_gives_the_same_texts(tmp_path):
+    import lm_eval
+    from lm_eval.api.registry import get_model
+
+    from lookahead.bench.lm_eval import HFLookahead
+    from lookahead.engine import BUNDLED
+
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    assert get_model("hf-lookahead") is HFLookahead
+    texts, scores = [], []
+    for name, more in (("hf", {}), ("hf-lookahead", {"lookahead": "4/3/4"})):
+        model = get_model(name)(pretrained=str(BUNDLED), device="cpu", batch_size=2, **more)
+        results = lm_eval.simple_evaluate(model, tasks=[task], log_samples=True, bootstrap_iters=0)
+        texts.append([sample["resps"] for sample in results["samples"]["tiny"]])
+        scores.append(results["results"]["tiny"]["exact_match,none"])
+    assert texts[0] == texts[1]
+    assert scores[0] == scores[1]
+    assert len(model.stats) == len(QUESTIONS)
+    assert model.lookahead.triple == (4, 3, 4)

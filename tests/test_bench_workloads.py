@@ -1,0 +1,203 @@
+"""Loaders on small files, the standard library as a workload, and input that is wrong."""
+
+import gzip
+import json
+
+import pytest
+
+from lookahead.bench import KNOWN, Prompt, load_workload
+from lookahead.bench.workloads import SOURCES
+from lookahead.core import SettingsError
+
+ROWS = {
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    pass"},
+    "gsm8k": {"question": "2 + 2?", "answer": "#### 4"},
+    "mbpp": {"task_id": 7, "text": "Add.", "code": "x", "test_list": ["assert f() == 1"]},
+    "mt-bench": {"question_id": 81, "category": "writing", "turns": ["First.", "Second."]},
+    "classeval": {"task_id": "ClassEval_0", "skeleton": "class A:\n", "solution_code": "class A: pass"},
+    "spec-bench": {"question_id": 161, "category": "translation", "turns": ["Hallo"], "reference": ["Hello"]},
+    "xsum": {"document": "Long.", "summary": "Short.", "id": "1"},
+    "cnn-dailymail": {"article": "Long.", "highlights": "Short.", "id": "1"},
+}
+
+
+def lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_known_data_set_has_a_loader_and_a_row_here():
+    assert set(ROWS) == set(SOURCES) == set(KNOWN) - {"stdlib"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_loaders(name, tmp_path):
+    path = lines(tmp_path / "file.jsonl", ROWS[name])
+    (prompt,) = load_workload(f"{name}={path}")
+    assert prompt.workload == name
+    assert prompt.turns
+    assert prompt.plain
+    expected = {"humaneval": "    pass", "gsm8k": "#### 4", "mbpp": "x", "mt-bench": None, "classeval": "class A: pass",
+                "spec-bench": "Hello"}  # fmt: skip
+    assert prompt.reference == expected.get(name, "Short.")
+    assert len(prompt.turns) == (2 if name == "mt-bench" else 1)
+
+
+@pytest.mark.parametrize("file", ["mt_bench/question.jsonl", "mt-bench.json", "MT_Bench/x.jsonl.gz"])
+def test_a_data_folder_is_searched_by_name(file, tmp_path):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([ROWS["mt-bench"]] if file.endswith("json") else ROWS["mt-bench"])
+    path.write_bytes(gzip.compress(text.encode()) if file.endswith("gz") else text.encode())
+    assert load_workload("mt-bench", data=tmp_path)[0].id == "81"
+
+
+def test_the_test_split_comes_first(tmp_path):
+    lines(tmp_path / "gsm8k" / "train.jsonl", ROWS["gsm8k"], ROWS["gsm8k"])
+    lines(tmp_path / "gsm8k" / "test.jsonl", ROWS["gsm8k"])
+    assert len(load_workload("gsm8k", data=tmp_path)) == 1
+
+
+def test_few_prompts_cover_all_categories(tmp_path):
+    rows = [{"question_id": i, "category": "ab"[i > 4], "turns": ["x"]} for i in range(8)]
+    path = lines(tmp_path / "q.jsonl", *rows)
+    assert [p.id for p in load_workload(f"spec-bench={path}", 4)] == ["0", "5", "1", "6"]
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = lines(
+        tmp_path / "mine.jsonl",
+        {"prompt": "one", "id": "a"},
+        {"text": "two"},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "three"}]},
+        {"turns": ["four", "five"], "reference": ["x", "y"]},
+    )
+    a, b, c, d = load_workload(str(path))
+    assert (a.id, a.workload, a.turns, b.turns) == ("a", "mine", ("one",), ("two",))
+    assert c.turns == ("three",)
+    assert c.history == ({"role": "system", "content": "Be brief."},)
+    assert d.turns == ("four", "five")
+    assert d.reference == "y"
+
+
+class Tokenizer:
+    """Characters as tokens."""
+
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def said(prompt, tokenizer, answers=()):
+    return "".join(map(chr, prompt.tokens(tokenizer, answers)))
+
+
+def test_a_chat_template_is_applied_where_there_is_one():
+    prompt = Prompt("1", "x", ("one", "two"), plain="ONE", history=({"role": "system", "content": "s"},))
+    plain, chat = Tokenizer(), Tokenizer()
+    chat.chat_template = "yes"
+    assert said(prompt, plain) == "s\n\nONE"
+    assert said(prompt, plain, ["answer"]) == "s\n\nONEanswer\n\ntwo\n"
+    assert said(prompt, chat) == "<system>s<user>one<assistant>"
+    assert said(prompt, chat, ["answer"]) == "<system>s<user>one<assistant>answer<user>two<assistant>"
+
+
+def test_the_standard_library_is_a_workload():
+    prompts = load_workload("stdlib", 5, seed=3)
+    assert prompts == load_workload("stdlib", 5, seed=3)
+    assert prompts != load_workload("stdlib", 5, seed=4)
+    assert len({p.id for p in prompts}) == 5
+    for prompt in prompts:
+        assert prompt.plain.lstrip().startswith("def ")
+        assert prompt.plain == prompt.plain.rstrip()
+        assert prompt.reference.strip()
+        compile(f"{prompt.plain}\n{prompt.reference}", prompt.id, "exec", dont_inherit=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a", "answer": "b"}\n{"question": \n', r"file\.jsonl, line 2: not JSON"),
+        ('{"question": "a", "answer": "b"}\n\n[1]\n', r"file\.jsonl, line 3: an object with question, answer"),
+        ('{"question": "a"}\n', r"file\.jsonl, line 1: a row of gsm8k must have question, answer .*this one has question"),
+        ('[{"question": "a", "answer": "b"}, 3]', r"file\.jsonl, entry 2: an object"),
+        ('[{"question":\n "a" "b"}]', r"file\.jsonl, line 2: not JSON"),
+        ("", "holds no rows"),
+    ],
+)
+def test_malformed_lines_are_named(text, message, tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load_workload(f"gsm8k={path}")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": ""}, "not empty"),
+        ({"prompt": 3}, "must be a text"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "last message must be the user's"),
+        ({"turns": "text"}, "list of at least one"),
+        ({"nothing": 1}, "prompt, text, turns or messages"),
+    ],
+)
+def test_malformed_rows_of_ones_own_file(row, message, tmp_path):
+    path = lines(tmp_path / "mine.jsonl", {"prompt": "good"}, row)
+    with pytest.raises(SettingsError, match=rf"mine\.jsonl, line 2: .*{message}"):
+        load_workload(str(path))
+
+
+def test_two_rows_of_one_id(tmp_path):
+    path = lines(tmp_path / "mine.jsonl", {"prompt": "a", "id": 1}, {"prompt": "b", "id": 1})
+    with pytest.raises(SettingsError, match="line 2: the id '1' is also that of .*line 1"):
+        load_workload(str(path))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="cannot be read as UTF-8"):
+        load_workload(f"gsm8k={path}")
+    (tmp_path / "file.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load_workload(f"gsm8k={path}.gz")
+
+
+def test_an_unknown_workload_lists_the_known_ones():
+    with pytest.raises(SettingsError, match="unknown workload 'humanevil'; known are humaneval, gsm8k, .*stdlib"):
+        load_workload("humanevil")
+
+
+def test_a_missing_file_says_where_to_put_it_and_where_it_comes_from(tmp_path):
+    with pytest.raises(SettingsError, match=r"nothing for spec-bench lies in .*--data as spec-bench/.*Spec-Bench"):
+        load_workload("spec-bench", data=tmp_path)
+    with pytest.raises(SettingsError, match="there is no file"):
+        load_workload(f"gsm8k={tmp_path / 'absent.jsonl'}")
+    with pytest.raises(SettingsError, match="data folder .* does not exist"):
+        load_workload("gsm8k", data=tmp_path / "absent")
+
+
+def test_the_hub_is_asked_where_there_is_no_file(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def fake(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return [ROWS["gsm8k"]]
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    assert load_workload("gsm8k")[0].reference == "#### 4"
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+    def broken(*args, **keywords):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    with pytest.raises(SettingsError, match=r"cannot be fetched .*--workload gsm8k=PATH; it comes from https://github"):
+        load_workload("gsm8k")
