@@ -160,32 +160,34 @@ def _linears(target: LeanTarget, k: int) -> Callable[[], Any]:
     hidden, attended = model.embedding.shape[1], model.heads * model.head_size
     x = torch.randn(k, hidden).to(model.dtype)
     a = torch.randn(k, attended).to(model.dtype)
+    inner = torch.randn(k, target.facts.config.intermediate_size).to(model.dtype)
 
     def run() -> None:
         with torch.inference_mode():
             for layer in model.layers:
                 layer.qkv.of(x)
                 layer.output.plus(a, x)
-                layer.down.plus(layer.up.times(x, layer.gate.silu(x)), x)
+                layer.gate_up.of(x)
+                layer.down.plus(inner, x)
             model.head.of(x)
 
     return run
 
 
 def _attention(target: LeanTarget, context: int, k: int) -> Callable[[], Any]:
-    """Cache writes and attention of one step alone."""
+    """Attention of one step alone."""
     from lookahead.targets.lean.forward import Attention
 
     model, cache = target.lean, target.cache
     tree = sample_tree(k, target.vocabulary)
     block = target._block(0, context, [context + d for d in tree.depths], tree)
-    y = torch.randn(k, model.heads + 2 * model.key_heads, model.head_size)
+    query = torch.randn(k, model.heads, model.head_size)
 
     def run() -> None:
         with torch.inference_mode():
             attend = Attention(model, [block], cache)
             for index, layer in enumerate(model.layers):
-                attend(index, layer.window, y)
+                attend(index, layer.window, query)
 
     return run
 

@@ -40,9 +40,11 @@ class LeanCache:
         new[:, : self.slots, :, : self.capacity] = self.storage
         self.storage, self.slots, self.capacity = new, new_slots, new_capacity
 
-    def rows(self, slot: int, length: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Per layer (2K, count, D): where ``count`` rows behind ``length`` tokens are written."""
-        return self.storage[:, slot, :, length : length + count].unbind(0)
+    def address(self, layer: int, slot: int, length: int) -> int:
+        """Where row ``length`` of the slot's first key head lies in memory."""
+        _, slots, lanes, capacity, size = self.storage.shape
+        place = ((layer * slots + slot) * lanes * capacity + length) * size
+        return self.storage.data_ptr() + place * self.storage.element_size()
 
     def heads(
         self, slot: int, begin: int, end: int, groups: int

@@ -5,14 +5,13 @@
 
 At these sizes a call costs as much as its work, so: query, key and value are one linear; the two halves of
 a rotary pair lie side by side (the weights' rows are reordered at load), so that a rotation is one complex
-product for all heads, values included with angle 0; keys and values are written by one copy; silu, the
-gate's product and both residual sums are fused into the linears. The rows of several sequences lie behind one
+product for all heads; gate and up are one linear; both residual sums are fused into the linears, and what is
+left between the linears is one kernel each (``kernels.py``). The rows of several sequences lie behind one
 another without padding; only attention is called once for each sequence.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from .cache import LeanCache
+from .kernels import Norm, TorchKernels, Turns, best_kernels
 from .linear import Linear, PackedLinear, PlainLinear, best_kind
-from .specs import LayerParts, LinearParts, ModelParts, Norm
+from .specs import LayerParts, LinearParts, ModelParts, NormParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,48 +48,15 @@ class Block:
 class Layer:
     """One block, laid out for the pass."""
 
-    attention_norm: RMSNorm
+    attention_norm: Norm
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norm: Norm | None
     output: Linear
-    feed_forward_norm: RMSNorm
-    gate: Linear
-    up: Linear
+    feed_forward_norm: Norm
+    gate_up: Linear
     down: Linear
     window: int
     rotates: bool
-
-
-class RMSNorm:
-    """x / sqrt(mean(x^2) + epsilon) * weight, in fp32, rounded once; the same bits for any number of rows.
-
-    With n entries that is x / hypot(|x|, sqrt(n epsilon)) * (sqrt(n) weight): four calls in fp32, six in
-    bf16, where torch's own rms_norm takes about twice the time on CPU.
-    """
-
-    def __init__(self, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> None:
-        size = weight.shape[-1]
-        self.weight = weight.float() * math.sqrt(size)
-        self.floor = torch.tensor(math.sqrt(size * epsilon))
-        self.dtype = dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        length = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.div(x, length.hypot_(self.floor)).mul_(self.weight).to(self.dtype)
-
-
-class HeadNorm:
-    """The RMS norms of queries and keys, over each head: rows (Q, H + 2K, D), values left as they are."""
-
-    def __init__(self, query: Norm, key: Norm, order: torch.Tensor, heads: int, key_heads: int) -> None:
-        weights = [query.weight[order]] * heads + [key.weight[order]] * key_heads
-        self.normed = heads + key_heads
-        self.norm = RMSNorm(torch.stack(weights), query.epsilon, torch.float32)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        rows[:, : self.normed] = self.norm(rows[:, : self.normed])
-        return rows
 
 
 class LeanModel:
@@ -97,16 +64,24 @@ class LeanModel:
 
     Args:
         parts: tensors of a loaded model; they are copied where their layout changes, never written.
-        kind: the linears; the best for this machine by default.
+        kind, kernels: the linears, and what runs between them; the best for this machine by default.
 
     Attributes:
         layout: what the linears are, in a few words.
     """
 
-    def __init__(self, parts: ModelParts, kind: type[PackedLinear] | type[PlainLinear] | None = None) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        kind: type[PackedLinear] | type[PlainLinear] | None = None,
+        kernels: type[TorchKernels] | None = None,
+    ) -> None:
         self.dtype = parts.embedding.dtype
-        best, self.layout = best_kind(self.dtype)
+        best, layout = best_kind(self.dtype)
         make = kind if kind is not None else best
+        best_between, between = best_kernels()
+        self.layout = f"{layout}, {between}"
+        self.kernels = (kernels or best_between)(parts.heads, parts.key_heads, parts.head_size, self.dtype)
         self.heads, self.key_heads, self.head_size = parts.heads, parts.key_heads, parts.head_size
         self.groups = parts.heads // parts.key_heads
         self.scale = parts.scale
@@ -116,7 +91,7 @@ class LeanModel:
         # Rotary pairs (i, i + D/2) become neighbours (2i, 2i + 1).
         order = torch.arange(parts.head_size).view(2, half).t().reshape(-1)
         self.layers = [self._layer(layer, make, order) for layer in parts.layers]
-        self.norm = self._norm(parts.norm)
+        self.norm = _norm(parts.norm)
         self.head = make(parts.head)
         self._rotary = parts.rotary
         self._turns = torch.empty(0, half, dtype=torch.complex64)
@@ -127,28 +102,30 @@ class LeanModel:
             return LinearParts(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
         return Layer(
-            attention_norm=self._norm(parts.attention_norm),
+            attention_norm=_norm(parts.attention_norm),
             qkv=make(_joined(paired(parts.query), paired(parts.key), parts.value)),
-            head_norm=None
-            if parts.query_norm is None or parts.key_norm is None
-            else HeadNorm(parts.query_norm, parts.key_norm, order, self.heads, self.key_heads),
+            head_norm=self._head_norm(parts, order),
             output=make(parts.output),
-            feed_forward_norm=self._norm(parts.feed_forward_norm),
-            gate=make(parts.gate),
-            up=make(parts.up),
+            feed_forward_norm=_norm(parts.feed_forward_norm),
+            gate_up=make(_joined(parts.gate, parts.up)),
             down=make(parts.down),
             window=parts.window,
             rotates=parts.rotates,
         )
 
-    def _norm(self, norm: Norm) -> RMSNorm:
-        return RMSNorm(norm.weight, norm.epsilon, self.dtype)
+    def _head_norm(self, parts: LayerParts, order: torch.Tensor) -> Norm | None:
+        """One weight (H + K, D) for the norms over query and key heads."""
+        query, key = parts.query_norm, parts.key_norm
+        if query is None or key is None:
+            return None
+        weights = [query.weight[order]] * self.heads + [key.weight[order]] * self.key_heads
+        return Norm(torch.stack(weights), query.epsilon)
 
     def nbytes(self) -> int:
         """Bytes of weights held beside the model's own."""
         linears = [self.head]
         for layer in self.layers:
-            linears += [layer.qkv, layer.output, layer.gate, layer.up, layer.down]
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
         return sum(linear.nbytes() for linear in linears)
 
     def new_cache(self, capacity: int) -> LeanCache:
@@ -177,38 +154,26 @@ class LeanModel:
             x = self._body(x, self._angles(positions), blocks, cache)
             if len(read) < len(tokens):
                 x = x[torch.tensor(read, dtype=torch.long)]
-            x = self.norm(x)
+            x = self.kernels.norm(x, self.norm)
         with torch.no_grad():  # the logits leave as ordinary tensors, which processors may write to
             return self.head.of(x)
 
-    def _body(
-        self, x: torch.Tensor, turns: torch.Tensor, blocks: Sequence[Block], cache: LeanCache
-    ) -> torch.Tensor:
-        rows, lanes = x.shape[0], self.heads + 2 * self.key_heads
-        pairs = (rows, lanes, self.head_size // 2, 2)
-        shape = (rows, lanes, self.head_size)
-        attend = Attention(self, blocks, cache)
+    def _body(self, x: torch.Tensor, turns: Turns, blocks: Sequence[Block], cache: LeanCache) -> torch.Tensor:
+        kernels, attend = self.kernels, Attention(self, blocks, cache)
+        places = [(block.slot, block.length, block.rows) for block in blocks]
         for index, layer in enumerate(self.layers):
-            y = layer.qkv.of(layer.attention_norm(x)).float()
-            if layer.head_norm is not None:
-                y = layer.head_norm(y.view(shape))
-            if layer.rotates:
-                y = torch.view_as_real(torch.view_as_complex(y.view(pairs)) * turns)
-            x = layer.output.plus(attend(index, layer.window, y.view(shape)), x)
-            h = layer.feed_forward_norm(x)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            y = layer.qkv.of(kernels.norm(x, layer.attention_norm))
+            query = kernels.turn(y, turns if layer.rotates else None, layer.head_norm, cache, index, places)
+            x = layer.output.plus(attend(index, layer.window, query), x)
+            both = layer.gate_up.of(kernels.norm(x, layer.feed_forward_norm))
+            x = layer.down.plus(kernels.gate(both), x)
         return x
 
-    def _angles(self, positions: Sequence[int]) -> torch.Tensor:
-        """(Q, H + 2K, D/2) complex: the turn of each row's heads; 1 for values."""
+    def _angles(self, positions: Sequence[int]) -> Turns:
         longest = max(positions) + 1
         if longest > len(self._turns):
             self._turns = self._table(1 << (longest - 1).bit_length())
-        turns = torch.ones(
-            len(positions), self.heads + 2 * self.key_heads, self.head_size // 2, dtype=torch.complex64
-        )
-        turns[:, : self.heads + self.key_heads] = self._turns[torch.tensor(positions)][:, None]
-        return turns
+        return Turns(self._turns[torch.tensor(positions)], self.heads, self.key_heads)
 
     def _table(self, longest: int) -> torch.Tensor:
         """Turns of positions 0..longest, from the model's own rotary module."""
@@ -224,7 +189,7 @@ class Attention:
     def __init__(self, model: LeanModel, blocks: Sequence[Block], cache: LeanCache) -> None:
         self.model = model
         self.blocks = blocks
-        self._new = [cache.rows(b.slot, b.length, b.rows) for b in blocks]
+        self._shape = (model.key_heads, model.groups, model.head_size)
         self._seen = [
             {
                 window: cache.heads(b.slot, begin, b.length + b.rows, model.groups)
@@ -233,27 +198,27 @@ class Attention:
             for b in blocks
         ]
 
-    def __call__(self, layer: int, window: int, y: torch.Tensor) -> torch.Tensor:
-        """Write keys and values of rows y (Q, H + 2K, D), attend; (Q, H * D) in the model's dtype."""
-        heads, start = self.model.heads, 0
-        results = []
-        for block, new, seen in zip(self.blocks, self._new, self._seen, strict=True):
-            rows = block.rows
-            mine = y[start : start + rows] if len(self.blocks) > 1 else y
-            start += rows
-            query, fresh = mine.split((heads, 2 * self.model.key_heads), 1)
-            new[layer].copy_(fresh.transpose(0, 1))
+    def __call__(self, layer: int, window: int, query: torch.Tensor) -> torch.Tensor:
+        """Queries (Q, H, D), whose keys and values are in the cache; (Q, H * D) in the model's dtype."""
+        results, start = [], 0
+        for block, seen in zip(self.blocks, self._seen, strict=True):
+            mine = query[start : start + block.rows] if len(self.blocks) > 1 else query
+            start += block.rows
             keys, values = seen[window]
             result = F.scaled_dot_product_attention(
-                query.unflatten(1, (self.model.key_heads, self.model.groups)).permute(1, 2, 0, 3),
+                mine.view(block.rows, *self._shape).permute(1, 2, 0, 3),
                 keys[layer],
                 values[layer],
                 block.masks[window],
                 scale=self.model.scale,
             )
-            results.append(result.permute(2, 0, 1, 3).reshape(rows, -1))
+            results.append(result.permute(2, 0, 1, 3).reshape(block.rows, -1))
         joined = results[0] if len(results) == 1 else torch.cat(results)
         return joined.to(self.model.dtype)
+
+
+def _norm(parts: NormParts) -> Norm:
+    return Norm(parts.weight, parts.epsilon)
 
 
 def _joined(*linears: LinearParts) -> LinearParts:

@@ -1,9 +1,7 @@
-"""Linear maps whose weights are laid out once, with the next operation fused in where oneDNN can.
+"""Linear maps whose weights are laid out once, with the residual sum fused in.
 
-Each kind offers the same four calls on rows x of shape (Q, in):
+Each kind offers the same two calls on rows x of shape (Q, in):
     of(x)            W x + b
-    silu(x)          silu(W x + b)
-    times(x, y)      (W x + b) * y
     plus(x, y)       (W x + b) + y
 
 ``PackedLinear`` holds oneDNN's blocked layout. Its results do not depend on how many rows are computed
@@ -32,12 +30,6 @@ class PlainLinear:
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(F.linear(x, self.weight, self.bias), inplace=True)
-
-    def times(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias).mul_(y)
 
     def plus(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias).add_(y)
@@ -72,16 +64,6 @@ class PackedLinear:
         if self._rest:
             return self._add_rest(x, self._call(x[:, : self._step], self._first, self._bias, "none", [], ""))
         return self._call(x, self._first, self._bias, "none", [], "")
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        if self._rest:
-            return F.silu(self.of(x), inplace=True)
-        return self._call(x, self._first, self._bias, "swish", [], "")
-
-    def times(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if self._rest:
-            return self.of(x).mul_(y)
-        return self._fused(x, y, self._first, self._bias, "mul")
 
     def plus(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self._rest:

@@ -92,7 +92,7 @@ def register(name: str, spec: Spec) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormParts:
     """Weight (n,) and epsilon of an RMS norm."""
 
     weight: torch.Tensor
@@ -111,14 +111,14 @@ class LinearParts:
 class LayerParts:
     """One block."""
 
-    attention_norm: Norm
+    attention_norm: NormParts
     query: LinearParts
     key: LinearParts
     value: LinearParts
     output: LinearParts
-    query_norm: Norm | None
-    key_norm: Norm | None
-    feed_forward_norm: Norm
+    query_norm: NormParts | None
+    key_norm: NormParts | None
+    feed_forward_norm: NormParts
     gate: LinearParts
     up: LinearParts
     down: LinearParts
@@ -132,7 +132,7 @@ class ModelParts:
 
     embedding: torch.Tensor
     layers: list[LayerParts]
-    norm: Norm
+    norm: NormParts
     head: LinearParts
     rotary: nn.Module
     heads: int
@@ -184,7 +184,7 @@ def _check(model: nn.Module, config: Any) -> None:
 
 
 def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
-    def norm(path: str) -> Norm | None:
+    def norm(path: str) -> NormParts | None:
         return _norm(layer.get_submodule(path)) if path else None
 
     def linear(path: str) -> LinearParts:
@@ -221,5 +221,5 @@ def _linear(module: nn.Module) -> LinearParts:
     return LinearParts(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), float(module.variance_epsilon))
+def _norm(module: Any) -> NormParts:
+    return NormParts(module.weight.detach(), float(module.variance_epsilon))

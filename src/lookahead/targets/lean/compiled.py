@@ -1,0 +1,174 @@
+"""Numba code of ``NumbaKernels``. Imported only where numba is there; compiled once and kept on disk.
+
+A tag argument (an unsigned 16-bit zero for bf16 bits, a float zero for fp32) tells what an address points to.
+Sums may be formed in vector lanes, in an order that depends on the length of a row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.extending import intrinsic, overload, register_jitable
+
+TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+#: Sums in lanes and fused multiply-adds; NaN and infinity keep their meaning.
+MATHS = {"reassoc", "contract", "nsz"}
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, tag: Any) -> Any:
+    """The address as a pointer to values of the tag's type."""
+    result = types.CPointer(tag)
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], target.get_value_type(result))
+
+    return result(types.int64, tag), generate
+
+
+def _widen(value: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_widen, inline="always")
+def _widen_code(value):  # type: ignore[no-untyped-def]  # numba compares the two signatures
+    """To fp32."""
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+def _narrow(value: Any, tag: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_narrow, inline="always")
+def _narrow_code(value, tag):  # type: ignore[no-untyped-def]
+    """From fp32 to the tag's type, to the nearest, ties to even; NaN stays NaN."""
+    if tag == types.uint16:
+
+        def to_bits(value, tag):  # type: ignore[no-untyped-def]
+            bits = np.float32(value).view(np.uint32)
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
+            return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+        return to_bits
+    return lambda value, tag: np.float32(value)
+
+
+@register_jitable(inline="always")
+def _exp(x: Any) -> Any:
+    """e^x in fp32 to about one unit in the last place, without a call, so that loops over it are vectors.
+
+    x = k log 2 + r, |r| <= log 2 / 2; e^r by its series to the seventh power; 2^k by its bits.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    k = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    # log 2 in two parts, so that k times the first is exact.
+    r = x - k * np.float32(0.693359375) + k * np.float32(2.12194440e-4)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1)
+    p = p * r + np.float32(1)
+    return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
+def norm(x: int, weight: int, out: int, rows: int, size: int, epsilon: float, tag: Any) -> None:
+    """x (rows, size) / sqrt(mean(x^2) + epsilon) * weight -> out."""
+    xs = carray(_pointer(x, tag), (rows, size))
+    ws = carray(_pointer(weight, np.float32(0)), (size,))
+    outs = carray(_pointer(out, tag), (rows, size))
+    for r in range(rows):
+        total = np.float32(0)
+        for i in range(size):
+            value = _widen(xs[r, i])
+            total += value * value
+        factor = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
+        for i in range(size):
+            outs[r, i] = _narrow(_widen(xs[r, i]) * factor * ws[i], tag)
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
+def gate(both: int, out: int, rows: int, size: int, tag: Any) -> None:
+    """silu(both[:, :size]) * both[:, size:] -> out (rows, size)."""
+    ins = carray(_pointer(both, tag), (rows, 2 * size))
+    outs = carray(_pointer(out, tag), (rows, size))
+    for r in range(rows):
+        for i in range(size):
+            value = _widen(ins[r, i])
+            outs[r, i] = _narrow(value / (np.float32(1) + _exp(-value)) * _widen(ins[r, size + i]), tag)
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
+def turn(
+    y: int,
+    turns: int,
+    weight: int,
+    epsilon: float,
+    query: int,
+    cache: int,
+    capacity: int,
+    start: int,
+    rows: int,
+    heads: int,
+    key_heads: int,
+    size: int,
+    tag: Any,
+) -> None:
+    """Norm and rotate queries and keys of rows start.. of y; queries go out, keys and values to the cache.
+
+    Args:
+        y: (any, H + 2K, D), pairs side by side.
+        turns: (any, D) fp32, cosine and sine by turns; 0 for no rotation.
+        weight: (H + K, D) fp32 of the norm over each head; 0 for none.
+        query: (any, H, D) fp32.
+        cache: (2K, capacity, D) fp32 from the first free row on.
+    """
+    lanes = heads + 2 * key_heads
+    single = np.float32(0)
+    ys = carray(_pointer(y, tag), (start + rows, lanes, size))
+    queries = carray(_pointer(query, single), (start + rows, heads, size))
+    stored = carray(_pointer(cache, single), (2 * key_heads, capacity, size))
+    angles = carray(_pointer(turns, single), (start + rows, size))
+    weights = carray(_pointer(weight, single), (heads + key_heads, size))
+    one = np.empty(size, np.float32)
+    for row in range(rows):
+        r = start + row
+        for h in range(heads + key_heads):
+            for i in range(size):
+                one[i] = _widen(ys[r, h, i])
+            if weight != 0:
+                total = np.float32(0)
+                for i in range(size):
+                    total += one[i] * one[i]
+                factor = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
+                for i in range(size):
+                    one[i] *= factor * weights[h, i]
+            if turns != 0:
+                for i in range(0, size, 2):
+                    a, b = one[i], one[i + 1]
+                    one[i] = a * angles[r, i] - b * angles[r, i + 1]
+                    one[i + 1] = a * angles[r, i + 1] + b * angles[r, i]
+            if h < heads:
+                for i in range(size):
+                    queries[r, h, i] = one[i]
+            else:
+                for i in range(size):
+                    stored[h - heads, row, i] = one[i]
+        for h in range(key_heads):
+            for i in range(size):
+                stored[key_heads + h, row, i] = _widen(ys[r, heads + key_heads + h, i])
+
+
+#: For reports.
+VERSION = numba.__version__
