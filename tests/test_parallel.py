@@ -6,9 +6,12 @@ one set of processes; their results are reported as one test each.
 
 import atexit
 import functools
+import json
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -368,6 +371,33 @@ def leader_ends(rank, how):
     atexit._run_exitfuncs()  # multiprocessing leaves without them; a program of one's own does not
 
 
+def command_line(rank, arguments, dies_at):
+    """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
+    import lookahead.targets.probe as probe
+    from lookahead.cli import app
+
+    make, steps = probe.make_target, []
+
+    def mortal(model, *rest, **named):
+        target = make(model, *rest, **named)
+        forward = target.forward
+
+        def counted(trees):
+            steps.append(1)
+            if rank == 1 and len(steps) == dies_at:
+                os._exit(9)
+            return forward(trees)
+
+        target.forward = counted
+        return target
+
+    probe.make_target = mortal
+    try:
+        app(arguments, prog_name="lookahead")
+    finally:
+        atexit._run_exitfuncs()
+
+
 # ---- the tests
 
 
@@ -510,3 +540,61 @@ def test_a_missing_backend_and_a_split_model_are_refused_by_name():
 
     with pytest.raises(SettingsError, match="split over 2 ranks by tensor parallelism"):
         compare_ranks(None, Split())
+
+
+def write_jobs(path):
+    lines = [{"id": n, "input_ids": [11 + n, 40, 7 + n, 90, 40, 7]} for n in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
+    """Started as a user starts it: rank 0 alone writes, and the text is that of plain decoding."""
+    import lookahead
+
+    jobs, out = write_jobs(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lookahead",
+        "generate",
+    ]
+    options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-new-tokens", "24"]
+    done = subprocess.run(
+        [*command, *options, "--batch-size", "3"], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("4 prompts, 0 with an error") == 1
+    llm = lookahead.load(method="autoregressive")
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["id"] for record in records] == [0, 1, 2, 3]
+    for job, record in zip(jobs, records, strict=True):
+        assert record["output_ids"] == llm.generate(job["input_ids"], max_new_tokens=24).tokens
+    assert any(record["steps"] < record["new_tokens"] - 1 for record in records), "nothing was accepted"
+
+
+def test_when_a_rank_dies_the_output_holds_whole_lines_only(tmp_path):
+    write_jobs(tmp_path / "in.jsonl")
+    out = tmp_path / "out.jsonl"
+    arguments = ["generate", "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+    arguments += ["--max-new-tokens", "16", "--method", "autoregressive"]
+    outcomes = launch(2, command_line, arguments, 40)
+    assert outcomes[0][:2] == ("left", 1)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 1 <= len(records) < 4
+    assert all(len(record["output_ids"]) == 16 for record in records)
+    # With nothing left to do the other ranks leave as well.
+    outcomes = launch(2, command_line, [*arguments, "--resume"], 0)
+    assert [outcome[:2] for outcome in outcomes] == [("left", 0)] * 2
+    assert len(out.read_text().splitlines()) == 4
+    outcomes = launch(2, command_line, [*arguments, "--resume"], 0)
+    assert [outcome[:2] for outcome in outcomes] == [("left", 0)] * 2
+
+
+def test_other_commands_are_not_run_several_times_over():
+    assert [outcome[:2] for outcome in launch(2, command_line, ["doctor"], 0)] == [("left", 2)] * 2

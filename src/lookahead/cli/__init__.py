@@ -18,10 +18,13 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
-from .console import Interrupted, note, problem
+from .console import Interrupted, is_follower, note, problem
+from .options import ranks
 
 __all__ = ["app", "main"]
 
+#: Commands that torchrun may start on several ranks.
+PARALLEL = ("generate",)
 #: name -> the module whose ``app`` (a Typer) it is. A command whose module is not there is not offered.
 COMMANDS = {
     "generate": "lookahead.cli.generate",
@@ -68,7 +71,8 @@ class Commands(TyperGroup):
             status = super().main(*args, standalone_mode=False, **extra)
             sys.stdout.flush()
         except LookaheadError as error:
-            problem(str(error))
+            if not (isinstance(error, SettingsError) and is_follower()):  # rank 0 says the same
+                problem(str(error))
             return 2 if isinstance(error, SettingsError) else 1
         except (Interrupted, KeyboardInterrupt) as error:
             note(str(error) or "interrupted", "yellow")
@@ -113,6 +117,10 @@ def _root(
 ) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+    elif ranks() > 1 and ctx.invoked_subcommand not in PARALLEL:
+        raise SettingsError(
+            f"torchrun can start {', '.join(PARALLEL)}, got {ctx.invoked_subcommand}; start it without torchrun"
+        )
 
 
 def main() -> None:

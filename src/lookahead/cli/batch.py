@@ -11,6 +11,7 @@ import typer
 
 from ..core import LookaheadError, SettingsError
 from .console import Interrupted, note, stderr
+from .options import dismiss
 from .records import Job, Writer, finished_records, read_jobs, still_to_do, trace_line
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def run_batch(
             note(f"{equal} of {len(batch.comparisons)} equal to plain decoding", "green")
         if diverged(llm, batch.comparisons):
             return 1
-    elif output is not None:
-        output.touch()
+    else:
+        dismiss()
+        if output is not None:
+            output.touch()
     note(f"{len(jobs)} prompts, {batch.errors} with an error" if jobs else f"{source} has no prompts")
     return int(batch.errors > 0)
 

@@ -91,6 +91,7 @@ def generate(
         "dtype": dtype, "device": device, "threads": threads, "revision": revision,
         "trust_remote_code": trust_remote_code, "method": method, "config": config,
     }  # fmt: skip
+    opt.follow(model, **keywords)
     if input_ is not None:
         from .batch import run_batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,7 +118,27 @@ def load_model(model: str | None, **keywords: Any) -> LLM:
     logging.disable_progress_bar()
     from ..engine import load
 
-    return load(model, **keywords)
+    return load(model, parallel="lookahead" if ranks() > 1 else None, **keywords)
+
+
+def follow(model: str | None, **keywords: Any) -> None:
+    """On any rank but 0 of those that torchrun started: work for rank 0, which alone reads and writes."""
+    if ranks() > 1 and os.environ["RANK"] != "0":
+        load_model(model, **keywords)
+
+
+def dismiss() -> None:
+    """Let the ranks that follow go, where no model was needed."""
+    if ranks() > 1:
+        from ..parallel import dismiss as let_go
+        from ..parallel import start
+
+        let_go(start())
+
+
+def ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def read_text(path: Path, option: str) -> str:

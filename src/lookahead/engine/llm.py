@@ -121,6 +121,9 @@ class LLM:
         probe: the verdict of ``lookahead.targets.probe``; None takes it now.
         name: for people.
         tokenizer_error: why there is no tokenizer.
+
+    Attributes:
+        team: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class LLM:
         self.model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
+        self.team: Any = None
         self.method = method
         # Some methods have settings of their own kind; their drafter checks them.
         own = method in OWN_SETTINGS and config is not None
@@ -181,6 +185,8 @@ class LLM:
         """
         from ..targets.probe import make_target
 
+        if self.team is not None and path == "auto":
+            return self.team.target()
         return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:

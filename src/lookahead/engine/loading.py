@@ -40,6 +40,7 @@ def load(
     threads: int | None = None,
     local_files_only: bool = False,
     attention: str | None = None,
+    parallel: str | None = None,
 ) -> LLM:
     """Load a decoder-only language model and probe it.
 
@@ -54,12 +55,15 @@ def load(
         threads: of torch on the CPU, for the whole process; None leaves it.
         local_files_only: no network.
         attention: "sdpa" or "eager"; None takes what transformers takes for the model.
+        parallel: "lookahead" spreads every step over the processes that torchrun started
+            (``lookahead.parallel``). This then returns on rank 0 only: the other ranks work for it and exit.
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
         OutOfMemory: the probe did not fit.
     """
     make_drafter(method, config)  # what is wrong with these is an error before anything is read
+    group, device = _start_ranks(parallel, device)
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:
         if not isinstance(threads, int) or threads < 1:
@@ -77,7 +81,7 @@ def load(
     _check_causal(model, name)
     verdict = _probe(model)
     tokenizer, missing = _read_tokenizer(name, local, common)
-    return LLM(
+    llm = LLM(
         model,
         tokenizer,
         method=method,
@@ -86,6 +90,24 @@ def load(
         name=name if path_or_id is not None else "bundled",
         tokenizer_error=missing,
     )
+    if group is not None:
+        from ..parallel import join
+        from ..targets.probe import make_target
+
+        llm.team = join(lambda: make_target(model), group, model)
+    return llm
+
+
+def _start_ranks(parallel: str | None, device: Any) -> tuple[Any, Any]:
+    """(the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
+    if parallel is None:
+        return None, device
+    if parallel != "lookahead":
+        raise SettingsError(f"parallel must be 'lookahead' or None, got {parallel!r}")
+    from ..parallel import local_device, start
+
+    group = start()
+    return group, device if device is not None else local_device()
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

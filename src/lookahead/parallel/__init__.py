@@ -25,7 +25,7 @@ from typing import Any
 
 from ..core import Target
 from .errors import DivergenceError, RankError
-from .group import TIMEOUT, Group, local_device, start, started_by_torchrun
+from .group import TIMEOUT, Group, dismiss, local_device, start, started_by_torchrun
 from .shard import Shards, shard
 from .target import ParallelTarget
 from .team import Team
@@ -39,6 +39,7 @@ __all__ = [
     "RankError",
     "Shards",
     "Team",
+    "dismiss",
     "follow",
     "join",
     "local_device",

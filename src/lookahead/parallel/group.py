@@ -144,6 +144,8 @@ def compare(group: Group, target: Any, model: Any = None) -> None:
         link = group.links[0]
         link.send(Kind.HELLO, 0, facts)
         kind, _, numbers = link.receive()
+        if kind is Kind.STOP:
+            raise SystemExit(0)  # rank 0 had nothing to decode
         if kind is not Kind.VERDICT:
             raise RankError(0, f"rank 0 sent {kind.name} where its verdict was due; start all ranks alike")
         verdict = unpack_text(numbers)
@@ -165,6 +167,15 @@ def compare(group: Group, target: Any, model: Any = None) -> None:
             link.flush()
     if verdict:
         raise SettingsError(verdict)
+
+
+def dismiss(group: Group) -> None:
+    """On rank 0, in place of a team: there is nothing to decode, the other ranks may leave."""
+    for link in group.links.values():
+        link.receive()
+        link.send(Kind.STOP)
+        link.flush()
+    group.close()
 
 
 def fingerprint(target: Any, model: Any) -> list[int]:

@@ -110,8 +110,8 @@ class ParallelTarget:
         with self.team.lock:
             self._pending.pop(slot, None)
             self.share.release(slot)
-            if self.team.error is None:
-                self.team.tell_all(Kind.RELEASE, self.number, [slot])
+            # A team that failed says so here too: no caller shall take its error for that of one sequence.
+            self.team.tell_all(Kind.RELEASE, self.number, [slot])
 
     def depth_limit(self, slot: int) -> int:
         return self.share.depth_limit(slot)
