@@ -225,7 +225,20 @@ def case_two_targets(target):
         assert generation.tokens == alone.tokens
 
 
+def case_scaling(target):
+    """What ``bench reproduce parallel`` computes in one process is what the ranks really do."""
+    from lookahead.parallel.scaling import record, share_out
+
+    (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
+    (generation,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])
+    shares = share_out(steps, target.team.group.size)
+    assert generation.stats.accepted > 0
+    assert [max(rows) for rows in target.rows_per_rank] == shares.widths
+    assert sum(map(sum, target.rows_per_rank)) == round(shares.evaluated * len(shares.widths))
+
+
 CASES = {
+    "scaling": case_scaling,
     **{f"greedy-{method}": functools.partial(case_methods, method=method) for method in METHODS},
     **{f"sampled-{method}": functools.partial(case_sampled, method=method) for method in METHODS},
     "narrow": case_narrow,
