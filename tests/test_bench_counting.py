@@ -24,7 +24,12 @@ def test_a_known_compression_ratio_is_counted():
     # 1 token from the prefill and 3 steps of 10 drafted tokens and a bonus token.
     records = run(["prompt-lookup"], [CYCLE * 2], cycling(), Options(max_new_tokens=34))
     plain, ours = records
-    assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == ("autoregressive", 33, 33, 34)
+    assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == (
+        "autoregressive",
+        33,
+        33,
+        34,
+    )
     assert plain["compression_ratio"] == 1.0
     assert (ours["steps"], ours["rows"], ours["new_tokens"], ours["prefill_tokens"]) == (3, 33, 34, 1)
     assert ours["compression_ratio"] == 11.0
@@ -71,7 +76,8 @@ class Liar(Method):
     def decode(self, subject, prompt, options):
         tokens = [(prompt[-1] + 1 + i) % 16 for i in range(options.max_new_tokens)]
         tokens[7] = (tokens[7] + 1) % 16
-        return Outcome(tokens, 1, 0.1, [1] * (len(tokens) - 1), [1] * (len(tokens) - 1), [0.01] * (len(tokens) - 1))
+        steps = len(tokens) - 1
+        return Outcome(tokens, 1, 0.1, [1] * steps, [1] * steps, [0.01] * steps)
 
 
 def test_an_unequal_text_is_never_shown_without_that_fact():
@@ -93,7 +99,9 @@ def test_broken_verification_is_found(accept_a_wrong_node):
     assert records[1]["logit_gap"] is not None
 
 
-@pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "hf-assisted", "autoregressive", "lookahead:4,3,4"])
+@pytest.mark.parametrize(
+    "name", ["hf-greedy", "hf-prompt-lookup", "hf-assisted", "autoregressive", "lookahead:4,3,4"]
+)
 def test_one_counter_for_both_sides(name):
     """Steps are the forward passes of the target after the first, whoever drives it."""
     model = tiny_model(seed=3)
@@ -161,7 +169,17 @@ def test_other_settings_are_other_records(tmp_path):
 
 def test_every_record_says_where_it_was_made(tmp_path):
     (record,) = run([], [CYCLE], cycling(), Options(max_new_tokens=8), Records(tmp_path))
-    for name in ("machine", "threads", "torch", "transformers", "lookahead", "commit", "dtype", "model", "settings"):
+    for name in (
+        "machine",
+        "threads",
+        "torch",
+        "transformers",
+        "lookahead",
+        "commit",
+        "dtype",
+        "model",
+        "settings",
+    ):
         assert record[name], name
     assert record["machine"]["processor"]
     assert "instructions" in record["machine"]
@@ -235,5 +253,8 @@ def test_spec_bench_rows(tmp_path):
     # Spec-Bench's evaluation takes the sum of tokens over the sum of times, and the mean of accept_lengths.
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
     files = write_answers(records, tmp_path)
-    assert sorted(f.name for f in files) == ["spec-bench-autoregressive.jsonl", "spec-bench-prompt-lookup.jsonl"]
+    assert sorted(f.name for f in files) == [
+        "spec-bench-autoregressive.jsonl",
+        "spec-bench-prompt-lookup.jsonl",
+    ]
     assert json.loads(files[1].read_text()) == row

@@ -38,8 +38,10 @@ def test_loaders(name, tmp_path):
     assert prompt.workload == name
     assert prompt.turns
     assert prompt.plain
-    expected = {"humaneval": "    pass", "gsm8k": "#### 4", "mbpp": "x", "mt-bench": None, "classeval": "class A: pass",
-                "spec-bench": "Hello"}  # fmt: skip
+    expected = {
+        "humaneval": "    pass", "gsm8k": "#### 4", "mbpp": "x", "mt-bench": None,
+        "classeval": "class A: pass", "spec-bench": "Hello",
+    }  # fmt: skip
     assert prompt.reference == expected.get(name, "Short.")
     assert len(prompt.turns) == (2 if name == "mt-bench" else 1)
 
@@ -123,8 +125,11 @@ def test_the_standard_library_is_a_workload():
     ("text", "message"),
     [
         ('{"question": "a", "answer": "b"}\n{"question": \n', r"file\.jsonl, line 2: not JSON"),
-        ('{"question": "a", "answer": "b"}\n\n[1]\n', r"file\.jsonl, line 3: an object with question, answer"),
-        ('{"question": "a"}\n', r"file\.jsonl, line 1: a row of gsm8k must have question, answer .*this one has question"),
+        (
+            '{"question": "a", "answer": "b"}\n\n[1]\n',
+            r"file\.jsonl, line 3: an object with question, answer",
+        ),
+        ('{"question": "a"}\n', r"line 1: a row of gsm8k must have question, answer .*this one has question"),
         ('[{"question": "a", "answer": "b"}, 3]', r"file\.jsonl, entry 2: an object"),
         ('[{"question":\n "a" "b"}]', r"file\.jsonl, line 2: not JSON"),
         ("", "holds no rows"),
@@ -155,7 +160,7 @@ def test_malformed_rows_of_ones_own_file(row, message, tmp_path):
 
 def test_two_rows_of_one_id(tmp_path):
     path = lines(tmp_path / "mine.jsonl", {"prompt": "a", "id": 1}, {"prompt": "b", "id": 1})
-    with pytest.raises(SettingsError, match="line 2: the id '1' is also that of .*line 1"):
+    with pytest.raises(SettingsError, match=r"line 2: the id '1' is also that of .*line 1"):
         load_workload(str(path))
 
 
@@ -170,16 +175,20 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_an_unknown_workload_lists_the_known_ones():
-    with pytest.raises(SettingsError, match="unknown workload 'humanevil'; known are humaneval, gsm8k, .*stdlib"):
+    with pytest.raises(
+        SettingsError, match=r"unknown workload 'humanevil'; known are humaneval, gsm8k, .*stdlib"
+    ):
         load_workload("humanevil")
 
 
 def test_a_missing_file_says_where_to_put_it_and_where_it_comes_from(tmp_path):
-    with pytest.raises(SettingsError, match=r"nothing for spec-bench lies in .*--data as spec-bench/.*Spec-Bench"):
+    with pytest.raises(
+        SettingsError, match=r"nothing for spec-bench lies in .*--data as spec-bench/.*Spec-Bench"
+    ):
         load_workload("spec-bench", data=tmp_path)
     with pytest.raises(SettingsError, match="there is no file"):
         load_workload(f"gsm8k={tmp_path / 'absent.jsonl'}")
-    with pytest.raises(SettingsError, match="data folder .* does not exist"):
+    with pytest.raises(SettingsError, match=r"data folder .* does not exist"):
         load_workload("gsm8k", data=tmp_path / "absent")
 
 
@@ -199,5 +208,7 @@ def test_the_hub_is_asked_where_there_is_no_file(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
-    with pytest.raises(SettingsError, match=r"cannot be fetched .*--workload gsm8k=PATH; it comes from https://github"):
+    with pytest.raises(
+        SettingsError, match=r"cannot be fetched .*--workload gsm8k=PATH; it comes from https://github"
+    ):
         load_workload("gsm8k")

@@ -30,7 +30,9 @@ class HFLookahead(HFLM):
         stats: what each sequence cost.
     """
 
-    def __init__(self, *args: Any, method: str = "lookahead", lookahead: str | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, *args: Any, method: str = "lookahead", lookahead: str | None = None, **keywords: Any
+    ) -> None:
         if lookahead is not None:
             lookahead = str(lookahead).replace("/", ",")
         self.method = method

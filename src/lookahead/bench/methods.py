@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -93,7 +94,7 @@ class Method(ABC):
         """Whether the text must equal that of plain decoding, token for token."""
         return True
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027
         """Drop kept state; called before every repeat."""
 
 
@@ -231,9 +232,11 @@ class HuggingFace(Method):
             hook.remove()
         sizes, times = clock.sizes[1:], clock.times[1:]  # the first is the prompt
         if len(sizes) != len(rows) or text.shape[1] - len(prompt) != sum(sizes):
-            raise AssertionError(f"{self.name}: {len(rows)} forward passes, but tokens came {len(sizes)} times")
+            raise AssertionError(
+                f"{self.name}: {len(rows)} forward passes, but tokens came {len(sizes)} times"
+            )
         times[-1] = end
-        between = [b - a for a, b in zip(times, times[1:], strict=False)]
+        between = [b - a for a, b in pairwise(times)]
         return Outcome(
             text[0, len(prompt) :].tolist(), sizes[0], times[0] - start, sizes[1:], rows[1:], between
         )

@@ -90,12 +90,18 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
         where = f"{line.workload}: " if several else ""
         for figures, state in ((line.cold, " (cold)" if line.warm else ""), (line.warm, " (warm)")):
             if figures is not None and figures.rate == figures.rate:
-                note = f"  {figures.equal} of {figures.compared} equal" if figures.equal < figures.compared else ""
+                note = (
+                    f"  {figures.equal} of {figures.compared} equal"
+                    if figures.equal < figures.compared
+                    else ""
+                )
                 bars.append((f"{where}{line.method}{state}{note}", figures))
     figure, axes = new_figure(7.0, 1.2 + 0.34 * len(bars))
     for place, (_, figures) in enumerate(bars):
         fine = figures.equal == figures.compared
-        axes.barh(place, figures.rate, color=COLOURS[0 if fine else 3], hatch=None if fine else "//", height=0.7)
+        axes.barh(
+            place, figures.rate, color=COLOURS[0 if fine else 3], hatch=None if fine else "//", height=0.7
+        )
         axes.plot([figures.rate_low, figures.rate_high], [place, place], color="black", linewidth=1.2)
         axes.annotate(
             f"{figures.rate:.0f}",
@@ -110,7 +116,9 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     axes.margins(x=0.1)
     axes.grid(False, axis="y")
     axes.set_xlabel("tokens per second (line: range over repeats)")
-    axes.set_title("Speed by method" + ("" if len({x.workload for x in lines}) > 1 else f", {lines[0].workload}"))
+    axes.set_title(
+        "Speed by method" + ("" if len({x.workload for x in lines}) > 1 else f", {lines[0].workload}")
+    )
     return figure
 
 
@@ -156,7 +164,9 @@ def step_time(records: Sequence[Record]) -> Any:
                 times[rows].append(milliseconds)
         points = sorted((rows, median(values)) for rows, values in times.items() if len(values) >= 3)
         if points:
-            axes.plot(*zip(*points, strict=True), label=name, linestyle="", markersize=4, alpha=0.8, **colour(index))
+            axes.plot(
+                *zip(*points, strict=True), label=name, linestyle="", markersize=4, alpha=0.8, **colour(index)
+            )
             widest = max(widest, points[-1][0])
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
@@ -171,7 +181,11 @@ def step_time(records: Sequence[Record]) -> Any:
 
 def tokens_per_step(records: Sequence[Record]) -> Any:
     """Histogram: share of steps by the tokens that they emitted."""
-    groups = {name: group for name, group in by_method(records).items() if any(r["rows"] > r["steps"] for r in group)}
+    groups = {
+        name: group
+        for name, group in by_method(records).items()
+        if any(r["rows"] > r["steps"] for r in group)
+    }
     if not groups:
         return None
     largest = max(t for group in groups.values() for r in group for t in r["step_tokens"])
@@ -240,7 +254,9 @@ def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path],
     same, others = newest_setup(records.read())
     measured = [record for record in same if "skipped" not in record and record["steps"]]
     if not measured:
-        raise SettingsError(f"{records.path} holds no measured record; run `lookahead bench --out {folder}` first")
+        raise SettingsError(
+            f"{records.path} holds no measured record; run `lookahead bench --out {folder}` first"
+        )
     written = []
     for name, draw in FIGURES.items():
         import matplotlib

@@ -22,7 +22,10 @@ def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool 
     for record in summary.unequal:
         console.print(unequal_text(record), style="red", markup=False, soft_wrap=True)
     lines = [f"`{command}`", "", describe(records[-1]) + ".", "", markdown(summary), "", LEGEND, ""]
-    lines += [f"{name}: {count} prompts left out, the context is too short." for name, count in summary.skipped.items()]
+    lines += [
+        f"{n} prompts of {name} were left out: the context is too short."
+        for name, n in summary.skipped.items()
+    ]
     lines += [unequal_text(record) for record in summary.unequal]
     (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     written = [out / "summary.md"]
@@ -33,5 +36,7 @@ def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool 
 
         written += write_answers(records, out)
     console.print(
-        f"{describe(records[-1])}\nrecords, summary and {len(written) - 1} pictures: {out}", style="dim", markup=False
+        f"{describe(records[-1])}\nrecords, summary and {len(written) - 1} pictures: {out}",
+        style="dim",
+        markup=False,
     )

@@ -6,23 +6,19 @@ plain words what differs from the paper.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ..core import METHODS, SettingsError
-from .methods import Options
-from .pictures import COLOURS, colour, new_figure, save
-from .record import Records, describe
-from .run import Progress, run
+from .pictures import COLOURS, colour, new_figure
 from .sampling_quality import as_rows, joint_law, same_tokens
 from .scaling import compression_ratio, fit
-from .subject import Subject
-from .summary import LEGEND, Record, figures, markdown, number, summarise, unequal_text
-from .workloads import SOURCES, Prompt, load_workload
+from .study import Study
+from .summary import LEGEND, Record, figures, markdown, number, plain_of, summarise
+from .workloads import SOURCES, find_file
 
 WINDOW_ONLY = "pool_from_prompt=0:pool_from_output=0"
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
@@ -40,93 +36,17 @@ TABLE_3 = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
-    """What a reproduction works with.
-
-    Attributes:
-        subject: the model.
-        workloads: names; empty for the study's own choice.
-        data: folder with data sets, or None.
-        limit: prompts per workload; None for the study's own choice.
-        options: how to decode.
-        out: folder for the page and its figure.
-        records: folder for the records, so that an interrupt loses nothing.
-        command: as it was typed.
-        progress: told how far it is.
-        say: prints a line.
-    """
-
-    subject: Subject
-    workloads: tuple[str, ...]
-    data: Path | None
-    limit: int | None
-    options: Options
-    out: Path
-    records: Path
-    command: str
-    progress: Progress
-    say: Callable[[str], None]
-
-    def prompts(self, limit: int, workloads: Sequence[str] = ("stdlib",)) -> list[Prompt]:
-        """The prompts of the study; so many of each workload unless the user says otherwise."""
-        names = self.workloads or tuple(workloads)
-        many = limit if self.limit is None else self.limit or None
-        return [p for name in names for p in load_workload(name, many, self.options.seed, self.data)]
-
-    def run(self, methods: Sequence[str], prompts: Sequence[Prompt], options: Options) -> list[Record]:
-        """Measure, with the records kept."""
-        return run(methods, prompts, self.subject, options, Records(self.records), self.progress)
-
-    def page(
-        self, name: str, title: str, body: Sequence[str], differs: Sequence[str], figure: Any, records: Sequence[Record]
-    ) -> Path:
-        """Write ``name``.md, .json, .png and .svg. Returns the page."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        where = describe(records[-1])
-        workloads = ", ".join(dict.fromkeys(r["workload"] for r in records))
-        prompts = len({(r["workload"], r["prompt"]) for r in records if "skipped" not in r})
-        lines = [f"# {title}", "", f"`{self.command}`", "", f"{where}. {prompts} prompts of {workloads}, at most "
-                 f"{self.options.max_new_tokens} new tokens each.", ""]  # fmt: skip
-        if figure is not None:
-            save(figure, self.out / name, where)
-            lines += [f"![{title}]({name}.png)", ""]
-        summary = summarise(records)
-        lines += [*body, ""]
-        lines += [f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()]
-        lines += [unequal_text(record) for record in summary.unequal] or ["Every compared text is equal to plain decoding."]
-        lines += ["", "## What differs from the paper", "", *(f"- {text}" for text in differs), ""]
-        path = self.out / f"{name}.md"
-        path.write_text("\n".join(lines), encoding="utf-8")
-        table = [{"workload": x.workload, "method": x.method, "cold": asdict(x.cold), "cold_loop_free": asdict(x.cold_loop_free),
-                  "warm": asdict(x.warm) if x.warm else None} for x in summary.lines]  # fmt: skip
-        facts = {"command": self.command, "where": where, "lines": table}
-        (self.out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        self.say("\n".join(body))
-        return path
-
-    def size(self) -> str:
-        """The model and the machine against the paper's, for the pages."""
-        model = self.subject.model
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
-        return (
-            f"The model is {self.subject.name} with {millions:.0f} million parameters in {self.subject.dtype}, on the "
-            "machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 billion parameters in float16 on "
-            "A100 and RTX 3090 cards."
-        )
-
-
 def scaling_law(study: Study) -> Path:
     """Section 4, figures 4a and 4b: S for W = G and N, and equation 7 fitted to it."""
-    methods = {
-        (w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS
-    }
+    methods = {(w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS}
     options = replace(study.options, warm=False)
     records = study.run(list(methods.values()), study.prompts(8), options)
     body, curves = [], []
     for what, loop_free in (("all texts", False), ("loop-free texts", True)):
         ratios = _ratios(records, loop_free)
-        points = [(w, n, ratios[name]) for (w, n), name in methods.items() if ratios.get(name, float("nan")) > 0]
+        points = [
+            (w, n, ratios[name]) for (w, n), name in methods.items() if ratios.get(name, float("nan")) > 0
+        ]
         if len(points) < 3:
             body += [f"{what}: too few texts to fit."]
             continue
@@ -137,11 +57,16 @@ def scaling_law(study: Study) -> Path:
             "| N | " + " | ".join(f"W = G = {w}" for w in WINDOWS) + " |", "| --- |" + " ---: |" * len(WINDOWS),
         ]  # fmt: skip
         for n in NGRAMS:
-            cells = [f"{ratios[methods[w, n]]:.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f})" for w in WINDOWS]
+            cells = [
+                f"{ratios[methods[w, n]]:.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f})"
+                for w in WINDOWS
+            ]
             body.append(f"| {n} | " + " | ".join(cells) + " |")
         body += ["", "Measured S, and in brackets the fitted equation 7.", ""]
     if not curves:
-        raise SettingsError("no prompt gave a text with steps to measure; use more prompts or another workload")
+        raise SettingsError(
+            "no prompt gave a text with steps to measure; use more prompts or another workload"
+        )
     figure, axes = new_figure()
     _, points, found = curves[0]
     for index, n in enumerate(NGRAMS):
@@ -158,11 +83,14 @@ def scaling_law(study: Study) -> Path:
     axes.legend(fontsize=8)
     differs = [
         study.size(),
-        "The paper measures MT-Bench with LLaMA-2-Chat 7B and fits alpha = 0.425, f = 3.106 there. A small model "
-        "repeats itself more, which flatters n-grams; so the loop-free texts are fitted too.",
-        "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill the pool.",
+        "The paper measures MT-Bench with LLaMA-2-Chat 7B. A small model repeats itself more, which flatters "
+        "n-grams; so the loop-free texts are fitted too.",
+        "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill "
+        "the pool.",
     ]
-    return study.page("scaling-law", "Scaling law (section 4, figures 4a and 4b)", body, differs, figure, records)
+    return study.page(
+        "scaling-law", "Scaling law (section 4, figures 4a and 4b)", body, differs, figure, records
+    )
 
 
 def _ratios(records: Sequence[Record], loop_free: bool) -> dict[str, float]:
@@ -186,16 +114,15 @@ def _ratios(records: Sequence[Record], loop_free: bool) -> dict[str, float]:
 def ablation(study: Study) -> Path:
     """Table 3: what the window, the candidates and the prompt as reference each bring."""
     records = study.run([row[2] for row in TABLE_3], study.prompts(12), replace(study.options, warm=False))
-    summary = summarise(records)
+    measured = [r for r in records if "skipped" not in r]
+    plain = plain_of(measured)
     body = [
         "| (N, W, G) | prompt as reference | S | the paper's S | speed-up | rows/step | S loop-free | equal |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     bars = []
     for name, prompt, method, paper in TABLE_3:
-        cold = [line for line in summary.lines if line.method == method]
-        x = cold[0].cold if len(cold) == 1 else figures([r for r in records if r["method"] == method and "skipped" not in r], {
-            (r["workload"], r["prompt"], r["turn"], r["repeat"]): r for r in records if r["method"] == "autoregressive"})
+        x = figures([r for r in measured if r["method"] == method], plain)
         free = _ratios(records, True).get(method, float("nan"))
         body.append(
             f"| {name} | {prompt} | {number(x.s_steps)} | {paper} | {number(x.total)} | {number(x.rows, 1)} | "
@@ -204,8 +131,16 @@ def ablation(study: Study) -> Path:
         bars.append((f"{name}{' + prompt' if prompt == 'yes' and name[0] == '(' else ''}", x))
     figure, axes = new_figure(7.0, 4.6)
     for place, (_, x) in enumerate(bars):
-        axes.barh(place - 0.2, x.s_steps, 0.38, color=COLOURS[0], label="S (tokens per step)" if not place else None)
-        axes.barh(place + 0.2, x.total, 0.38, color=COLOURS[1], label="speed-up (ratio of tokens/s)" if not place else None)
+        axes.barh(
+            place - 0.2, x.s_steps, 0.38, color=COLOURS[0], label="S (tokens per step)" if not place else None
+        )
+        axes.barh(
+            place + 0.2,
+            x.total,
+            0.38,
+            color=COLOURS[1],
+            label="speed-up (ratio of tokens/s)" if not place else None,
+        )
     axes.axvline(1, color="black", linewidth=1, linestyle=":")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
@@ -215,10 +150,10 @@ def ablation(study: Study) -> Path:
     axes.legend(fontsize=8)
     differs = [
         study.size(),
-        "The paper's table is for MT-Bench with LLaMA-2-Chat 7B on an A100, where rows are almost free; what they cost "
-        "here is in docs/results/step-cost.md. S does not depend on the machine, speed-up does.",
+        "The paper's table is for MT-Bench with LLaMA-2-Chat 7B on an A100, where rows are almost free; "
+        "`lookahead bench step-cost` shows what they cost here. S does not depend on the machine, speed-up does.",
         "Our steps keep the bonus token of a fully accepted candidate, which the authors' code drops.",
-        "\"Prompt as reference\" fills the pool from the prompt and from the text as it is generated.",
+        '"Prompt as reference" fills the pool from the prompt and from the text as it is generated.',
     ]
     return study.page("ablation", "Ablation (table 3)", body, differs, figure, records)
 
@@ -240,7 +175,9 @@ def sampling_quality(study: Study) -> Path:
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        scores = " | ".join(number(row.get(kind, float("nan")) * 100) for kind in ("rouge1", "rouge2", "rougeL"))
+        scores = " | ".join(
+            number(row.get(kind, float("nan")) * 100) for kind in ("rouge1", "rouge2", "rougeL")
+        )
         equal = f"{row['equal']}/{row['compared']}" if row["compared"] else "another stream"
         body.append(
             f"| {row['temperature']} | `{row['method']}` | {row['texts']} | {scores} | {number(row['S'])} | {equal} |"
@@ -248,8 +185,9 @@ def sampling_quality(study: Study) -> Path:
     equal, compared = same_tokens([r for r in records if r["method"] == method])
     body += [
         "", f"**Same seed, same tokens**: {equal} of {compared} texts.", "",
-        f"**The joint law of the first {law.depth} tokens**, {law.draws} draws at temperature 1 among the 4 likeliest, "
-        f"{law.cells} cells, S = {law.compression_ratio:.2f} in these draws (n-grams kept from draw to draw):", "",
+        f"**The joint law of the first {law.depth} tokens**, {law.draws} draws at temperature 1 among the 4 "
+        f"likeliest, {law.cells} cells, S = {law.compression_ratio:.2f} in these draws (n-grams kept from draw to "
+        "draw):", "",
         "| lookahead's draws against | chi-square p value |", "| --- | ---: |",
         f"| the exact law, enumerated from the model | {law.p_exact:.3f} |",
         f"| transformers' plain sampling, as many draws | {law.p_plain:.3f} |",
@@ -260,7 +198,9 @@ def sampling_quality(study: Study) -> Path:
     for index, row in enumerate(rows):
         places = [place + (index - (len(rows) - 1) / 2) * 0.13 for place in range(3)]
         heights = [row.get(kind, 0.0) * 100 for kind in kinds]
-        axes.bar(places, heights, 0.12, color=COLOURS[index], label=f"T = {row['temperature']:g}, {row['method']}")
+        axes.bar(
+            places, heights, 0.12, color=COLOURS[index], label=f"T = {row['temperature']:g}, {row['method']}"
+        )
     axes.set_xticks(range(3), list(kinds.values()))
     axes.grid(False, axis="x")
     axes.set_ylabel("F measure (%)")
@@ -269,25 +209,33 @@ def sampling_quality(study: Study) -> Path:
     axes.legend(fontsize=7)
     differs = [
         study.size(),
-        "The paper scores summaries (CNN/Daily Mail and XSum). The bundled model cannot summarise: ROUGE is against the "
-        "references of the workload above (for stdlib, the function's real body), and only its equality means anything.",
+        "The paper scores summaries (CNN/Daily Mail and XSum). The bundled model cannot summarise: ROUGE is "
+        "against the references of the workload above (for stdlib, the function's real body), and only its "
+        "equality means anything.",
         "`hf-sample` draws from transformers' own stream, so its texts differ; its ROUGE may differ by chance.",
-        "Equality of tokens is stronger than the paper's comparison of scores: where all are equal, so is every score.",
+        "Equality of tokens is stronger than the paper's comparison of scores: where all texts are equal, so is "
+        "every score.",
     ]
-    return study.page("sampling-quality", "Sampling quality (table 2)", body, differs, figure, records)
+    facts = {"texts": rows, "joint_law": asdict(law)}
+    return study.page("sampling-quality", "Sampling quality (table 2)", body, differs, figure, records, facts)
 
 
 def end_to_end(study: Study) -> Path:
     """Figure 5: speed-up by workload."""
-    found = [name for name in SOURCES if _there(name, study.data)] or ["stdlib"]
+    found = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
     methods = ["hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15"]
-    methods += [name for name in METHODS if name not in ("lookahead", "autoregressive", "jacobi", "prompt-lookup")]
+    methods += [
+        name for name in METHODS if name not in ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
+    ]
     records = study.run(methods, study.prompts(5, found), study.options)
     summary = summarise(records)
     workloads = list(dict.fromkeys(line.workload for line in summary.lines))
     bars: dict[str, dict[str, float]] = {}
     for line in summary.lines:
-        states = [(line.cold, " (cold)" if line.warm else ""), *([(line.warm, " (warm)")] if line.warm else [])]
+        states = [
+            (line.cold, " (cold)" if line.warm else ""),
+            *([(line.warm, " (warm)")] if line.warm else []),
+        ]
         for x, state in states:
             if line.method != "autoregressive":
                 bars.setdefault(line.method + state, {})[line.workload] = x.total
@@ -295,7 +243,9 @@ def end_to_end(study: Study) -> Path:
     width = 0.84 / max(1, len(bars))
     for index, (name, by_workload) in enumerate(bars.items()):
         places = [place - 0.42 + width * (index + 0.5) for place in range(len(workloads))]
-        axes.bar(places, [by_workload.get(w, 0.0) for w in workloads], width, color=COLOURS[index % 8], label=name)
+        axes.bar(
+            places, [by_workload.get(w, 0.0) for w in workloads], width, color=COLOURS[index % 8], label=name
+        )
     axes.axhline(1, color="black", linewidth=1, linestyle=":")
     axes.set_xticks(range(len(workloads)), workloads)
     axes.grid(False, axis="x")
@@ -305,20 +255,15 @@ def end_to_end(study: Study) -> Path:
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     differs = [
         study.size(),
-        "The paper reports 1.8x on MT-Bench (7B), 2.3x on HumanEval. On a small CPU model a step of many rows costs several "
+        "The paper reports 1.8x on MT-Bench (7B) and 2.3x on HumanEval. On a CPU a step of many rows costs several "
         "one-row steps, so S is not the speed-up.",
-        "The baseline is our own plain decoding in the same process; Hugging Face's greedy generate stands beside it.",
+        "The baseline is our own plain decoding in the same process; Hugging Face's greedy generate stands beside "
+        "it.",
         "The bundled model was trained on Python code, much of the standard library with it, and on GSM8K's training "
         "split; chat workloads are foreign to it.",
     ]
     body = [markdown(summary), "", LEGEND]
     return study.page("end-to-end", "End to end (figure 5)", body, differs, figure, records)
-
-
-def _there(name: str, data: Path | None) -> bool:
-    from .workloads import _find
-
-    return _find(name, data) is not None
 
 
 def parallel(study: Study) -> Path:
@@ -328,9 +273,7 @@ def parallel(study: Study) -> Path:
         SettingsError: ``lookahead.parallel`` does not offer it.
     """
     if find_spec("lookahead.parallel") is not None:
-        import importlib
-
-        offered = getattr(importlib.import_module("lookahead.parallel"), "reproduce", None)
+        offered = getattr(import_module("lookahead.parallel"), "reproduce", None)
         if offered is not None:
             return offered(study)
     raise SettingsError(

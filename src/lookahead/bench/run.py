@@ -103,8 +103,7 @@ class _Run:
             "path": subject.path,
             **environment(),
             "options": {
-                name: getattr(options, name)
-                for name in ("max_new_tokens", "temperature", "top_k", "seed")
+                name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")
             },
         }
         self.result: list[dict[str, Any]] = []
@@ -200,7 +199,11 @@ class _Run:
         key = self._key(number, prompt, turn, method, repeat)
         if key in self.done:
             record = self.done[key]
-            if method.state == "warm" and "skipped" not in record and self._needed_later(number, method, repeat):
+            if (
+                method.state == "warm"
+                and "skipped" not in record
+                and self._needed_later(number, method, repeat)
+            ):
                 # The state that later prompts must find is made again, without a record.
                 method.decode(self.subject, tokens, self.options)
             self.result.append(record)

@@ -1,9 +1,9 @@
 """Is sampling with lookahead the same as without? Three questions, from the strongest to the weakest.
 
-    same seed, same tokens    of every text, lookahead against plain decoding: equality, no statistics
-    the joint law             of the first tokens, lookahead's draws against plain sampling and against the
-                              exact law that is enumerated from the model (chi-square)
-    ROUGE                     of texts against references, as in the paper's table 2
+same seed, same tokens    of every text, lookahead against plain decoding: equality, no statistics
+the joint law             of the first tokens, lookahead's draws against plain sampling and against the
+                          exact law that is enumerated from the model (chi-square)
+ROUGE                     of texts against references, as in the paper's table 2
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ def write_answers(records: Sequence[Record], folder: str | Path) -> list[Path]:
     for name, group in groups.items():
         path = Path(folder) / f"spec-bench-{re.sub('[^A-Za-z0-9.-]+', '-', name)}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(group)), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(group)), encoding="utf-8"
+        )
         written.append(path)
     return written

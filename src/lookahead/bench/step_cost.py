@@ -3,14 +3,17 @@
 The floor of a step is the larger of two times, both rates measured in the same run:
     bytes       weights and cache that a step must read, over the read bandwidth of a buffer as large as they
     operations  2 x multiply-adds of the linear layers and of attention, over the rate of a large matrix product
-What is above it is split by measurement: the linear layers alone (each run with k rows, nothing between
-them), the rest of the model's forward pass (attention, norms, framework), and what is outside the model
+What is above it is split by measurement: the linear layers alone (the step's own calls again, nothing
+between them), the rest of the model's forward pass (attention, norms, framework), and what is outside the model
 (tree, mask, reading the argmaxes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,8 +25,13 @@ from .subject import Subject
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def timed(call: Callable[[], Any], seconds: float = 0.25, least: int = 5) -> float:
-    """Median seconds of a call, after one that is not counted."""
+def timed(
+    call: Callable[[], Any],
+    seconds: float = 0.25,
+    least: int = 5,
+    pick: Callable[[list[float]], float] = median,
+) -> float:
+    """Seconds of a call, the median unless ``pick`` says otherwise, after one that is not counted."""
     call()
     times: list[float] = []
     begin = perf_counter()
@@ -33,7 +41,7 @@ def timed(call: Callable[[], Any], seconds: float = 0.25, least: int = 5) -> flo
         times.append(perf_counter() - start)
         if len(times) >= 1000:
             break
-    return median(times)
+    return pick(times)
 
 
 def _synchronised(device: Any, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -62,7 +70,11 @@ def read_bandwidth(size: int, dtype: Any, device: Any) -> float:
     vector = torch.ones(columns, dtype=dtype, device=device)
     flat = matrix.view(-1).view(torch.int32) if dtype.itemsize == 2 else matrix.view(-1)
     calls: list[Callable[[], Any]] = [lambda: torch.mv(matrix, vector), lambda: flat.max()]
-    return matrix.numel() * dtype.itemsize / min(timed(_synchronised(device, call), 0.15) for call in calls)
+    return (
+        matrix.numel()
+        * dtype.itemsize
+        / min(timed(_synchronised(device, call), 0.15, pick=min) for call in calls)
+    )
 
 
 def matrix_rate(dtype: Any, device: Any) -> float:
@@ -72,25 +84,9 @@ def matrix_rate(dtype: Any, device: Any) -> float:
     best = 0.0
     for size in (512, 1024, 2048):
         a = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = timed(_synchronised(device, lambda a=a: a @ a), 0.2, 3)
+        seconds = timed(_synchronised(device, lambda a=a: a @ a), 0.2, 3, min)
         best = max(best, 2 * size**3 / seconds)
     return best
-
-
-def _linears(subject: Subject) -> list[tuple[Callable[[Any], Any], int]]:
-    """(the layer as a step runs it, its inner size) of every linear layer that a step reads, the LM head last."""
-    import torch
-
-    lean = getattr(subject.target, "lean", None)
-    if lean is not None:
-        config = subject.model.config.get_text_config(decoder=True)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        calls: list[tuple[Callable[[Any], Any], int]] = []
-        for layer in lean.layers:
-            calls += [(layer.qkv.of, hidden), (layer.output.of, lean.heads * lean.head_size)]
-            calls += [(layer.gate.of, hidden), (layer.up.of, hidden), (layer.down.of, inner)]
-        return [*calls, (lean.head.of, hidden)]
-    return [(module, module.in_features) for module in _modules(subject.model) if isinstance(module, torch.nn.Linear)]
 
 
 def _modules(model: Any) -> list[Any]:
@@ -125,11 +121,8 @@ def measure(
         rows: k.
         progress: told (points measured, points in all, what comes next).
     """
-    import torch
-
     model = subject.model
     device, dtype = model.device, model.dtype
-    linears = _linears(subject)
     shapes = [shape for shape in getattr(getattr(subject.target, "facts", None), "shapes", []) if shape]
     elements = sum(module.weight.numel() for module in _modules(model))
     common = {"model": subject.name, "dtype": subject.dtype, "path": subject.path, **environment()}
@@ -144,15 +137,7 @@ def measure(
         weight_bytes = elements * dtype.itemsize
         cache_bytes = sum(heads * context * (a + b) * dtype.itemsize for heads, a, b in shapes)
         bandwidth = read_bandwidth(weight_bytes + cache_bytes, dtype, device)
-        step, inside = _step(subject, context, k)
-        inputs = [(call, torch.ones(k, size, dtype=dtype, device=device)) for call, size in linears]
-
-        def alone(inputs: list[Any] = inputs) -> None:
-            for call, x in inputs:
-                call(x)
-
-        with torch.inference_mode():
-            linear = timed(_synchronised(device, alone))
+        step, inside, linear = _step(subject, context, k)
         work = 2 * k * (elements + context * sum(_heads(model) * (a + b) for _, a, b in shapes))
         by_bytes, by_work = (weight_bytes + cache_bytes) / bandwidth, work / operations
         records.append(
@@ -181,34 +166,72 @@ def _heads(model: Any) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 1))
 
 
-def _step(subject: Subject, context: int, k: int) -> tuple[float, float]:
-    """(seconds of a step, seconds of it inside the model's forward pass); nothing is committed."""
-    target = subject.target
+def _step(subject: Subject, context: int, k: int) -> tuple[float, float, float]:
+    """Seconds of a step, of its pass through the model, and of the linear layers alone. Nothing is committed."""
+    target, device = subject.target, subject.model.device
     vocabulary = subject.vocabulary
     target.prefill([(0, [(7 * i + 3) % vocabulary for i in range(context)])])
     trees = [sample_tree(k, vocabulary)]
-    inside: list[float] = []
-    # The pass itself is the model's, or that of the lean twin of its weights.
-    owner, name = (target.lean, "run") if hasattr(target, "lean") else (subject.model, "forward")
-    plain = getattr(owner, name)
-
-    def watched(*args: Any, **keywords: Any) -> Any:
-        start = perf_counter()
-        result = plain(*args, **keywords)
-        inside.append(perf_counter() - start)
-        return result
 
     def one() -> None:
         trees[0] = sample_tree(k, vocabulary)
         target.forward([(0, trees[0])])[0].best(0)
 
-    setattr(owner, name, watched)
+    calls: list[Callable[[], Any]] = []
+    inside: list[float] = []
+
+    def keep(plain: Callable[..., Any], *args: Any) -> Any:
+        calls.append(lambda: plain(*args))
+        return plain(*args)
+
+    def clock(plain: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        start = perf_counter()
+        result = plain(*args, **keywords)
+        inside.append(perf_counter() - start)
+        return result
+
     try:
-        seconds = timed(_synchronised(subject.model.device, one))
+        with _watched(_linears(subject), keep):
+            one()
+        # The pass itself is the model's, or that of the lean twin of its weights.
+        with _watched(
+            [(target.lean, "run") if hasattr(target, "lean") else (subject.model, "forward")], clock
+        ):
+            seconds = timed(_synchronised(device, one))
     finally:
-        delattr(owner, name)
         target.release(0)
-    return seconds, median(inside[1:])
+
+    def alone() -> None:
+        for call in calls:
+            call()
+
+    import torch
+
+    with torch.inference_mode():
+        linear = timed(_synchronised(device, alone))
+    return seconds, median(inside[1:]), linear
+
+
+def _linears(subject: Subject) -> list[tuple[Any, str]]:
+    """(owner, method) of every linear layer that a step calls."""
+    lean = getattr(subject.target, "lean", None)
+    if lean is None:
+        return [(module, "forward") for module in _modules(subject.model)]
+    parts = [getattr(layer, field.name) for layer in lean.layers for field in fields(layer)]
+    linears = [part for part in [*parts, lean.head] if hasattr(part, "of") and hasattr(part, "plus")]
+    return [(linear, name) for linear in linears for name in ("of", "plus")]
+
+
+@contextmanager
+def _watched(methods: Sequence[tuple[Any, str]], watcher: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, ``owner.name(...)`` is ``watcher(the plain method, ...)``."""
+    for owner, name in methods:
+        setattr(owner, name, partial(watcher, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name in methods:
+            delattr(owner, name)
 
 
 def verdict(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -229,7 +252,7 @@ def verdict(records: Sequence[dict[str, Any]]) -> list[str]:
             f"{dtype}, context {context}: {one['rows']} row takes {one['step_ms']:.2f} ms, "
             f"{one['step_ms'] / one['floor_ms']:.1f} times its floor of {one['floor_ms']:.2f} ms (bound by {bound}); "
             f"most of the gap is {largest} ({parts[largest]:.2f} ms). "
-            f"Up to {free} rows cost at most a quarter more."
+            f"Steps of up to {free} rows cost at most a quarter more than one row."
         )
     return lines
 
@@ -257,7 +280,9 @@ def figure(records: Sequence[dict[str, Any]]) -> Any:
         points = [r for r in records if (r["dtype"], r["context"]) == (dtype, context)]
         rows = [r["rows"] for r in points]
         style = colour(index)
-        axes.plot(rows, [r["step_ms"] for r in points], label=f"{dtype}, context {context}", markersize=5, **style)
+        axes.plot(
+            rows, [r["step_ms"] for r in points], label=f"{dtype}, context {context}", markersize=5, **style
+        )
         axes.plot(rows, [r["floor_ms"] for r in points], linestyle=":", color=style["color"])
     axes.plot([], [], linestyle=":", color="black", label="floor (bandwidth, matrix rate)")
     axes.set_xscale("log", base=2)

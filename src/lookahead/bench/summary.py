@@ -76,7 +76,8 @@ class Summary:
 
 
 def _where(record: Record) -> tuple[Any, ...]:
-    return record["workload"], record["prompt"], record["turn"], record["repeat"]
+    heat = record["options"]["temperature"]
+    return record["workload"], record["prompt"], record["turn"], record["repeat"], heat
 
 
 def _rate(records: Iterable[Record]) -> float:
@@ -89,12 +90,17 @@ def _decoded(record: Record) -> int:
     return int(record["new_tokens"] - record["prefill_tokens"])
 
 
+def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
+    """Plain decoding's record for each (workload, prompt, turn, repeat, temperature)."""
+    return {_where(record): record for record in records if record["method"] == PLAIN}
+
+
 def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> Figures:
     """Sum up the records of one method in one state.
 
     Args:
         records: none of them skipped.
-        plain: plain decoding's record for each (workload, prompt, turn, repeat).
+        plain: plain decoding's record for each (workload, prompt, turn, repeat, temperature).
     """
     if not records:
         return Figures()
@@ -135,7 +141,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     for where in dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r):
         skipped[where[0]] += 1
     measured = [record for record in records if "skipped" not in record]
-    plain = {_where(record): record for record in measured if record["method"] == PLAIN}
+    plain = plain_of(measured)
     lines: dict[tuple[str, str], Line] = {}
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in measured:
@@ -240,7 +246,9 @@ def _table(title: str, columns: dict[str, Callable[[Line], str]], lines: list[Li
     table.padding = (0, 1, 0, 0)
     table.add_column("method", overflow="fold", min_width=min(24, max(len(line.method) for line in lines)))
     for heading in columns:
-        table.add_column(re.sub(r" |(?<=[-/])", "\n", heading), justify="right", vertical="bottom", no_wrap=True)
+        table.add_column(
+            re.sub(r" |(?<=[-/])", "\n", heading), justify="right", vertical="bottom", no_wrap=True
+        )
     for line in lines:
         bad = any(f is not None and f.equal < f.compared for f in (line.cold, line.warm))
         table.add_row(line.method, *(text(line) for text in columns.values()), style="red" if bad else None)

@@ -244,7 +244,7 @@ def load_workload(
         return [Prompt(workload="stdlib", **fields) for fields in stdlib_prompts(limit or 64, seed)]
     if name in SOURCES:
         source = SOURCES[name]
-        path = Path(given) if given else _find(name, data)
+        path = Path(given) if given else find_file(name, data)
         rows = _read(path) if path is not None else _from_hub(name, source, data)
         prompts = _prompts(name, source.read, source.fields, rows)
     elif Path(name).is_file():
@@ -315,7 +315,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _find(name: str, data: str | Path | None) -> Path | None:
+def find_file(name: str, data: str | Path | None) -> Path | None:
     """The data set's file under ``data``: in a folder of its name, or itself of that name."""
     if data is None:
         return None

@@ -238,9 +238,14 @@ def _numbers(text: str, option: str) -> list[int]:
 @app.command("reproduce")
 def reproduce(
     name: Annotated[
-        str, typer.Argument(help="scaling-law, ablation, sampling-quality, end-to-end or parallel.", metavar="NAME")
+        str,
+        typer.Argument(
+            help="scaling-law, ablation, sampling-quality, end-to-end or parallel.", metavar="NAME"
+        ),
     ],
-    model: Annotated[str | None, typer.Option(help="A directory or a hub id; the bundled model if not given.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A directory or a hub id; the bundled model if not given.")
+    ] = None,
     workload: Annotated[
         list[str] | None, typer.Option(help="In place of the study's own choice.", rich_help_panel="Prompts")
     ] = None,
@@ -264,7 +269,8 @@ def reproduce(
 ) -> None:
     """Rerun one of the paper's results: its figure and a page with the command, the machine and the commit."""
     from ..bench import Options, load_subject
-    from ..bench.reproduce import STUDIES, Study
+    from ..bench.reproduce import STUDIES
+    from ..bench.study import Study
 
     if name not in STUDIES:
         raise SettingsError(f"unknown result {name!r}; known are {', '.join(STUDIES)}")

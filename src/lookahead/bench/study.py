@@ -1,0 +1,117 @@
+"""What every reproduction of a result works with, and the page that it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .methods import Options
+from .pictures import save
+from .record import Records, describe
+from .run import Progress, run
+from .subject import Subject
+from .summary import Record, summarise, unequal_text
+from .workloads import Prompt, load_workload
+
+
+def _plain(value: Any) -> Any:
+    """The same with None for NaN, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if value != value else value
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What a reproduction works with.
+
+    Attributes:
+        subject: the model.
+        workloads: names; empty for the study's own choice.
+        data: folder with data sets, or None.
+        limit: prompts per workload; None for the study's own choice.
+        options: how to decode.
+        out: folder for the page and its figure.
+        records: folder for the records, so that an interrupt loses nothing.
+        command: as it was typed.
+        progress: told how far it is.
+        say: prints a line.
+    """
+
+    subject: Subject
+    workloads: tuple[str, ...]
+    data: Path | None
+    limit: int | None
+    options: Options
+    out: Path
+    records: Path
+    command: str
+    progress: Progress
+    say: Callable[[str], None]
+
+    def prompts(self, limit: int, workloads: Sequence[str] = ("stdlib",)) -> list[Prompt]:
+        """The prompts of the study; so many of each workload unless the user says otherwise."""
+        names = self.workloads or tuple(workloads)
+        many = limit if self.limit is None else self.limit or None
+        return [p for name in names for p in load_workload(name, many, self.options.seed, self.data)]
+
+    def run(self, methods: Sequence[str], prompts: Sequence[Prompt], options: Options) -> list[Record]:
+        """Measure, with the records kept."""
+        return run(methods, prompts, self.subject, options, Records(self.records), self.progress)
+
+    def page(
+        self,
+        name: str,
+        title: str,
+        body: Sequence[str],
+        differs: Sequence[str],
+        figure: Any,
+        records: Sequence[Record],
+        facts: Any = None,
+    ) -> Path:
+        """Write ``name``.md, .json, .png and .svg. Returns the page.
+
+        Args:
+            body: lines of the page. differs: what differs from the paper.
+            facts: the page's figures for machines; the summary of the records where None.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        where = describe(records[-1])
+        workloads = ", ".join(dict.fromkeys(r["workload"] for r in records))
+        prompts = len({(r["workload"], r["prompt"]) for r in records if "skipped" not in r})
+        size = f"{prompts} prompts of {workloads}, at most {self.options.max_new_tokens} new tokens each"
+        lines = [f"# {title}", "", f"`{self.command}`", "", f"{where}. {size}.", ""]
+        if figure is not None:
+            save(figure, self.out / name, where)
+            lines += [f"![{title}]({name}.png)", ""]
+        summary = summarise(records)
+        lines += [*body, ""]
+        lines += [
+            f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
+        ]
+        lines += [unequal_text(record) for record in summary.unequal] or [
+            "Every compared text is equal to plain decoding."
+        ]
+        lines += ["", "## What differs from the paper", "", *(f"- {text}" for text in differs), ""]
+        path = self.out / f"{name}.md"
+        path.write_text("\n".join(lines), encoding="utf-8")
+        table = [asdict(line) for line in summary.lines] if facts is None else facts
+        text = json.dumps({"command": self.command, "where": where, "figures": _plain(table)}, indent=1)
+        (self.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        self.say("\n".join(body))
+        return path
+
+    def size(self) -> str:
+        """The model and the machine against the paper's, for the pages."""
+        model = self.subject.model
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        return (
+            f"The model is {self.subject.name} with {millions:.0f} million parameters in {self.subject.dtype}, on "
+            "the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 billion parameters in "
+            "float16 on A100 and RTX 3090 cards."
+        )
