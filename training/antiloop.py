@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from evaluate import greedy, is_loop
 from export import load, load_into, to_llama
+from tokenizers import Tokenizer
 from train import KEEP, Documents, Muon
 
 NEW, PROMPT = 128, 256
@@ -38,13 +39,18 @@ def repeats(ids: list[int], size: int = 8) -> list[bool]:
     return out
 
 
-def prompt(doc: np.ndarray, rng: np.random.Generator) -> list[int]:
-    """The start of a document: a question up to `Answer:` stays whole by chance only."""
+def prompt(doc: np.ndarray, rng: np.random.Generator, stop: list[int]) -> list[int]:
+    """The start of a document: up to `stop` (the end of a question), or a random cut."""
+    ids = doc[: PROMPT + 1].tolist()
+    if rng.random() < 0.7:
+        for i in range(8, len(ids) - len(stop)):
+            if ids[i : i + len(stop)] == stop:
+                return ids[: i + len(stop)]
     cut = int(rng.integers(min(8, len(doc) - 1), min(PROMPT, len(doc) - 1) + 1))
-    return doc[:cut].tolist()
+    return ids[:cut]
 
 
-def looped(model, data: dict, maths: float, count: int, rng) -> tuple[list, dict]:
+def looped(model, data: dict, maths: float, count: int, stop, rng) -> tuple[list, dict]:
     """Greedy continuations of `count` prompts: those that loop, and the share of each kind."""
     kinds = ["maths" if rng.random() < maths else "code" for _ in range(count)]
     rows = []
@@ -53,7 +59,7 @@ def looped(model, data: dict, maths: float, count: int, rng) -> tuple[list, dict
         doc = docs[int(rng.integers(len(docs)))]
         while len(doc) < 24:
             doc = docs[int(rng.integers(len(docs)))]
-        rows.append(prompt(doc, rng))
+        rows.append(prompt(doc, rng, stop))
     told = greedy(model, rows, NEW)
     bad = [(r, t) for r, t in zip(rows, told, strict=True) if is_loop(t)]
     shares = {}
@@ -84,8 +90,8 @@ def parse() -> argparse.Namespace:
     add("--log", type=Path, default=Path("training/log.jsonl"))
     add("--checkpoint", type=Path, help="default: checkpoint.pt of --work-dir")
     add("--minutes", type=float, default=15.0)
-    add("--rate", type=float, default=0.002, help="learning rate of Muon, falls to zero")
-    add("--rate-embed", type=float, default=0.0003, help="learning rate of AdamW, falls to zero")
+    add("--rate", type=float, default=0.003, help="learning rate of Muon, falls to zero")
+    add("--rate-embed", type=float, default=0.0005, help="learning rate of AdamW, falls to zero")
     add("--weight", type=float, default=1.0, help="of the unlikelihood term")
     add("--rows", type=int, default=12, help="looping continuations in a step")
     add("--prompts", type=int, default=64, help="prompts in one round of generation")
@@ -112,8 +118,14 @@ def main() -> None:
     lean.head = torch.compile(lean.head, dynamic=False)
     muon = Muon(net.matrices())
     adam = torch.optim.AdamW(
-        [net.embed, *net.vectors()], lr=args.rate_embed, betas=(0.9, 0.95), weight_decay=0.0
+        [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}],
+        lr=args.rate_embed,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
     )
+    muon.state = saved["muon"]
+    adam.load_state_dict(saved["adam"])
+    stop = Tokenizer.from_file(str(args.work_dir / "tokenizer.json")).encode("\nAnswer:").ids
     data = {n: Documents(args.work_dir / f"{n}.npy", args.seed) for n in ("code", "maths")}
     rng = np.random.default_rng(args.seed)
     step, tokens, spent = saved["step"], saved["tokens"], saved["spent"]
@@ -121,7 +133,7 @@ def main() -> None:
     logged, pool = begin, []
     while (passed := time.time() - begin) < limit:
         load_into(model, net)
-        bad, shares = looped(model, data, args.maths, args.prompts, rng)
+        bad, shares = looped(model, data, args.maths, args.prompts, stop, rng)
         pool = (pool + bad)[-4 * args.rows :]
         losses = []
         for _ in range(args.steps):

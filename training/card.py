@@ -25,6 +25,8 @@ def main() -> None:
     add("--machine", default="2 processor cores", help="what it was trained on, for the card")
     add("--seeds", default="1 (corpus, main stage), 2 (last stage)")
     add("--share", type=float, default=0.27, help="--maths of train.py")
+    add("--blend", type=float, default=0.7, help="--share of export.py")
+    add("--notes", default="", help="what else a reader must know about this run")
     args = parser.parse_args()
     for path in (args.before, args.after, args.log, args.work_dir / "stats.json"):
         if not path.is_file():
@@ -68,6 +70,9 @@ def main() -> None:
             machine=args.machine,
             seeds=args.seeds,
             share=args.share,
+            blend=args.blend,
+            keep=1 - args.blend,
+            notes=args.notes,
             rows="\n".join(
                 [
                     line("bits per byte", "bits_per_byte", ".3f"),
@@ -92,7 +97,7 @@ def main() -> None:
             ),
         )
     )
-    for kind, count in (("code", 2), ("maths", 2)):
+    for kind, count in (("code", 4), ("maths", 4)):
         for prompt, told, loops in after[kind].get("samples", [])[:count]:
             text += f"\n{kind}{', loops' if loops else ''}:\n\n~~~text\n{prompt}⟦{told}⟧\n~~~\n"
     (args.model / "README.md").write_text(text, encoding="utf-8")

@@ -65,14 +65,10 @@ def packages(root: Path) -> list[dict]:
                 words = ["MIT"]
         licence = " / ".join(w.split(":: ")[-1].strip() for w in words if w)
         if REFUSED.search(licence) or not PERMISSIVE.search(licence):
-            sys.exit(
-                f"{meta['Name']}: licence {licence!r} is not on the permissive list; remove it"
-            )
+            sys.exit(f"{meta['Name']}: licence {licence!r} is not on the permissive list; remove it")
         rows = (info / "RECORD").read_text(encoding="utf-8").splitlines()
         files = [root / row.split(",")[0] for row in rows if row.split(",")[0].endswith(".py")]
-        out.append(
-            {"name": meta["Name"], "version": meta["Version"], "licence": licence, "files": files}
-        )
+        out.append({"name": meta["Name"], "version": meta["Version"], "licence": licence, "files": files})
     if not out:
         sys.exit(f"{root}: no packages; fill it with pip install --target (see --help)")
     return out
@@ -205,9 +201,7 @@ def main() -> None:
                 parts.append(text)
             docs += [(row, part) for part in parts]
             row["bytes"] += sum(len(p.encode("utf-8")) for p in parts)
-        print(
-            f"{time.time() - start:5.0f} s  {row['name']}: {row['bytes'] / 1e6:.1f} MB", flush=True
-        )
+        print(f"{time.time() - start:5.0f} s  {row['name']}: {row['bytes'] / 1e6:.1f} MB", flush=True)
 
     def key(text: str) -> int:
         return digest(re.sub(r"\s+", " ", text))

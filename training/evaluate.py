@@ -48,9 +48,7 @@ def prompts(texts: list[str], kind: str, count: int) -> list[str]:
 
 
 @torch.no_grad()
-def greedy(
-    model: PreTrainedModel, rows: list[list[int]], new: int = 128, batch: int = 64
-) -> list[list[int]]:
+def greedy(model: PreTrainedModel, rows: list[list[int]], new: int = 128, batch: int = 64) -> list[list[int]]:
     """Greedy continuations without the end token, batches padded on the left."""
     eos = model.config.eos_token_id
     out: list[list[int]] = [[] for _ in rows]
@@ -60,9 +58,9 @@ def greedy(
         width = max(len(rows[i]) for i in part)
         ids = torch.tensor([[eos] * (width - len(rows[i])) + rows[i] for i in part])
         mask = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in part])
-        got = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False
-        )[:, width:].tolist()
+        got = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)[
+            :, width:
+        ].tolist()
         for i, row in zip(part, got, strict=True):
             out[i] = row[: row.index(eos)] if eos in row else row
     return out
@@ -77,9 +75,7 @@ def bits_per_byte(model: PreTrainedModel, rows: list[list[int]], size: int) -> f
         width = max(map(len, part))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in part])
         logits = model(input_ids=ids[:, :-1]).logits.float()
-        loss = torch.nn.functional.cross_entropy(
-            logits.transpose(1, 2), ids[:, 1:], reduction="none"
-        )
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         for row, values in zip(part, loss, strict=True):
             total += float(values[: len(row) - 1].sum())
     return total / math.log(2) / size
@@ -117,6 +113,7 @@ def main() -> None:
     add("--work-dir", type=Path, default=Path("build/training"))
     add("--documents", type=int, default=400, help="held-out documents of each kind for the loss")
     add("--prompts", type=int, default=128, help="held-out prompts of each kind")
+    add("--from-end", action="store_true", help="take texts from the end, to compare variants")
     add("--samples", type=int, default=0, help="show this many continuations of each kind")
     add("--out", type=Path, help="write the figures to this JSON file too")
     args = parser.parse_args()
@@ -128,6 +125,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     heldout = json.loads((args.work_dir / "heldout.json").read_text())
+    if args.from_end:
+        heldout = {kind: texts[::-1] for kind, texts in heldout.items()}
     figures = measure(model, tokenizer, heldout, args.documents, args.prompts)
     for kind in KINDS:
         figures[kind]["samples"] = samples = []

@@ -2,13 +2,15 @@
 
 Contract: reads `checkpoint.pt` and `tokenizer.json` from `--work-dir`; writes config.json,
 generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json to `--out`
-(README.md there is left alone).  Ends with an error where the logits of the exported model differ
-from those of the trained one by more than rounding.
+(README.md there is left alone).  `--blend` averages the weights of two checkpoints.  Ends with an
+error where the logits of the exported model differ from those of the trained one by more than
+rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -47,6 +49,13 @@ def load(path: Path) -> tuple[Lean, dict]:
     return net, saved
 
 
+@torch.no_grad()
+def blend(net: Lean, other: Lean, share: float) -> None:
+    """Average weights before and after fine-tuning in place (Wortsman et al. 2022)."""
+    for mine, its in zip(net.parameters(), other.parameters(), strict=True):
+        mine.lerp_(its, share)
+
+
 def write(net: Lean, tokenizer: Path, out: Path) -> int:
     """Export; the size of the weights in bytes."""
     model = to_llama(net)
@@ -66,6 +75,9 @@ def write(net: Lean, tokenizer: Path, out: Path) -> int:
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(out)
+    config = out / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(fields, indent=2) + "\n")  # the name that 4.x knows too
     (out / "model.safetensors").chmod(0o644)
     return (out / "model.safetensors").stat().st_size
 
@@ -74,12 +86,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, default=Path("build/training"))
     parser.add_argument("--checkpoint", type=Path, help="default: checkpoint.pt of --work-dir")
+    parser.add_argument("--blend", type=Path, help="average with this checkpoint")
+    parser.add_argument("--share", type=float, default=0.5, help="of --blend in the average")
     parser.add_argument("--out", type=Path, default=Path("src/lookahead/models/bundled"))
     args = parser.parse_args()
     path = args.checkpoint or args.work_dir / "checkpoint.pt"
     if not path.is_file():
         parser.error(f"{path} is missing: run training/train.py first")
     net, saved = load(path)
+    if args.blend:
+        blend(net, load(args.blend)[0], args.share)
     size = write(net, args.work_dir / "tokenizer.json", args.out)
     print(f"step {saved['step']}, {saved['tokens']} tokens -> {args.out}, {size / 1e6:.1f} MB")
 
