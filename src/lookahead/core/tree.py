@@ -39,6 +39,28 @@ class TokenTree:
         self.read: list[bool] = [True]
         self._children: dict[tuple[int, int], int] = {}
 
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+        """A tree of rows that are all read, made in one go; the root has parent -1.
+
+        Raises:
+            ValueError: a parent does not come before its child, or a node has two children of one token.
+        """
+        tree = cls(tokens[0])
+        size = len(tokens)
+        tree.tokens, tree.parents = list(tokens), list(parents)
+        tree.read = [True] * size
+        children = tree._children = dict(zip(zip(parents, tokens, strict=True), range(size), strict=True))
+        del children[parents[0], tokens[0]]
+        if len(children) != size - 1 or any(not 0 <= parents[node] < node for node in range(1, size)):
+            raise ValueError(f"not a trie in row order: parents {list(parents)!r:.80}")
+        depths, ancestors = tree.depths, tree.ancestors
+        for node in range(1, size):
+            parent = parents[node]
+            depths.append(depths[parent] + 1)
+            ancestors.append(ancestors[parent] | 1 << node)
+        return tree
+
     def __len__(self) -> int:
         return len(self.tokens)
 
