@@ -1,5 +1,23 @@
-"""The adaptive drafter: one calibrated token tree from every training-free source. Knows numpy, no torch."""
+"""The adaptive drafter: one calibrated token tree from every training-free source, and a budget of its rows.
 
+Knows numpy and the core; no torch, no model. docs/adaptive.md explains it.
+"""
+
+from .budget import Budget, StepTimes
+from .config import SOURCES, AdaptiveConfig
 from .drafter import AdaptiveDrafter
-from .config import AdaptiveConfig
-from .state import AdaptiveState
+from .state import AdaptiveState, warm_state
+from .times import load_times, measure_times, save_times
+
+__all__ = [
+    "SOURCES",
+    "AdaptiveConfig",
+    "AdaptiveDrafter",
+    "AdaptiveState",
+    "Budget",
+    "StepTimes",
+    "load_times",
+    "measure_times",
+    "save_times",
+    "warm_state",
+]

@@ -1,11 +1,14 @@
 """What a proposal is worth: the observed share of right ones among proposals like it.
 
-A bucket is a kind of proposal ("third best of a row seen behind the same three tokens, 2.1 logits behind").
-Its estimate is (hits + 4 * prior) / (trials + 4), so that it starts at the prior and ends at the truth.
+A bucket is a kind of proposal ("second best of a row seen behind the same three tokens, 2.1 logits behind").
+Its estimate is (hits + 4 * prior) / (trials + 4): it starts at the prior and ends at the truth. Two sources
+that agree say more than either, so estimates of the two main sources are sorted into levels, and a second
+table of buckets is indexed by the pair of levels.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 PRIOR_WEIGHT = 4.0
@@ -13,16 +16,29 @@ PRIOR_WEIGHT = 4.0
 SURE = 0.98
 #: Trials after which old ones begin to fade, so that a warm state follows a change of workload.
 MEMORY = 4000.0
+#: Upper ends of the levels of confidence but the last.
+LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
+COUNT = len(LEVELS) + 1
+#: What a source says of a token: a level; silent, the source's best being of a level; or no word at all.
+SILENT = COUNT
+NOTHING = 2 * COUNT
+STATES = 2 * COUNT + 1
+#: How far from the root: the root itself, its children, deeper.
+ZONES = 3
+#: Further voices: none, the last step's first or later answer at this position, the window's n-grams, both.
+VOICES = 5
+VOICE_NONE, VOICE_JACOBI, VOICE_JACOBI_LATER, VOICE_NGRAM, VOICE_BOTH = range(VOICES)
+CELLS = ZONES * VOICES * STATES * STATES
 
 
 class Calibration:
     """Buckets of one source.
 
     Attributes:
-        estimate: probability by bucket, kept up to date; read it, do not write it.
+        estimate: probability by bucket. levels: its level of confidence. Both are kept up to date.
     """
 
-    __slots__ = ("estimate", "levels", "hits", "priors", "trials")
+    __slots__ = ("estimate", "hits", "levels", "priors", "trials")
 
     def __init__(self, priors: Sequence[float]) -> None:
         self.priors = list(priors)
@@ -30,59 +46,30 @@ class Calibration:
 
     def clear(self) -> None:
         """Back to the priors."""
-        self.hits = [0.0] * len(self.priors)
-        self.trials = [0.0] * len(self.priors)
-        self.estimate = [min(SURE, p) for p in self.priors]
-        self.levels = [level(p) for p in self.estimate]
+        self.load([0.0] * len(self.priors), [0.0] * len(self.priors))
+
+    def load(self, hits: Sequence[float], trials: Sequence[float]) -> None:
+        """Take counts over; there must be as many as buckets."""
+        self.hits = list(hits)
+        self.trials = list(trials)
+        self.estimate = [0.0] * len(self.priors)
+        self.levels = [0] * len(self.priors)
+        for bucket in range(len(self.priors)):
+            self._update(bucket)
 
     def learn(self, bucket: int, hit: bool) -> None:
         """One proposal was right or wrong, whether or not it was verified."""
-        trials = self.trials[bucket] + 1.0
-        hits = self.hits[bucket] + hit
-        if trials > MEMORY:
-            trials *= 0.5
-            hits *= 0.5
-        self.trials[bucket] = trials
-        self.hits[bucket] = hits
-        estimate = (hits + PRIOR_WEIGHT * self.priors[bucket]) / (trials + PRIOR_WEIGHT)
+        self.trials[bucket] += 1.0
+        if hit:
+            self.hits[bucket] += 1.0
+        if self.trials[bucket] > MEMORY:
+            self.trials[bucket] *= 0.5
+            self.hits[bucket] *= 0.5
+        self._update(bucket)
+
+    def _update(self, bucket: int) -> None:
+        estimate = (self.hits[bucket] + PRIOR_WEIGHT * self.priors[bucket]) / (
+            self.trials[bucket] + PRIOR_WEIGHT
+        )
         self.estimate[bucket] = estimate if estimate < SURE else SURE
-        self.levels[bucket] = level(estimate)
-
-
-#: Levels of confidence: the upper ends of their ranges.
-LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-NL = len(LEVELS) + 1
-NONE = 2 * NL
-
-
-def level(p):
-    n = 0
-    for x in LEVELS:
-        n += p > x
-    return n
-
-
-class Joint:
-    """cell[D][lv][sv]"""
-    def __init__(self):
-        mid = [0.002, 0.008, 0.025, 0.07, 0.15, 0.27, 0.45, 0.65, 0.83, 0.95]
-        W = self.W = 2 * NL + 1
-        self.hits = [0.0] * (2 * W * W)
-        self.trials = [0.0] * (2 * W * W)
-        self.prior = [0.0] * (2 * W * W)
-        for D in (0, 1):
-            for a in range(W):
-                for b in range(W):
-                    pa = mid[a] if a < NL else 0.0
-                    pb = mid[b] if b < NL else 0.0
-                    p = max(pa, pb)
-                    self.prior[(D * W + a) * W + b] = p
-        self.p = list(self.prior)
-
-    def learn(self, cell, hit):
-        t = self.trials[cell] + 1
-        h = self.hits[cell] + hit
-        self.trials[cell] = t
-        self.hits[cell] = h
-        p = (h + 4 * self.prior[cell]) / (t + 4)
-        self.p[cell] = p if p < SURE else SURE
+        self.levels[bucket] = bisect_left(LEVELS, estimate)

@@ -14,8 +14,10 @@ SOURCES = {
     "logits": "L: the best tokens of the last row that was evaluated behind the same last tokens",
     "ngrams": "P: the n-grams that the window has closed",
     "jacobi": "J: what the last step answered at the same position",
-    "corpus": "G: suffix matches over the texts of earlier requests, kept in a warm state",
+    "corpus": "G: suffix matches over the texts of earlier requests too, where a state is kept",
 }
+#: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
+DEFAULT_SOURCES = ("suffix", "logits", "ngrams", "jacobi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class AdaptiveConfig:
         max_rows: rows of a step at most, 1 to 512.
         budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
             and the drafts depend on nothing but the tokens.
-        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth.
+        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. The window
+            without "ngrams" is a mere explorer, and without "logits" nothing reads what it explores.
         window_size: W of the window at most; 0 for no window.
         ngram_size: N of the window, at least 2.
         suffix_order: longest suffix that is matched, at least 1.
@@ -38,9 +41,9 @@ class AdaptiveConfig:
 
     max_rows: int = 64
     budget: bool = True
-    sources: tuple[str, ...] = tuple(SOURCES)
-    window_size: int = 7
-    ngram_size: int = 4
+    sources: tuple[str, ...] = DEFAULT_SOURCES
+    window_size: int = 5
+    ngram_size: int = 3
     suffix_order: int = 8
     top: int = 8
     sampled_top: int = 24
@@ -61,9 +64,8 @@ class AdaptiveConfig:
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise SettingsError(
-                    f"{name} must be a whole number between {low} and {high}, got {value!r}"
-                )
+                raise SettingsError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+        object.__setattr__(self, "sources", tuple(self.sources))
         unknown = set(self.sources) - set(SOURCES)
         if unknown:
             raise SettingsError(

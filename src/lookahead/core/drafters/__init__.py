@@ -44,9 +44,7 @@ METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
 OWN_SETTINGS = frozenset({"adaptive"})
 
 
-def make_drafter(
-    method: str, config: Any = None, vocabulary: int = 0, pool: Any = None
-) -> Drafter:
+def make_drafter(method: str, config: Any = None, vocabulary: int = 0, pool: Any = None) -> Drafter:
     """A fresh drafter.
 
     Args:

@@ -1,0 +1,159 @@
+"""Measure a target's step times, and keep them by machine and model in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from ..core import SettingsError, Target, TokenTree
+from .budget import MENU, StepTimes, from_points
+
+#: Rows and contexts of the short calibration.
+SHORT_ROWS = (1, 4, 16, 64)
+SHORT_CONTEXTS = (64,)
+LARGEST_FILE = 1 << 20
+
+
+def measure_times(
+    target: Target,
+    vocabulary: int,
+    rows: Sequence[int] = SHORT_ROWS,
+    contexts: Sequence[int] = SHORT_CONTEXTS,
+    batches: Sequence[int] = (1,),
+    repeats: int = 3,
+    progress: Callable[[int, int, int, float], None] | None = None,
+) -> StepTimes:
+    """Time steps of a target on random tokens: forward, the choice at the root, reading all rows, commit.
+
+    Args:
+        target: any; its slots must be free, and they are left free.
+        vocabulary: V.
+        rows, contexts, batches: what to measure; contexts that the model cannot hold are left out.
+        repeats: steps per point; the median counts.
+        progress: told (batch, context, rows, seconds) after every point.
+    """
+    rng = random.Random(0)
+    times = StepTimes()
+    for batch in batches:
+        for context in contexts:
+            slots = list(range(batch))
+            prompt = [rng.randrange(vocabulary) for _ in range(context)]
+            target.prefill([(slot, prompt) for slot in slots])
+            points: dict[int, float] = {}
+            try:
+                if target.depth_limit(0) < repeats * (len(rows) + 1):
+                    continue
+                for count in rows:
+                    deepest = target.depth_limit(0)
+                    spent = [
+                        _step(target, slots, _bush(count, vocabulary, deepest, rng))
+                        for _ in range(repeats + 1)
+                    ]
+                    points[count] = median(spent[1:])
+                    if progress is not None:
+                        progress(batch, context, count, points[count])
+            finally:
+                for slot in slots:
+                    target.release(slot)
+            times.bins[StepTimes.bin_of(batch, context)] = from_points(points)
+    return times
+
+
+def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
+    start = perf_counter()
+    scores = target.forward([(slot, tree) for slot in slots])
+    for score in scores:
+        score.best(0)
+        score.top(tree.read_nodes(), 8)
+    target.commit([(slot, [0]) for slot in slots])
+    return perf_counter() - start
+
+
+def _bush(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> TokenTree:
+    """A tree of the shape that drafts have: every node under one of the first half."""
+    tree = TokenTree(rng.randrange(vocabulary))
+    while len(tree) < rows:
+        parent = rng.randrange((len(tree) + 1) // 2)
+        if tree.depths[parent] >= deepest:
+            parent = 0
+        if len(tree) > vocabulary // 2:  # a tiny vocabulary runs out of children
+            break
+        tree.add(rng.randrange(vocabulary), parent, read=True)
+    return tree
+
+
+def machine_name() -> str:
+    """Processor, cores and, where torch is loaded, its threads and accelerator."""
+    parts = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
+    import sys
+
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        parts.append(f"{torch.get_num_threads()} threads")
+        if torch.cuda.is_available():
+            parts.append(torch.cuda.get_device_name(0))
+    return ", ".join(parts)
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/lookahead-decoding``, or the platform's usual place."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        if platform.system() == "Windows":
+            base = os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))
+        elif platform.system() == "Darwin":
+            base = str(Path.home() / "Library" / "Caches")
+        else:
+            base = str(Path.home() / ".cache")
+    return Path(base) / "lookahead-decoding"
+
+
+def times_file(model: str) -> Path:
+    """Where the step times of one model on this machine are kept.
+
+    Args:
+        model: whatever tells models, dtypes, devices and code paths apart.
+    """
+    digest = hashlib.sha256(f"{machine_name()}|{model}".encode()).hexdigest()[:24]
+    return cache_folder() / "times" / f"{digest}.json"
+
+
+def save_times(model: str, times: StepTimes) -> Path:
+    """Keep step times for this machine and model; returns the file."""
+    path = times_file(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"model": model, "machine": machine_name(), "menu": MENU, "seconds": times.as_dict()}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
+    return path
+
+
+def load_times(model: str) -> StepTimes | None:
+    """Step times that were kept for this machine and model, or None.
+
+    Raises:
+        SettingsError: the file is there and damaged.
+    """
+    path = times_file(model)
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError("too large")
+        content = json.loads(path.read_text())
+        if tuple(content["menu"]) != MENU:  # of another version
+            return None
+        return StepTimes.from_dict(content["seconds"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(
+            f"{path} holds no step times ({error}); delete it or run lookahead tune"
+        ) from error
