@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..attention.register import enabled
 from ..core import OutOfMemory, SettingsError, TokenTree
 from .alibi import AlibiBias
 from .cache import TreeCache
@@ -155,7 +156,11 @@ class TransformersTarget:
         nodes = sorted(set().union(*(tree.read_nodes() for tree in only_trees)))
         dtype, device = self.model.dtype, self.model.device
         alibi, mask, bias = self.facts.alibi, None, nullcontext()
-        if rows > 1 or len(trees) > 1:
+        tree_attention = enabled(self.model)
+        if tree_attention is not None:  # ancestor bits in place of a mask
+            depths = positions - torch.tensor(lengths)[:, None]
+            bias = tree_attention.step([tree.ancestors for tree in only_trees], depths, lengths, device)
+        elif rows > 1 or len(trees) > 1:
             mask = attention_masks(self.facts.kinds, only_trees, lengths, positions, dtype, device)
             if alibi is not None:
                 keys = key_positions(positions, lengths, visible(only_trees, lengths, rows).shape[2])
