@@ -7,7 +7,7 @@ import torch
 
 from lookahead.targets.lean.cache import LeanCache
 from lookahead.targets.lean.kernels import Norm, NumbaKernels, TorchKernels, Turns, best_kernels
-from lookahead.targets.lean.linear import BLOCK, PackedLinear, PlainLinear, best_kind
+from lookahead.targets.lean.linear import BLOCK, Int8Linear, PackedLinear, PlainLinear, best_kind
 from lookahead.targets.lean.specs import LinearParts
 
 ROWS = (1, 2, 3, 5, 8, 13, 16, 31, 32, 64, 100, 128)
@@ -124,3 +124,39 @@ def test_nan_stays_nan(kind: type) -> None:
     x = torch.full((1, 8), torch.nan, dtype=torch.bfloat16)
     assert kernels.norm(x, Norm(torch.ones(8), 1e-5)).isnan().all()
     assert kernels.gate(x).isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_give_the_rows_back(kind: type, dtype: torch.dtype) -> None:
+    kernels = kind(H, K, D, dtype)
+    x = torch.cat((torch.randn(5, 40) * 3, torch.zeros(1, 40))).to(dtype)
+    bits, scales = kernels.quantise(x)
+    assert bits.dtype == torch.uint8
+    back = (bits.float() - 128) * scales[:, None]
+    assert (back - x.float()).abs().max() <= 0.51 * scales.max()
+    assert not back[5].any()
+    y, bias = torch.randn(6, 40), torch.randn(40).to(dtype)
+    for extra in (None, bias):
+        for other in (None, x):
+            expected = y.double() * scales[:, None].double()
+            for term in (extra, other):
+                expected = expected + (0 if term is None else term.double())
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+            result = kernels.rescale(y, scales, extra, other).double()
+            assert torch.allclose(result, expected, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_int8_is_near_plain_and_a_row_stands_alone(bias: bool, kind: type) -> None:
+    linear = parts(200, 1500, torch.float32, bias)
+    x, y = torch.randn(64, 1500), torch.randn(64, 200)
+    x[7] *= 1000  # one loud row must not cost the others their precision
+    int8 = Int8Linear(linear, kind(H, K, D, torch.float32))
+    expected = PlainLinear(linear).plus(x, y)
+    error = (int8.plus(x, y) - expected).norm(dim=1) / (expected - y).norm(dim=1)
+    assert error.max() < 0.02
+    assert torch.equal(int8.plus(x[3:4], y[3:4])[0], int8.plus(x, y)[3])
+    assert torch.allclose(int8.of(x), int8.plus(x, torch.zeros_like(y)), atol=1e-3)

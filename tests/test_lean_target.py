@@ -276,6 +276,22 @@ def test_without_onednn_the_lean_path_still_agrees(monkeypatch: pytest.MonkeyPat
     assert worst(a, b, tree.read_nodes()) < 2e-5
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")
+def test_int8_is_asked_for_by_name_and_exact_in_itself() -> None:
+    model = tiny("qwen2")
+    same, int8 = make_target(model), make_target(model, weights="int8")
+    assert "int8" in int8.reason
+    assert "int8" not in same.reason
+    logits = [target.prefill([(0, prompt(9))])[0].row(0) for target in (same, int8)]
+    assert not torch.equal(*logits)
+    assert (logits[0] - logits[1]).std() < 0.3 * logits[0].std()
+    for target in (same, int8):
+        target.release(0)
+    assert_same_as_autoregressive(int8, [prompt(12)], "lookahead", None, 30, vocabulary=VOCABULARY)
+    with pytest.raises(SettingsError, match="int8"):
+        make_target(model, path="transformers", weights="int8")
+
+
 def test_memory_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lean = make_target(tiny())
     assert isinstance(lean, LeanTarget)

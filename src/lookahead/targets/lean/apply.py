@@ -35,22 +35,31 @@ class Verdict:
     difference: float = float("nan")
 
 
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, Verdict]] = weakref.WeakKeyDictionary()
+#: The same for weights as int8, which are meant to differ: only nonsense is caught.
+TOLERANCE_INT8 = 1.0
+
+_known: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Verdict]]] = weakref.WeakKeyDictionary()
 
 
-def lean_model(model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]) -> Verdict:
+def lean_model(
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    trees: Callable[[int, int], TokenTree],
+    weights: str = "same",
+) -> Verdict:
     """Lay a model's weights out for the lean path, once, and compare the two paths on one tree.
 
     Args:
         facts: from the probe that found the transformers target good.
         trees: (token, vocabulary) -> a tree with branches at two depths.
+        weights: "same" or "int8".
     """
     key = _fingerprint(model)
-    known = _known.get(model)
-    if known is not None and known[0] == key:
-        return known[1]
-    verdict = _judge(model, facts, trees)
-    _known[model] = (key, verdict)
+    known = _known.setdefault(model, {})
+    if weights in known and known[weights][0] == key:
+        return known[weights][1]
+    verdict = _judge(model, facts, trees, weights)
+    known[weights] = (key, verdict)
     return verdict
 
 
@@ -63,21 +72,26 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return weights, hooks, model.training
 
 
-def _judge(model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]) -> Verdict:
+def _judge(
+    model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree], weights: str
+) -> Verdict:
     if model.device.type != "cpu":
         return Verdict(None, f"the lean path is made for CPUs, the model is on {model.device}")
     if model.dtype not in TOLERANCE:
         return Verdict(None, f"the lean path knows float32 and bfloat16, the model is {model.dtype}")
+    if weights == "int8" and not torch.cpu._is_vnni_supported():
+        return Verdict(None, "weights as int8 need a processor with VNNI")
     try:
-        lean = LeanModel(read(model, facts.config))
+        lean = LeanModel(read(model, facts.config), weights)
     except NotLean as error:
         return Verdict(None, str(error))
     difference = _difference(TransformersTarget(model, facts, 32), LeanTarget(lean, facts, 32), trees)
-    if not difference <= TOLERANCE[model.dtype]:
+    allowed = TOLERANCE[model.dtype] if weights == "same" else TOLERANCE_INT8
+    if not difference <= allowed:
         return Verdict(
             None,
             f"the lean path's logits differ from the transformers path's by {difference:.3g} standard "
-            f"deviations, {TOLERANCE[model.dtype]} are allowed",
+            f"deviations, {allowed} are allowed",
             difference,
         )
     name = type(model).__name__

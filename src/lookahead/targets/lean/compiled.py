@@ -1,6 +1,6 @@
 """Numba code of ``NumbaKernels``. Imported only where numba is there; compiled once and kept on disk.
 
-A tag argument (an unsigned 16-bit zero for bf16 bits, a float zero for fp32) tells what an address points to.
+A tag argument (an unsigned 16-bit zero for bf16's bits, a float zero for fp32) tells what an address points to.
 Sums may be formed in vector lanes, in an order that depends on the length of a row alone.
 """
 
@@ -34,7 +34,7 @@ def _widen(value: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(_widen, inline="always")
+@overload(_widen)
 def _widen_code(value):  # type: ignore[no-untyped-def]  # numba compares the two signatures
     """To fp32."""
     if value == types.uint16:
@@ -46,7 +46,7 @@ def _narrow(value: Any, tag: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(_narrow, inline="always")
+@overload(_narrow)
 def _narrow_code(value, tag):  # type: ignore[no-untyped-def]
     """From fp32 to the tag's type, to the nearest, ties to even; NaN stays NaN."""
     if tag == types.uint16:
@@ -61,7 +61,7 @@ def _narrow_code(value, tag):  # type: ignore[no-untyped-def]
     return lambda value, tag: np.float32(value)
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _exp(x: Any) -> Any:
     """e^x in fp32 to about one unit in the last place, without a call, so that loops over it are vectors.
 
@@ -168,6 +168,46 @@ def turn(
         for h in range(key_heads):
             for i in range(size):
                 stored[key_heads + h, row, i] = _widen(ys[r, heads + key_heads + h, i])
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
+def quantise(x: int, out: int, scales: int, rows: int, size: int, tag: Any) -> None:
+    """Rows x (rows, size) to unsigned bytes around 128, each row by its own scale: x = (out - 128) * scale."""
+    xs = carray(_pointer(x, tag), (rows, size))
+    outs = carray(_pointer(out, np.uint8(0)), (rows, size))
+    steps = carray(_pointer(scales, np.float32(0)), (rows,))
+    for r in range(rows):
+        largest = np.float32(0)
+        for i in range(size):
+            largest = max(largest, abs(_widen(xs[r, i])))
+        steps[r] = largest / np.float32(127)
+        inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
+        for i in range(size):
+            outs[r, i] = np.uint8(np.int32(_widen(xs[r, i]) * inverse + np.float32(128.5)))
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
+def rescale(y: int, scales: int, bias: int, other: int, out: int, rows: int, size: int, tag: Any) -> None:
+    """y (rows, size) fp32 * scale of the row + bias + other -> out; bias and other may be 0 for none."""
+    ys = carray(_pointer(y, np.float32(0)), (rows, size))
+    steps = carray(_pointer(scales, np.float32(0)), (rows,))
+    biases = carray(_pointer(bias, tag), (size,))
+    others = carray(_pointer(other, tag), (rows, size))
+    outs = carray(_pointer(out, tag), (rows, size))
+    for r in range(rows):
+        step = steps[r]
+        if other != 0 and bias != 0:
+            for i in range(size):
+                outs[r, i] = _narrow(ys[r, i] * step + _widen(biases[i]) + _widen(others[r, i]), tag)
+        elif other != 0:
+            for i in range(size):
+                outs[r, i] = _narrow(ys[r, i] * step + _widen(others[r, i]), tag)
+        elif bias != 0:
+            for i in range(size):
+                outs[r, i] = _narrow(ys[r, i] * step + _widen(biases[i]), tag)
+        else:
+            for i in range(size):
+                outs[r, i] = _narrow(ys[r, i] * step, tag)
 
 
 #: For reports.

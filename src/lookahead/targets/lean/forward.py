@@ -12,15 +12,16 @@ another without padding; only attention is called once for each sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from .cache import LeanCache
 from .kernels import Norm, TorchKernels, Turns, best_kernels
-from .linear import Linear, PackedLinear, PlainLinear, best_kind
+from .linear import Int8Linear, Linear, PackedLinear, PlainLinear, best_kind
 from .specs import LayerParts, LinearParts, ModelParts, NormParts
 
 
@@ -64,6 +65,7 @@ class LeanModel:
 
     Args:
         parts: tensors of a loaded model; they are copied where their layout changes, never written.
+        weights: "same" for the model's own numbers, "int8" for bytes (see ``Int8Linear``).
         kind, kernels: the linears, and what runs between them; the best for this machine by default.
 
     Attributes:
@@ -73,15 +75,19 @@ class LeanModel:
     def __init__(
         self,
         parts: ModelParts,
+        weights: str = "same",
         kind: type[PackedLinear] | type[PlainLinear] | None = None,
         kernels: type[TorchKernels] | None = None,
     ) -> None:
         self.dtype = parts.embedding.dtype
         best, layout = best_kind(self.dtype)
-        make = kind if kind is not None else best
+        make: Callable[[LinearParts], Linear] = kind if kind is not None else best
         best_between, between = best_kernels()
         self.layout = f"{layout}, {between}"
         self.kernels = (kernels or best_between)(parts.heads, parts.key_heads, parts.head_size, self.dtype)
+        if weights == "int8":
+            make = partial(Int8Linear, kernels=self.kernels)
+            self.layout = f"weights as int8 (outputs are near the model's, not its own), {between}"
         self.heads, self.key_heads, self.head_size = parts.heads, parts.key_heads, parts.head_size
         self.groups = parts.heads // parts.key_heads
         self.scale = parts.scale
@@ -96,7 +102,7 @@ class LeanModel:
         self._rotary = parts.rotary
         self._turns = torch.empty(0, half, dtype=torch.complex64)
 
-    def _layer(self, parts: LayerParts, make: type[Linear], order: torch.Tensor) -> Layer:
+    def _layer(self, parts: LayerParts, make: Callable[[LinearParts], Linear], order: torch.Tensor) -> Layer:
         def paired(linear: LinearParts) -> LinearParts:
             rows = torch.arange(linear.weight.shape[0]).view(-1, self.head_size)[:, order].reshape(-1)
             return LinearParts(linear.weight[rows], None if linear.bias is None else linear.bias[rows])

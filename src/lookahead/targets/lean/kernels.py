@@ -80,6 +80,24 @@ class TorchKernels:
         gate, up = both.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows (Q, n) as bytes around 128, and a scale (Q,) for each row: x = (bytes - 128) * scale."""
+        x = x.float()
+        largest = torch.linalg.vector_norm(x, torch.inf, -1, True)
+        inverse = torch.where(largest > 0, 127 / largest, 0)
+        return (x * inverse).add_(128.5).to(torch.uint8), largest[:, 0] / 127
+
+    def rescale(
+        self, y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor | None
+    ) -> torch.Tensor:
+        """fp32 rows y (Q, n) times their scales, plus bias (n,), plus other (Q, n), rounded once."""
+        y = y * scales[:, None]
+        if bias is not None:
+            y += bias
+        if other is not None:
+            y += other
+        return y.to(self.dtype)
+
     def turn(
         self,
         y: torch.Tensor,
@@ -138,6 +156,29 @@ class NumbaKernels(TorchKernels):
         rows, width = both.shape
         out = both.new_empty(rows, width // 2)
         self._code.gate(both.data_ptr(), out.data_ptr(), rows, width // 2, self._tag)
+        return out
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, size = x.shape
+        out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows)
+        self._code.quantise(x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, size, self._tag)
+        return out, scales
+
+    def rescale(
+        self, y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows, size = y.shape
+        out = torch.empty(rows, size, dtype=self.dtype)
+        self._code.rescale(
+            y.data_ptr(),
+            scales.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if other is None else other.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            self._tag,
+        )
         return out
 
     def turn(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .kernels import TorchKernels
 from .specs import LinearParts
 
 #: Largest inner size whose sums oneDNN forms in one order for any number of rows.
@@ -80,7 +81,57 @@ class PackedLinear:
         return self._bytes
 
 
-Linear = PlainLinear | PackedLinear
+class Int8Linear:
+    """Weights as signed bytes with a scale for each output, inputs as bytes with a scale for each row.
+
+    Half the bytes of bf16 and integer products, so about twice as fast from one row to many where the
+    processor has VNNI. Its outputs are not the model's own: an option, never the default. A scale for each
+    row, and not one for all rows as in torch's dynamic quantisation, because a row's logits must not depend
+    on what was drafted beside it. Integer sums are exact, so a row has the same bits among any others.
+    """
+
+    def __init__(self, parts: LinearParts, kernels: TorchKernels) -> None:
+        weight = parts.weight.float()
+        scales = weight.abs().amax(1).clamp_min_(1e-12) / 127
+        quantised = (weight / scales[:, None]).round_().to(torch.int8)
+        self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
+        self._scales = scales
+        self._zeros = torch.zeros(len(scales), dtype=torch.int32)
+        self._bias = None if parts.bias is None else parts.bias.clone()
+        self._kernels = kernels
+        self._call = torch.ops.onednn.qlinear_pointwise.default
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, None)
+
+    def plus(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self._run(x, y)
+
+    def _run(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        bits, scales = self._kernels.quantise(x)
+        product = self._call(
+            bits,
+            1.0,
+            128,
+            self._weight,
+            self._scales,
+            self._zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        return self._kernels.rescale(product, scales, self._bias, y)
+
+    def nbytes(self) -> int:
+        """Bytes held beside the model's own."""
+        return self._weight.numel() + 8 * self._scales.numel()
+
+
+Linear = PlainLinear | PackedLinear | Int8Linear
 
 
 def best_kind(dtype: torch.dtype) -> tuple[type[PlainLinear] | type[PackedLinear], str]:
