@@ -70,12 +70,13 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
 
 
 def make_target(
-    model: PreTrainedModel, capacity: int = 256, path: str = "auto"
+    model: PreTrainedModel, capacity: int = 256, path: str = "auto", weights: str = "same"
 ) -> TransformersTarget | PlainTarget | LeanTarget:
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
     Args:
         path: "lean" or "transformers" to force one of the two tree targets, which are each other's twins.
+        weights: "int8" for the lean path with weights as bytes: faster, and no longer the model's own outputs.
 
     Raises:
         SettingsError: the forced path is not there for this model.
@@ -84,15 +85,18 @@ def make_target(
 
     if path not in ("auto", "lean", "transformers"):
         raise SettingsError(f"path must be 'auto', 'lean' or 'transformers', got {path!r}")
+    if weights not in ("same", "int8") or (weights == "int8" and path == "transformers"):
+        raise SettingsError(f"weights must be 'same', or 'int8' on the lean path, got {weights!r}")
     found = probe(model)
     reason = found.reason
     if found.mode == "tree" and found.facts is not None and path != "transformers":
-        verdict = lean_model(model, found.facts, _sample_tree)
+        verdict = lean_model(model, found.facts, _sample_tree, weights)
         if verdict.lean is not None:
             return LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
         reason = verdict.reason
-    if path == "lean" or (path == "transformers" and found.mode != "tree"):
-        raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    if path == "lean" or weights == "int8" or (path == "transformers" and found.mode != "tree"):
+        what = "int8" if weights == "int8" else path
+        raise SettingsError(f"the {what} path is not there for this model: {reason}; use path='auto'")
     target = TransformersTarget(model, found.facts, capacity) if found.mode == "tree" else PlainTarget(model)
     target.reason = reason
     return target
