@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lookahead.bench import Options, Records, Subject, run, summarise
+from lookahead.bench import Options, Prompt, Records, Subject, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.run import first_difference, loop_free
 from lookahead.bench.spec_bench import rows, write_answers
@@ -66,6 +66,28 @@ def test_warm_state_begins_anew_with_every_repeat():
     line = summarise(records).lines[1]
     assert line.warm is not None
     assert line.warm.s_steps > line.cold.s_steps
+
+
+def test_warm_state_does_not_reach_another_workload():
+    """Two workloads may hold the same prompt."""
+    one, two = Prompt("1", "a", ("x",)), Prompt("1", "b", ("x",))
+    subject = cycling()
+    subject.tokenizer = Numbers()
+    records = run(["lookahead:2,3,4:pool_from_prompt=0"], [one, two], subject, Options(max_new_tokens=12))
+    a, b = (r for r in records if r["state"] == "warm")
+    assert a["steps"] == b["steps"]
+
+
+class Numbers:
+    """A tokenizer of one text."""
+
+    chat_template = None
+
+    def __call__(self, text):
+        return {"input_ids": [1, 2, 3, 4]}
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return " ".join(map(str, tokens))
 
 
 class Liar(Method):
@@ -222,6 +244,7 @@ def test_method_names():
     with pytest.raises(SettingsError, match="--draft-model"):
         make_methods("hf-assisted", Subject.of(tiny_model(), None, "tiny"))
     assert [m.state for m in make_methods("lookahead", subject)] == ["cold", "warm"]
+    assert [m.state for m in make_methods("adaptive:max_rows=8", subject)] == ["cold", "warm"]
     assert [m.state for m in make_methods("prompt-lookup", subject)] == [""]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -116,6 +116,21 @@ def chooser(prompt: Sequence[int], options: Options, subject: Subject) -> tuple[
     return make_choose(prompt, process, noise), noise
 
 
+def _pool(config: LookaheadConfig, warm: bool, old: Any) -> Any:
+    return NGramPool(config.guess_set_size, config.max_pool_keys) if warm else None
+
+
+def _adaptive_state(config: Any, warm: bool, old: Any) -> Any:
+    """What it has measured of the machine is kept, cold or warm; what it has learnt of texts only when warm."""
+    from ..adaptive import AdaptiveState
+
+    return AdaptiveState(config, keep=warm, times=None if old is None else old.times)
+
+
+#: Methods that keep state -> (settings, warm, the state so far or None) -> what ``make_drafter`` takes as ``pool``.
+STATES: dict[str, Callable[[Any, bool, Any], Any]] = {"lookahead": _pool, "adaptive": _adaptive_state}
+
+
 class Drafted(Method):
     """One of ``lookahead.core.METHODS``, driven by the only loop.
 
@@ -132,13 +147,13 @@ class Drafted(Method):
         self._kept: Any = None
 
     def forget(self) -> None:
-        self._kept = None
+        if self.state:
+            self._kept = STATES[self.name](self.config, self.state == "warm", self._kept)
 
     def _drafter(self, vocabulary: int) -> Drafter:
-        kept = self._kept
-        if self.state == "warm" and kept is None and self.name == "lookahead":
-            kept = NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
-        return make_drafter(self.name, self.config, vocabulary, kept)
+        if self._kept is None:
+            self.forget()
+        return make_drafter(self.name, self.config, vocabulary, self._kept)
 
     def decode(self, subject: Subject, prompt: Sequence[int], options: Options) -> Outcome:
         drafter = self._drafter(subject.vocabulary)
@@ -160,8 +175,6 @@ class Drafted(Method):
             last = now
         if generation.error is not None:
             raise generation.error
-        if self.state == "warm":
-            self._kept = kept_state(drafter)
         outcome.drafter = dict(generation.stats.drafter)
         return outcome
 
@@ -262,19 +275,6 @@ def _value(text: str) -> Any:
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def kept_state(drafter: Drafter) -> Any:
-    """What ``make_drafter`` takes as ``pool`` to go on from where this drafter ended; None if it keeps nothing."""
-    state = getattr(drafter, "state", None)
-    return state if state is not None else getattr(drafter, "pool", None)
-
-
-def keeps_state(name: str) -> bool:
-    """Whether a method learns across prompts."""
-    drafter = make_drafter(name, None, 8)
-    drafter.reset([1], 1, frozenset())
-    return kept_state(drafter) is not None
-
-
 def make_methods(name: str, subject: Subject, warm: bool = True) -> list[Method]:
     """The method of a name; cold and warm, where it keeps state.
 
@@ -306,7 +306,7 @@ def make_methods(name: str, subject: Subject, warm: bool = True) -> list[Method]
     label = name
     if head == "lookahead" and not triple:
         label = ":".join([head, ",".join(map(str, config.triple)), *settings])
-    if not keeps_state(head):
+    if head not in STATES:
         return [Drafted(head, config, label)]
     states = ("cold", "warm") if warm else ("cold",)
     return [Drafted(head, config, label, state) for state in states]

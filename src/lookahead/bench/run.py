@@ -120,6 +120,10 @@ class _Run:
             for method in self.methods:
                 method.forget()
             for number, prompt in enumerate(self.prompts):
+                # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
+                if number and self._workload(number) != self._workload(number - 1):
+                    for method in self.methods:
+                        method.forget()
                 self._prompt(number, prompt, repeat)
         self.progress(self.total, self.total, "")
         return self.result
@@ -159,7 +163,14 @@ class _Run:
         """What a warm method has seen: the prompts before this one, in order."""
         if method.state != "warm":
             return None
-        return key_of({"seen": [p.id if isinstance(p, Prompt) else p for p in self.prompts[:number]]})
+        seen = [
+            p for at, p in enumerate(self.prompts[:number]) if self._workload(at) == self._workload(number)
+        ]
+        return key_of({"seen": [p.id if isinstance(p, Prompt) else p for p in seen]})
+
+    def _workload(self, number: int) -> str:
+        prompt = self.prompts[number]
+        return prompt.workload if isinstance(prompt, Prompt) else "tokens"
 
     def _finished(self, number: int, prompt: Prompt | list[int]) -> bool:
         turns = len(prompt.turns) if isinstance(prompt, Prompt) else 1
@@ -212,7 +223,7 @@ class _Run:
             "schema": SCHEMA,
             "key": key,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "workload": prompt.workload if isinstance(prompt, Prompt) else "tokens",
+            "workload": self._workload(number),
             "prompt": prompt.id if isinstance(prompt, Prompt) else str(number),
             "category": prompt.category if isinstance(prompt, Prompt) else "",
             "turn": turn,
@@ -245,7 +256,7 @@ class _Run:
         return any(
             self._key(later, prompt, turn, method, repeat) not in self.done
             for later, prompt in enumerate(self.prompts)
-            if later > number
+            if later > number and self._workload(later) == self._workload(number)
             for turn in range(len(prompt.turns) if isinstance(prompt, Prompt) else 1)
         )
 
