@@ -55,7 +55,13 @@ class TreeAttention:
         """
         words = pack_bits(ancestors, depths.shape[1]).to(device)
         live = torch.tensor(list(lengths), dtype=torch.int32, device=device)
-        self._step = words, depths.to(device, torch.int32), live
+        with self.within(words, depths.to(device, torch.int32), live):
+            yield
+
+    @contextmanager
+    def within(self, words: torch.Tensor, depths: torch.Tensor, lengths: torch.Tensor) -> Iterator[None]:
+        """The rows of one forward pass, as tensors on the model's device; see the package for the shapes."""
+        self._step = words, depths, lengths
         token = _active.set(self)
         try:
             yield
