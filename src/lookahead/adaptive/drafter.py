@@ -162,7 +162,7 @@ class AdaptiveDrafter(Drafter):
             proposed, cells = grower.cells(node)
             for token, cell in zip(proposed, cells, strict=True):
                 judge(cell, token == truth)
-            order, entry, context = grower.look(node)
+            order, entry, matched, buckets = grower.look(node)
             ids: Sequence[int] = ()
             if entry is not None:
                 ids, kinds = entry
@@ -170,10 +170,10 @@ class AdaptiveDrafter(Drafter):
                 for token, kind in zip(ids, kinds, strict=True):
                     learn(kind, token == truth)
             learn = calibrations.suffix.learn
-            for token, bucket in zip(context.tokens, context.buckets, strict=True):
+            for token, bucket in zip(matched, buckets, strict=True):
                 learn(bucket, token == truth)
             if node != last:
-                name = self._witness(node, truth, ids, context.tokens, proposed)
+                name = self._witness(node, truth, ids, matched, proposed)
                 if name == "logits" and kinds[0] // KINDS % 3 == WINDOW:
                     name = "window"
                 self._credit[name] += 1

@@ -121,7 +121,7 @@ class Grower:
             self.contexts.append(None)
 
     def look(self, node: int) -> tuple[Any, ...]:
-        """What the sources know behind a node: (order, tokens, buckets) of L, the context of S, the zone."""
+        """What the main sources say behind a node: order and (tokens, buckets) of L, tokens and buckets of S."""
         token, parent = self.tokens[node], self.parents[node]
         pair = self.pairs[node]
         entry: Any = None
@@ -137,27 +137,28 @@ class Grower:
                     entry, order = tables[0].get(token), 0
             if entry is not None and self.noise is not None:
                 entry = under_noise(entry, self.noise(self.depths[node]), self.temperature, 8)
-        context = self.contexts[node]
-        if context is None:
-            above_context = self.contexts[parent]
-            if above_context is None:
-                self.look(parent)
-                above_context = self.contexts[parent]
-            context = self.contexts[node] = follow(above_context, token)
+        if not self.use["suffix"]:
+            return order, entry, (), ()
+        context = self.contexts[node] or self._context(node)
         if context.stamp != context.total:
             rank(context, self.mark)
-        return order, entry, context
+        return order, entry, context.tokens, context.buckets
+
+    def _context(self, node: int) -> Context:
+        """The suffix that matches at a node, found from its parent's."""
+        parent = self.parents[node]
+        above = self.contexts[parent] or self._context(parent)
+        context = self.contexts[node] = follow(above, self.tokens[node])
+        return context
 
     def cells(self, node: int) -> tuple[list[int], list[int]]:
         """Proposed tokens and the joint bucket of each."""
-        order, entry, context = self.look(node)
+        order, entry, matched, buckets = self.look(node)
         calibrations = self.tables.calibrations
         depth = self.depths[node]
         base = ZONE * (0 if depth == 0 else 1 if depth < 3 else 2)
-        suffix_tokens = context.tokens if self.use["suffix"] else ()
-        if suffix_tokens:
-            suffix_levels = calibrations.suffix.levels
-            buckets = context.buckets
+        suffix_levels = calibrations.suffix.levels
+        if matched:
             silent = base + (SILENT + suffix_levels[buckets[0]]) * STATES
         else:
             silent = base + NOTHING * STATES
@@ -170,7 +171,7 @@ class Grower:
             unheard = SILENT + states[0]
         else:
             tokens, states, cells, unheard = [], [], [], NOTHING
-        for i, token in enumerate(suffix_tokens):
+        for i, token in enumerate(matched):
             row = base + suffix_levels[buckets[i]] * STATES
             if token in tokens:
                 place = tokens.index(token)

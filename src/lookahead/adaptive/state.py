@@ -6,6 +6,7 @@ unless a caller makes a state and hands it in, and states are scoped by a key of
 
 from __future__ import annotations
 
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,12 @@ class AdaptiveState:
         if size > LARGEST_FILE:
             raise SettingsError(f"a saved state may have {LARGEST_FILE} bytes at most, {path} has {size}")
         try:
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(member.file_size for member in archive.infolist())
+            if unpacked > LARGEST_FILE:
+                raise SettingsError(
+                    f"a saved state may unpack to {LARGEST_FILE} bytes at most, {path} would to {unpacked}"
+                )
             with np.load(path, allow_pickle=False) as arrays:
                 if int(arrays["format"]) != FORMAT:
                     raise SettingsError(
@@ -105,7 +112,7 @@ class AdaptiveState:
                 for name, sampled in (("greedy", False), ("sampled", True)):
                     if f"{name}.hits.0" in arrays:
                         _unpack(arrays, name, state.tables(sampled), sampled)
-        except (ValueError, KeyError, OSError, EOFError) as error:
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"{path} is no saved state of the adaptive drafter: {error}") from error
@@ -139,6 +146,7 @@ def _unpack(arrays: Any, name: str, tables: Tables, sampled: bool) -> None:
         )
         if not len(keys) == len(ids) == len(values) == len(origins) or ids.shape != values.shape:
             raise ValueError("arrays of unequal length")
+        entries: Any
         if sampled:
             entries = zip(ids, values, origins.tolist(), strict=True)
         else:
@@ -152,7 +160,7 @@ def _unpack(arrays: Any, name: str, tables: Tables, sampled: bool) -> None:
         hits, trials = arrays[f"{name}.hits.{number}"], arrays[f"{name}.trials.{number}"]
         if hits.shape != (len(calibration.priors),) or trials.shape != hits.shape:
             raise ValueError("another number of buckets")
-        if not (np.isfinite(hits).all() and (0 <= hits).all() and (hits <= trials).all()):
+        if not (np.isfinite(hits).all() and (hits >= 0).all() and (hits <= trials).all()):
             raise ValueError("hits must lie between 0 and trials")
         calibration.load(hits.tolist(), trials.tolist())
 

@@ -1,0 +1,427 @@
+"""The adaptive drafter: exact on every path, its sources right, its state scoped."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.adaptive import SOURCES, AdaptiveConfig, AdaptiveDrafter, AdaptiveState, grow, warm_state
+from lookahead.adaptive.calibration import SURE, Calibration
+from lookahead.adaptive.grow import Grower
+from lookahead.adaptive.logits import LogitCache, greedy_entries
+from lookahead.adaptive.state import Tables
+from lookahead.adaptive.suffix import SuffixTrie, follow, rank
+from lookahead.core import LookaheadConfig, Request, SettingsError, TokenTree, make_drafter
+from lookahead.sampling import SeededNoise, make_choose
+from lookahead.targets.probe import make_target
+from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
+
+PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
+CONFIGS = [
+    {},
+    {"budget": False},
+    {"budget": False, "max_rows": 5},
+    {"budget": False, "max_rows": 1},
+    {"budget": False, "window_size": 0},
+    {"budget": False, "window_size": 9, "ngram_size": 2},
+    {"budget": False, "window_size": 7, "ngram_size": 5, "max_rows": 128},
+    {"budget": False, "top": 1, "suffix_order": 1},
+    {"budget": False, "sources": ()},
+    *({"budget": False, "sources": (name,)} for name in SOURCES),
+]
+
+
+def plain(target, prompts=PROMPTS, new=60, eos=frozenset()):
+    return [
+        run(target, [Request(p, make_drafter("autoregressive"), new, eos=eos)])[0].tokens for p in prompts
+    ]
+
+
+def adaptive(target, config=None, prompts=PROMPTS, new=60, eos=frozenset(), vocabulary=32, state=None):
+    requests = [
+        Request(p, make_drafter("adaptive", config, vocabulary, state), new, eos=eos) for p in prompts
+    ]
+    return run(target, requests)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_equal_to_plain_decoding(config):
+    target = FakeTarget(32)
+    generations = adaptive(target, config)
+    assert [g.tokens for g in generations] == plain(target)
+    assert not target.committed
+    assert max(max(g.stats.rows_per_step) for g in generations) <= AdaptiveConfig.of(config).max_rows
+
+
+def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
+    target = FakeTarget(32)
+    assert [g.tokens for g in adaptive(target, {"budget": False})] != plain(target)
+
+
+def test_it_drafts_something():
+    target = FakeTarget(32)
+    for generation in adaptive(target, {"budget": False}, new=100):
+        assert generation.stats.compression_ratio > 1.5
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 8, 1000])
+def test_any_vocabulary(vocabulary):
+    target = FakeTarget(vocabulary)
+    prompts = [[0, 1, 1, 0], [1]]
+    generations = adaptive(target, {"budget": False}, prompts, vocabulary=vocabulary)
+    assert [g.tokens for g in generations] == plain(target, prompts)
+
+
+def test_end_tokens_inside_a_draft():
+    def counting(prefix):
+        return (prefix[-1] + 1) % 10
+
+    target = FakeTarget(10, counting)
+    prompts = [[*range(10)] * 3]
+    (generation,) = adaptive(target, {"budget": False}, prompts, 40, frozenset({6}), 10)
+    assert [generation.tokens] == plain(target, prompts, 40, frozenset({6}))
+    assert generation.finish_reason == "stop"
+
+
+def test_depth_and_memory_limits():
+    target = FakeTarget(32, max_positions=40)
+    prompts = [[1, 2, 3] * 5]
+    assert [g.tokens for g in adaptive(target, {"budget": False}, prompts)] == plain(target, prompts)
+    target = FakeTarget(32, max_rows=9)
+    with pytest.warns(RuntimeWarning, match="did not fit"):
+        generations = adaptive(target, {"budget": False, "window_size": 5})
+    assert [g.tokens for g in generations] == plain(FakeTarget(32))
+
+
+def test_a_second_draft_is_the_same():
+    drafter = make_drafter("adaptive", {"budget": False}, 32)
+    drafter.reset([1, 2, 3] * 9, 1, frozenset())
+    first, second = drafter.draft(20), drafter.draft(20)
+    assert (first.tokens, first.parents) == (second.tokens, second.parents)
+    assert len(drafter.draft(20, 4)) <= 4
+    assert max(drafter.draft(2).depths) <= 2
+    assert len(drafter.draft(0)) == 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    return tiny_model("llama")
+
+
+def test_a_real_model_greedy(model):
+    target = make_target(model)
+    prompts = [[5, 6, 7, 8] * 6, [9, 3, 17]]
+    vocabulary = target.vocabulary
+    generations = adaptive(target, {"budget": False}, prompts, 80, vocabulary=vocabulary)
+    assert [g.tokens for g in generations] == plain(target, prompts, 80)
+    assert generations[0].stats.compression_ratio > 1.2
+
+
+def sampled(target, method, config, prompt, seed, temperature, noise=True, new=60, state=None):
+    vocabulary = target.vocabulary
+    seeded = SeededNoise(seed, len(prompt), vocabulary, temperature)
+    drafter = make_drafter(method, config, vocabulary, state)
+    drafter.use_noise(seeded if noise else None)
+
+    def process(ids, scores):
+        return scores / temperature
+
+    request = Request(prompt, drafter, new, make_choose(prompt, process, seeded))
+    return run(target, [request])[0]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_sampling_is_equal_and_noise_helps(model, temperature):
+    target = make_target(model)
+    accepted = {True: 0, False: 0}
+    states = {noise: AdaptiveState() for noise in accepted}
+    for seed in range(4):
+        prompt = [5, 6, 7, 8] * 3 + [seed]
+        reference = sampled(target, "autoregressive", None, prompt, seed, temperature)
+        for noise, state in states.items():
+            config = {"budget": False}
+            ours = sampled(target, "adaptive", config, prompt, seed, temperature, noise, state=state)
+            assert ours.tokens == reference.tokens
+            accepted[noise] += ours.stats.accepted
+    assert accepted[True] > accepted[False]
+
+
+def test_settings_are_checked():
+    with pytest.raises(SettingsError, match="unknown sources magic"):
+        AdaptiveConfig(sources=("magic",))
+    with pytest.raises(SettingsError, match="max_rows must be"):
+        AdaptiveConfig(max_rows=0)
+    with pytest.raises(SettingsError, match="unknown settings rows"):
+        make_drafter("adaptive", {"rows": 4})
+    with pytest.raises(SettingsError, match="AdaptiveState"):
+        make_drafter("adaptive", None, 10, pool=object())
+    assert AdaptiveConfig.of(LookaheadConfig(seed=7)).seed == 7
+    assert AdaptiveConfig.of("15,5,15") == AdaptiveConfig()
+    assert AdaptiveConfig.of(AdaptiveConfig(max_rows=9), seed=2) == AdaptiveConfig(max_rows=9, seed=2)
+    assert len(make_drafter("adaptive", (1, 1, 0)).__class__.__name__) > 0
+
+
+def test_the_core_does_not_load_arrays():
+    code = "import sys, lookahead.core; assert 'numpy' not in sys.modules; assert 'adaptive' in lookahead.core.METHODS"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- sources ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5))
+def test_suffix_trie_counts_what_is_there(text, order):
+    trie = SuffixTrie(order)
+    reader = trie.begin()
+    reader.feed(text)
+    for n in range(1, order + 1):
+        for start in range(len(text) - n):
+            context = text[start : start + n]
+            node = trie.root
+            for token in context:
+                node = node.after[token]
+            followers = [text[i + n] for i in range(len(text) - n) if text[i : i + n] == context]
+            assert node.total == len(followers)
+            assert {t: node.after[t].count for t in node.after} == {t: followers.count(t) for t in followers}
+    longest = max(
+        (n for n in range(order + 1) if n <= len(text) and text[len(text) - n :] in _ngrams(text[:-1], n)),
+        default=0,
+    )
+    assert reader.state.depth == longest
+    for token in range(4):
+        extended = [*text, token]
+        expected = max(
+            n
+            for n in range(order + 1)
+            if n == 0 or (n <= len(extended) and extended[len(extended) - n :] in _ngrams(text[:-1], n))
+        )
+        assert follow(reader.state, token).depth == expected
+
+
+def _ngrams(text, n):
+    return [text[i : i + n] for i in range(len(text) - n + 1)] if n else [[]]
+
+
+def test_suffix_candidates_are_ranked_by_count():
+    trie = SuffixTrie(3)
+    reader = trie.begin()
+    reader.feed([1, 2, 1, 3, 1, 2, 1, 2, 9])
+    node = trie.root.after[1]
+    rank(node, reader.mark)
+    assert node.tokens == [2, 3]
+    assert node.buckets[0] > node.buckets[1]
+
+
+def test_a_full_trie_starts_afresh_and_readers_follow():
+    trie = SuffixTrie(4, max_nodes=50)
+    reader = trie.begin()
+    rng = random.Random(0)
+    for _ in range(100):
+        reader.feed([rng.randrange(50)])
+        assert trie.nodes < 60
+    assert reader.state.depth <= 4
+
+
+def test_logit_cache_keeps_the_later_row_and_a_bounded_number():
+    cache = LogitCache(1000)
+    rows = greedy_entries(np.array([[1, 2], [3, 4]]), np.array([[0, -1.0], [0, -2.0]]), np.array([1, 0]))
+    cache.write([[7, 7], [8, 9], [10, 11]], rows)
+    assert cache.tables[0][7][0] == [3, 4]
+    assert cache.tables[1][8][0] == [1, 2]
+    for start in range(0, 5000, 10):
+        keys = list(range(start, start + 10))
+        cache.write([keys, keys, keys], [rows[0]] * 10)
+    assert all(len(table) <= 1000 for table in cache.tables)
+    assert 4999 in cache.tables[0]
+
+
+def test_every_proposal_is_a_label_verified_or_not():
+    calibration = Calibration([0.5])
+    calibration.learn(0, True)
+    assert calibration.estimate[0] == pytest.approx((1 + 4 * 0.5) / 5)
+    for _ in range(1000):
+        calibration.learn(0, True)
+    assert calibration.estimate[0] == SURE
+    # Plain steps verify nothing, and yet the buckets learn.
+    state = AdaptiveState({"budget": False, "max_rows": 1})
+    adaptive(FakeTarget(32), {"budget": False, "max_rows": 1}, state=state)
+    joint = state.tables(False).calibrations.joint
+    assert sum(joint.trials) > 100
+    assert sum(joint.hits) > 30
+
+
+@pytest.mark.parametrize("name", ["suffix", "logits", "ngrams", "jacobi"])
+def test_a_source_that_is_off_has_no_credit(name):
+    everything = ("suffix", "logits", "ngrams", "jacobi")
+    target = FakeTarget(32, repetitive_text(32, seed=4))
+    alone = adaptive(
+        target, {"budget": False, "sources": (name,), "window_size": 9, "ngram_size": 4}, new=150
+    )
+    rest = tuple(other for other in everything if other != name)
+    others = adaptive(target, {"budget": False, "sources": rest, "window_size": 9, "ngram_size": 4}, new=150)
+    assert sum(g.stats.drafter[f"accepted_by_{name}"] for g in alone) > 0
+    assert sum(g.stats.drafter[f"accepted_by_{name}"] for g in others) == 0
+
+
+def test_credit_adds_up():
+    for generation in adaptive(FakeTarget(32), {"budget": False}):
+        figures = generation.stats.drafter
+        credit = sum(value for key, value in figures.items() if key.startswith("accepted_by_"))
+        assert credit == figures["acceptance"] == generation.stats.accepted
+
+
+# -- the tree -----------------------------------------------------------------------------------------------
+
+
+def random_grower(seed, vocabulary=6):
+    rng = random.Random(seed)
+    grower = Grower(Tables(AdaptiveConfig(), False), vocabulary, dict.fromkeys(SOURCES, True))
+    reader = SuffixTrie(4).begin()
+    text = [rng.randrange(vocabulary) for _ in range(40)]
+    reader.feed(text)
+    grower.tail, grower.context, grower.mark = text[-3:], reader.state, reader.mark
+    ids = np.array([rng.sample(range(vocabulary), 4) for _ in range(40)])
+    odds = -np.sort(np.random.default_rng(seed).gamma(1, 2, (40, 4)), axis=1)
+    odds[:, 0] = 0
+    keys = [[rng.randrange(vocabulary**n) for _ in range(40)] for n in (1, 2, 3)]
+    grower.tables.logits.write(keys, greedy_entries(ids, odds, np.zeros(40, dtype=int)))
+    return grower
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_likeliest_nodes_are_taken(seed, monkeypatch):
+    """Against brute force: all nodes to depth 5, sorted by probability."""
+    everything = random_grower(seed)
+    everything.grow(100_000, 5)
+    monkeypatch.setattr(grow, "HASTE", 1.0)
+    exact = random_grower(seed)
+    exact.grow(24, 5)
+    best = sorted(everything.probabilities, reverse=True)[:24]
+    assert exact.probabilities == pytest.approx(best)
+    monkeypatch.undo()
+    hasty = random_grower(seed)
+    hasty.grow(24, 5)
+    assert sum(hasty.probabilities) > 0.97 * sum(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_is_a_trie_whose_edges_sum_to_less_than_one(seed):
+    grower = random_grower(seed)
+    grower.grow(200, 6)
+    tree = TokenTree.of(grower.tokens, grower.parents)
+    assert tree.depths == grower.depths
+    under = [0.0] * len(tree)
+    for node in range(1, len(tree)):
+        under[tree.parents[node]] += grower.probabilities[node]
+    assert all(total <= SURE * p + 1e-9 for total, p in zip(under, grower.probabilities, strict=True))
+
+
+def test_tree_of_equals_adding_one_by_one():
+    slow = TokenTree(4)
+    slow.add_candidate([1, 2, 3])
+    slow.add_candidate([1, 5])
+    slow.add_candidate([7, 2])
+    fast = TokenTree.of(slow.tokens, slow.parents)
+    for name in TokenTree.__slots__:
+        assert getattr(fast, name) == getattr(slow, name)
+    with pytest.raises(ValueError, match="not a trie"):
+        TokenTree.of([1, 2, 2], [-1, 0, 0])
+    with pytest.raises(ValueError, match="not a trie"):
+        TokenTree.of([1, 2, 3], [-1, 2, 0])
+
+
+# -- what is kept -------------------------------------------------------------------------------------------
+
+
+def rows_of(generations):
+    return [g.stats.rows_per_step for g in generations]
+
+
+def test_cold_means_cold():
+    config = {"budget": False}
+    target = FakeTarget(32)
+    drafter = make_drafter("adaptive", config, 32)
+    first = run(target, [Request(PROMPTS[0], drafter, 60)])
+    run(target, [Request(PROMPTS[2], drafter, 60)])
+    again = run(target, [Request(PROMPTS[0], drafter, 60)])
+    assert rows_of(first) == rows_of(again)
+    timed_only = AdaptiveState(config, keep=False)
+    shared = [adaptive(target, config, [PROMPTS[0]], state=timed_only) for _ in range(2)]
+    assert rows_of(shared[0]) == rows_of(shared[1]) == rows_of(first)
+
+
+def test_a_warm_state_helps_and_survives_a_file(tmp_path):
+    target = FakeTarget(300)
+    config = {"budget": False}
+
+    def steps(state):
+        return sum(g.stats.steps for g in adaptive(target, config, vocabulary=300, state=state))
+
+    state = AdaptiveState(config)
+    cold = steps(state)
+    state.save(tmp_path / "state")
+    loaded = AdaptiveState.load(tmp_path / "state", config)
+    warm = steps(loaded)
+    assert warm < 0.7 * cold
+    assert steps(state) == warm
+
+
+def test_a_sampled_state_survives_a_file(model, tmp_path):
+    target = make_target(model)
+    state = AdaptiveState()
+    sampled(target, "adaptive", {"budget": False}, [5, 6, 7], 0, 1.0, state=state)
+    state.save(tmp_path / "state")
+    loaded = AdaptiveState.load(tmp_path / "state")
+    a, b = state.tables(True), loaded.tables(True)
+    assert [list(table) for table in a.logits.tables] == [list(table) for table in b.logits.tables]
+    assert a.calibrations.joint.estimate == pytest.approx(b.calibrations.joint.estimate)
+    key = next(iter(a.logits.tables[2]))
+    for x, y in zip(a.logits.tables[2][key], b.logits.tables[2][key], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_damaged_files_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    path.write_bytes(b"no archive")
+    with pytest.raises(SettingsError, match="no saved state"):
+        AdaptiveState.load(path)
+    state = AdaptiveState()
+    adaptive(FakeTarget(32), {"budget": False}, state=state)
+    state.tables(False).calibrations.joint.hits[3] = 7.0  # more hits than trials
+    state.save(path)
+    with pytest.raises(SettingsError, match="between 0 and trials"):
+        AdaptiveState.load(path)
+    np.savez(path.with_suffix(".npz"), format=np.array(1), **{"greedy.hits.0": np.array([object()])})
+    with pytest.raises(SettingsError, match="no saved state"):
+        AdaptiveState.load(path.with_suffix(".npz"))
+    monkeypatch.setattr("lookahead.adaptive.state.LARGEST_FILE", 10)
+    with pytest.raises(SettingsError, match="at most"):
+        AdaptiveState.load(path)
+
+
+def test_scopes_do_not_mix():
+    one, two = warm_state("model|alice"), warm_state("model|bob")
+    assert one is warm_state("model|alice")
+    assert one is not two
+    adaptive(FakeTarget(32), {"budget": False}, state=one)
+    assert len(one.tables(False).logits.tables[0]) > 0
+    assert len(two.tables(False).logits.tables[0]) == 0
+
+
+def test_texts_of_other_requests_are_proposed_only_on_request():
+    config = {"budget": False, "sources": ("suffix",)}
+    target = FakeTarget(300)
+    state = AdaptiveState(config)
+    adaptive(target, config, state=state, vocabulary=300)
+    assert state.suffix.nodes == 1
+    with_corpus = {"budget": False, "sources": ("suffix", "corpus")}
+    adaptive(target, with_corpus, state=state, vocabulary=300)
+    assert state.suffix.nodes > 100
+    assert isinstance(make_drafter("adaptive", None, 10, state), AdaptiveDrafter)
