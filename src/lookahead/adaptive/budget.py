@@ -13,11 +13,13 @@ from math import inf, log2
 #: Rows that a step may be given; times are kept for these alone.
 MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 #: Weight of one measured step in the time of its own number of rows, and in those of all others.
-OWN, COMMON = 0.1, 0.02
+OWN, COMMON = 0.08, 0.04
 #: Relative cost of one more row before anything was measured.
 GUESS = 0.02
 #: Steps over which lambda looks back, roughly.
 HORIZON = 64
+#: Tokens of agreement that the correction of F begins with.
+AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
 LONGEST_PAUSE = 32 * 2**8
@@ -150,6 +152,7 @@ class Budget:
         self.paused_steps = 0
         self._backoff = 0
         self._tokens = self._seconds = 0.0
+        self._accepted = self._expected = AGREEMENT
         self._block: list[float] = [0, 0.0, 0.0]  # steps, tokens, what plain decoding would have taken
 
     @property
@@ -206,9 +209,9 @@ class Budget:
         fade = 1 - 1 / HORIZON
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + seconds
-        if expected > 1.05:
-            ratio = min(4.0, max(0.25, (tokens - 1) / (expected - 1)))
-            self.bias = min(4.0, max(0.25, self.bias + 0.05 * (ratio - self.bias)))
+        self._accepted = (self._accepted - AGREEMENT) * fade + tokens - 1 + AGREEMENT
+        self._expected = (self._expected - AGREEMENT) * fade + expected - 1 + AGREEMENT
+        self.bias = self._accepted / self._expected
         if self.pause:
             self.pause -= 1
             self.paused_steps += 1

@@ -1,0 +1,240 @@
+"""The budget: the lambda rule against the best fixed number of rows, the breaker, the step times."""
+
+import random
+
+import pytest
+
+from lookahead.adaptive import (
+    AdaptiveDrafter,
+    AdaptiveState,
+    Budget,
+    StepTimes,
+    load_times,
+    measure_times,
+    save_times,
+)
+from lookahead.adaptive.budget import AHEAD, BLOCK, MENU, from_points, place_of
+from lookahead.adaptive.times import times_file
+from lookahead.core import Request, SettingsError, make_drafter
+from lookahead.testing import FakeTarget, run
+
+FLAT = [0.010 * (1 + 0.002 * k) for k in MENU]
+STEEP = [0.010 * (1 + 0.25 * k) for k in MENU]
+#: Almost free up to 16 rows, dear beyond.
+KNEE = [0.010 * (1 + 0.005 * k + 0.1 * max(0, k - 16)) for k in MENU]
+
+
+def times_of(table):
+    return StepTimes({(0, 0): list(table)})
+
+
+def falling(first, ratio, count=64):
+    return [1.0] + [first * ratio**i for i in range(count - 1)]
+
+
+def test_one_row_where_rows_cost_more_than_they_bring():
+    budget = Budget(times_of(STEEP), 64)
+    assert budget.choose(falling(0.1, 0.9), 100) == 1
+    assert budget.choose(falling(0.9, 0.95), 100) > 1
+
+
+def test_all_rows_where_they_are_free():
+    budget = Budget(times_of([0.01] * len(MENU)), 64)
+    assert budget.choose(falling(0.5, 0.9), 100) == 64
+
+
+def test_the_knee_is_found():
+    budget = Budget(times_of(KNEE), 64)
+    for _ in range(200):  # lambda settles at what 16 rows bring
+        budget.learn(100, 16, 4.5, 4 + _ % 2, KNEE[place_of(16)])
+    assert budget.choose(falling(0.3, 0.97), 100) == 16
+
+
+def simulate(choose, table, steps=1500, seed=0):
+    """Tokens per second where drafts are as good as their probabilities say, and differ from step to step."""
+    rng = random.Random(seed)
+    tokens = seconds = 0.0
+    for _ in range(steps):
+        probabilities = falling(rng.choice([0.02, 0.3, 0.9]), rng.choice([0.7, 0.9, 0.97]))
+        rows, told = choose(probabilities)
+        emitted = 1 + sum(rng.random() < p for p in probabilities[1:rows])
+        spent = table[place_of(rows)]
+        told(rows, sum(probabilities[:rows]), emitted, spent)
+        tokens += emitted
+        seconds += spent
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("table", [FLAT, STEEP, KNEE], ids=["flat", "steep", "knee"])
+def test_within_two_percent_of_the_best_fixed_number(table):
+    budget = Budget(times_of(table), 64)
+
+    def adaptive(probabilities):
+        rows = 1 if budget.plain else budget.choose(probabilities, 100)
+        return rows, lambda *step: budget.learn(100, *step)
+
+    def fixed(k):
+        return lambda probabilities: (k, lambda *step: None)
+
+    ours = simulate(adaptive, table)
+    best = max(simulate(fixed(k), table) for k in MENU if k <= 64)
+    assert ours > 0.98 * best
+    assert ours > 0.98 * simulate(fixed(1), table)
+
+
+def test_growth_stops_no_earlier_than_the_choice():
+    for table in (FLAT, STEEP, KNEE):
+        for first, ratio in ((0.02, 0.9), (0.4, 0.9), (0.9, 0.97)):
+            budget = Budget(times_of(table), 64)
+            probabilities = falling(first, ratio)
+            stop = budget.stop(100, 64)
+            grown = next((k for k in range(1, 64) if probabilities[k] < stop[k]), 64)
+            assert grown >= budget.choose(probabilities, 100)
+    assert grown < 64 or table is not STEEP
+
+
+def test_the_breaker_trips_backs_off_and_recovers():
+    budget = Budget(times_of(FLAT), 64)
+
+    def block(tokens):
+        for _ in range(BLOCK):
+            budget.learn(100, 32, 3.0, tokens, FLAT[place_of(32)])
+
+    def sit_out():
+        count = 0
+        while budget.plain:
+            budget.learn(100, 1, 1.0, 1, FLAT[0])
+            count += 1
+        return count
+
+    block(1)
+    assert sit_out() == 32
+    block(1)
+    assert sit_out() == 64
+    block(1)
+    assert sit_out() == 128
+    block(3)
+    assert not budget.plain
+    block(1)
+    assert sit_out() == 32
+    assert budget.trips == 4
+    assert budget.paused_steps == 32 + 64 + 128 + 32
+
+
+def test_a_rate_just_ahead_does_not_trip():
+    for factor, trips in ((AHEAD + 0.01, 0), (AHEAD - 0.01, 1)):
+        table = [0.01] * len(MENU)
+        budget = Budget(times_of(table), 64)
+        for step in range(100 * BLOCK):
+            if not budget.plain and not budget.trips:
+                budget._watch(1, 0.01 * factor, 0.01)
+            assert step >= 0
+        assert (budget.trips > 0) == bool(trips)
+
+
+def test_step_times_follow_a_slower_machine_and_ignore_a_spike():
+    times = times_of(FLAT)
+    times.learn(1, 100, 16, 10.0)
+    assert times.table(1, 100)[place_of(16)] < 1.3 * FLAT[place_of(16)]
+    for _ in range(200):
+        times.learn(1, 100, 16, 2 * FLAT[place_of(16)])
+    table = times.table(1, 100)
+    assert table[place_of(16)] == pytest.approx(2 * FLAT[place_of(16)], rel=0.05)
+    assert table[0] > 1.2 * FLAT[0]
+    assert table == sorted(table)
+
+
+def test_bins_of_context_and_batch():
+    times = times_of(FLAT)
+    far = times.table(4, 5000)
+    assert far == FLAT
+    assert far is not times.table(1, 100)
+    for _ in range(50):
+        times.learn(4, 5000, 8, 0.1)
+    assert times.table(1, 100) == FLAT
+    assert times.table(4, 5000)[place_of(8)] > 0.05
+
+
+def test_sequences_in_one_pass_are_counted():
+    times = StepTimes()
+    times.enter(1)
+    assert times.leave(1) == 1
+    for drafter in (1, 2, 3):
+        times.enter(drafter)
+    assert [times.leave(drafter) for drafter in (1, 2, 3)] == [3, 3, 3]
+    times.enter(1)
+    assert times.leave(1) == 1
+    times.enter(1)  # and never left
+    times.enter(1)
+    assert times.leave(1) == 1
+
+
+def test_points_become_a_table():
+    table = from_points({1: 0.01, 16: 0.012, 64: 0.03})
+    assert table[place_of(1)] == 0.01
+    assert table[place_of(64)] == pytest.approx(0.03)
+    assert table[place_of(32)] == pytest.approx(0.018)
+    assert table[place_of(128)] > 0.05
+    assert table == sorted(table)
+    assert from_points({1: 0.01}) == [0.01] * len(MENU)
+
+
+class Clocked(FakeTarget):
+    """A target whose clock advances with the rows it evaluates."""
+
+    now = 0.0
+    per_row = 0.2
+
+    def forward(self, trees):
+        Clocked.now += 1 + self.per_row * (max(len(tree) for _, tree in trees) - 1)
+        return super().forward(trees)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    Clocked.now = 0.0
+    for module in ("drafter", "times"):
+        monkeypatch.setattr(f"lookahead.adaptive.{module}.perf_counter", lambda: Clocked.now)
+
+
+def unpredictable(prefix):
+    return random.Random(repr(prefix)).randrange(200)
+
+
+@pytest.mark.parametrize("per_row", [0.0, 0.05, 1.0])
+def test_never_much_slower_on_text_that_nothing_predicts(clock, per_row):
+    target = Clocked(200, unpredictable)
+    target.per_row = per_row
+    state = AdaptiveState(keep=False, times=measure_times(target, 200, repeats=2))
+    Clocked.now = 0.0
+    run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, state), 400)])
+    assert Clocked.now <= 1.03 * 399
+
+
+def test_measured_times_choose_the_rows(clock):
+    target = Clocked(32)
+    target.per_row = 0.02
+    assert measure_times(target, 32).table(1, 64)[place_of(16)] == pytest.approx(1.3)
+    assert not target.committed
+    rows = {}
+    for per_row in (0.001, 0.3):
+        target.per_row = per_row
+        state = AdaptiveState(keep=False, times=measure_times(target, 32))
+        (generation,) = run(target, [Request([1, 2, 3] * 5, AdaptiveDrafter(None, 32, state), 200)])
+        rows[per_row] = generation.stats.rows / generation.stats.steps
+    assert rows[0.001] > 1.1 * rows[0.3]
+
+
+def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_times("model A") is None
+    times = times_of(KNEE)
+    path = save_times("model A", times)
+    assert path.is_relative_to(tmp_path)
+    assert load_times("model A").bins == times.bins
+    assert load_times("model B") is None
+    times_file("model A").write_text('{"menu": 3}')
+    with pytest.raises(SettingsError, match="delete it or run lookahead tune"):
+        load_times("model A")
+    with pytest.raises(ValueError, match="positive"):
+        StepTimes.from_dict({"0,0": [-1.0] * len(MENU)})
