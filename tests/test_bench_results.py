@@ -310,3 +310,11 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 8
     refused = invoke(*words, "--no-resume")
     assert refused.exit_code == 2
+
+
+def test_pages_show_no_path_of_this_machine(monkeypatch):
+    from lookahead.cli.bench import command_line
+
+    words = ["lookahead", "bench", "--data", "/home/me/data", "--workload=gsm8k=/home/me/x.jsonl", "--method", "a b"]
+    monkeypatch.setattr("sys.argv", words)
+    assert command_line() == "lookahead bench --data data --workload=gsm8k=x.jsonl --method 'a b'"

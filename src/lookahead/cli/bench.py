@@ -5,6 +5,7 @@ The words after ``bench`` are a model or one of the commands below; what is no c
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,8 +60,13 @@ def _quiet() -> None:
 
 
 def command_line() -> str:
-    """The command as it was typed, for the pages that are written."""
-    return " ".join(["lookahead", *(f"'{a}'" if any(c in a for c in " ;*") else a for a in sys.argv[1:])])
+    """The command as it was typed, for pages that others read: of an absolute path only the last part."""
+    words = ["lookahead"]
+    for word in sys.argv[1:]:
+        name, equals, value = word.rpartition("=")
+        shown = f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
+        words.append(shlex.quote(shown))
+    return " ".join(words)
 
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
