@@ -4,7 +4,6 @@ Outputs are filled with NaN before each run, and so is all of the cache that no 
 """
 
 import importlib
-import os
 import random
 
 import pytest
@@ -16,19 +15,6 @@ from lookahead.core import SettingsError
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter():
-    """Without a GPU triton's kernels are run by its interpreter, which must be chosen before they are made."""
-    if attention._has_triton() and not GPU:
-        os.environ["TRITON_INTERPRET"] = "1"
-        module = importlib.reload(importlib.import_module("lookahead.attention.triton"))
-        # Small machines split less; here even short contexts shall be taken in several parts.
-        yield module
-        del os.environ["TRITON_INTERPRET"]
-    else:
-        yield None
 
 
 @pytest.fixture(params=["sdpa", "triton"])
