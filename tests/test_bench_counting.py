@@ -6,6 +6,7 @@ import pytest
 
 from lookahead.bench import Options, Prompt, Records, Subject, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
+from lookahead.bench.record import was_busy
 from lookahead.bench.run import first_difference, loop_free
 from lookahead.bench.spec_bench import rows, write_answers
 from lookahead.bench.summary import unequal_text
@@ -253,6 +254,13 @@ def test_options_out_of_range():
         Options(repeats=0)
     with pytest.raises(SettingsError, match="temperature"):
         Options(temperature=-1)
+
+
+def test_a_busy_machine_is_said():
+    quiet = {"load": 2.1, "machine": {"cores": 2}}
+    assert was_busy([quiet] * 4) == ""
+    assert was_busy([quiet] * 9 + [quiet | {"load": 6.0}]) == ""
+    assert "load up to 6.0 on 2 cores" in was_busy([quiet, quiet | {"load": 6.0}])
 
 
 def test_small_helpers():

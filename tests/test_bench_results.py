@@ -91,10 +91,11 @@ def test_plot_writes_png_and_svg_from_the_lines_only(folder, tmp_path):
 
 
 def test_colours_can_be_told_apart():
-    assert set(plotting.COLOURS) == {  # Okabe and Ito's eight
+    """Okabe and Ito's, and no two of the first fifteen lines alike."""
+    assert set(plotting.COLOURS) < {
         "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
     }  # fmt: skip
-    assert len({plotting.colour(i)["marker"] for i in range(8)}) == 8
+    assert len({tuple(plotting.colour(i).values()) for i in range(15)}) == 15
 
 
 def test_records_of_another_setup_are_left_out_and_counted(folder, tmp_path):
@@ -315,6 +316,14 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
 def test_pages_show_no_path_of_this_machine(monkeypatch):
     from lookahead.cli.bench import command_line
 
-    words = ["lookahead", "bench", "--data", "/home/me/data", "--workload=gsm8k=/home/me/x.jsonl", "--method", "a b"]
+    words = [
+        "lookahead",
+        "bench",
+        "--data",
+        "/home/me/data",
+        "--workload=gsm8k=/home/me/x.jsonl",
+        "--method",
+        "a b",
+    ]
     monkeypatch.setattr("sys.argv", words)
     assert command_line() == "lookahead bench --data data --workload=gsm8k=x.jsonl --method 'a b'"

@@ -1,6 +1,7 @@
 """Pictures drawn from records and from nothing else. PNG and SVG, axes with units, colours that all can tell apart.
 
-Colours are Okabe and Ito's (2008); lines differ in their markers too, so that a grey copy can be read.
+Colours are Okabe and Ito's (2008), without the yellow that is faint on white; lines differ in their markers
+too, so that a grey copy can be read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..core import SettingsError
 from .record import Records, describe, newest_setup
 from .summary import Record, summarise
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLE = {
     "figure.dpi": 150,
@@ -82,43 +83,36 @@ def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def tokens_per_second(records: Sequence[Record]) -> Any:
-    """Bars by method, one panel's worth of bars per workload; the line spans the repeats."""
+    """A bar per method and workload; the line spans the repeats. Unequal texts are said, and hatched."""
     lines = summarise(records).lines
+    several = len({line.workload for line in lines}) > 1
     bars = []
     for line in lines:
-        several = len({other.workload for other in lines}) > 1
-        where = f"{line.workload}: " if several else ""
-        for figures, state in ((line.cold, " (cold)" if line.warm else ""), (line.warm, " (warm)")):
-            if figures is not None and figures.rate == figures.rate:
-                note = (
-                    f"  {figures.equal} of {figures.compared} equal"
-                    if figures.equal < figures.compared
-                    else ""
-                )
-                bars.append((f"{where}{line.method}{state}{note}", figures))
-    figure, axes = new_figure(7.0, 1.2 + 0.34 * len(bars))
-    for place, (_, figures) in enumerate(bars):
-        fine = figures.equal == figures.compared
-        axes.barh(
-            place, figures.rate, color=COLOURS[0 if fine else 3], hatch=None if fine else "//", height=0.7
-        )
-        axes.plot([figures.rate_low, figures.rate_high], [place, place], color="black", linewidth=1.2)
-        axes.annotate(
-            f"{figures.rate:.0f}",
-            (max(figures.rate, figures.rate_high), place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.invert_yaxis()
+        states = [(line.cold, " (cold)" if line.warm else ""), (line.warm, " (warm)")]
+        for figures, state in states:
+            if figures is None or figures.rate != figures.rate:
+                continue
+            equal = (
+                f", {figures.equal} of {figures.compared} equal" if figures.equal < figures.compared else ""
+            )
+            where = f"{line.workload}: " if several else ""
+            bars.append((f"{where}{line.method}{state}{equal}", line.method + state, figures))
+    names = list(dict.fromkeys(name for _, name, _ in bars))
+    figure, axes = new_figure(7.0, 1.2 + 0.3 * len(bars))
+    for place, (_, name, figures) in enumerate(bars):
+        hatch = None if figures.equal == figures.compared else "///"
+        shade = COLOURS[names.index(name) % len(COLOURS)]
+        axes.barh(place, figures.rate, color=shade, edgecolor="white", hatch=hatch, height=0.72)
+        axes.plot([figures.rate_low, figures.rate_high], [place, place], color="#888888", linewidth=1.2)
+        end = (max(figures.rate, figures.rate_high), place)
+        offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        axes.annotate(f"{figures.rate:.0f}", end, **offset)
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.margins(x=0.1)
     axes.grid(False, axis="y")
     axes.set_xlabel("tokens per second (line: range over repeats)")
-    axes.set_title(
-        "Speed by method" + ("" if len({x.workload for x in lines}) > 1 else f", {lines[0].workload}")
-    )
+    axes.set_title("Speed by method" + ("" if several or not lines else f", {lines[0].workload}"))
     return figure
 
 

@@ -57,6 +57,23 @@ def machine() -> dict[str, Any]:
     return facts
 
 
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute, ours included; None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def was_busy(records: Iterable[Mapping[str, Any]]) -> str:
+    """A warning where other work ran beside the measurement, else an empty text."""
+    loads = [(r["load"], r["machine"]["cores"]) for r in records if r.get("load") is not None]
+    busy = [load for load, cores in loads if load > cores + 1]
+    if len(busy) * 4 < len(loads) or not busy:
+        return ""
+    return (
+        f"The machine was busy with other work (load up to {max(busy):.1f} on {loads[0][1]} cores): "
+        "do not trust the times; S and equality stand."
+    )
+
+
 @lru_cache
 def commit() -> str:
     """The library's git commit, with a plus where its sources are changed; else the package's version."""

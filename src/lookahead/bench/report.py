@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .pictures import plot
-from .record import describe
+from .record import describe, was_busy
 from .summary import LEGEND, Record, markdown, summarise, tables, unequal_text
 
 
@@ -21,12 +21,15 @@ def finish(records: Sequence[Record], out: Path, command: str, spec_bench: bool 
     console.print(LEGEND, style="dim", markup=False)
     for record in summary.unequal:
         console.print(unequal_text(record), style="red", markup=False, soft_wrap=True)
+    busy = was_busy(records)
+    if busy:
+        console.print(busy, style="red", markup=False)
     lines = [f"`{command}`", "", describe(records[-1]) + ".", "", markdown(summary), "", LEGEND, ""]
     lines += [
         f"{n} prompts of {name} were left out: the context is too short."
         for name, n in summary.skipped.items()
     ]
-    lines += [unequal_text(record) for record in summary.unequal]
+    lines += [busy, *(unequal_text(record) for record in summary.unequal)]
     (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     written = [out / "summary.md"]
     if any(record.get("steps") for record in records):

@@ -199,7 +199,11 @@ def sampling_quality(study: Study) -> Path:
         places = [place + (index - (len(rows) - 1) / 2) * 0.13 for place in range(3)]
         heights = [row.get(kind, 0.0) * 100 for kind in kinds]
         axes.bar(
-            places, heights, 0.12, color=COLOURS[index], label=f"T = {row['temperature']:g}, {row['method']}"
+            places,
+            heights,
+            0.12,
+            color=COLOURS[index % len(COLOURS)],
+            label=f"T = {row['temperature']:g}, {row['method']}",
         )
     axes.set_xticks(range(3), list(kinds.values()))
     axes.grid(False, axis="x")
@@ -244,7 +248,11 @@ def end_to_end(study: Study) -> Path:
     for index, (name, by_workload) in enumerate(bars.items()):
         places = [place - 0.42 + width * (index + 0.5) for place in range(len(workloads))]
         axes.bar(
-            places, [by_workload.get(w, 0.0) for w in workloads], width, color=COLOURS[index % 8], label=name
+            places,
+            [by_workload.get(w, 0.0) for w in workloads],
+            width,
+            color=COLOURS[index % len(COLOURS)],
+            label=name,
         )
     axes.axhline(1, color="black", linewidth=1, linestyle=":")
     axes.set_xticks(range(len(workloads)), workloads)

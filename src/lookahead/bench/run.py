@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core import SettingsError
 from .methods import PLAIN, Method, Options, Outcome, Subject, make_methods
-from .record import SCHEMA, Records, environment, key_of
+from .record import SCHEMA, Records, environment, key_of, load_average
 from .workloads import Prompt
 
 #: told (records finished, records in all, what comes next)
@@ -232,6 +232,7 @@ class _Run:
             "state": method.state,
             "settings": method.settings,
             **self.common,
+            "load": load_average(),
             "prompt_tokens": len(tokens),
         }
         if self._too_long(tokens):

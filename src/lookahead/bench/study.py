@@ -10,7 +10,7 @@ from typing import Any
 
 from .methods import Options
 from .pictures import save
-from .record import Records, describe
+from .record import Records, describe, was_busy
 from .run import Progress, run
 from .subject import Subject
 from .summary import Record, summarise, unequal_text
@@ -90,7 +90,7 @@ class Study:
             save(figure, self.out / name, where)
             lines += [f"![{title}]({name}.png)", ""]
         summary = summarise(records)
-        lines += [*body, ""]
+        lines += [*body, "", was_busy(records)]
         lines += [
             f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
         ]

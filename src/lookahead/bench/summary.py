@@ -135,7 +135,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
 
 
 def summarise(records: Iterable[Record]) -> Summary:
-    """Sum up records of one setup, by workload and method, in the order of their first appearance."""
+    """Sum up records of one setup, by workload and method, each in the order of first appearance."""
     records = list(records)
     skipped: dict[str, int] = defaultdict(int)
     for where in dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r):
@@ -157,8 +157,11 @@ def summarise(records: Iterable[Record]) -> Summary:
         theirs = lines.get((line.workload, "hf-greedy"))
         if theirs is not None:
             line.over_hf = line.cold.rate / theirs.cold.rate
-    workloads = list(dict.fromkeys(workload for workload, _, _ in groups))
-    ordered = sorted(lines.values(), key=lambda line: workloads.index(line.workload))
+    # The methods of a prompt come in rotating order; that of the first prompt is kept for all.
+    workloads, methods = (
+        list(dict.fromkeys(names)) for names in list(zip(*groups, strict=True))[:2] or ([], [])
+    )
+    ordered = sorted(lines.values(), key=lambda x: (workloads.index(x.workload), methods.index(x.method)))
     return Summary(ordered, dict(skipped), [r for r in measured if r["equal"] is False])
 
 
