@@ -31,7 +31,8 @@ def microseconds(action: object, repeats: int = 60) -> float:
 
 
 def main() -> None:
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")
+    machine = platform.processor() or platform.machine()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {machine}")
     print(f"{LAYERS} layers, {HEADS} KV heads of {SIZE}, fp32; {ROWS} pending rows, {len(PATH)} accepted")
     print(f"{'context':>8} {'our commit':>12} {'in place':>12} {'whole copy':>14}   (microseconds, median)")
     for context in (256, 8192):

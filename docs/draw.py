@@ -16,7 +16,7 @@ from lookahead.core import NGramPool, TokenTree, Window, verify
 
 HERE = Path(__file__).parent
 PAGE = HERE / "how-it-works.md"
-PROMPT = "the cat sat on the mat . the dog sat on the rug .".split()
+PROMPT = ["the", "cat", "sat", "on", "the", "mat", ".", "the", "dog", "sat", "on", "the", "rug", "."]
 WORDS = sorted(set(PROMPT))
 TEXT = [WORDS.index(word) for word in PROMPT]
 
