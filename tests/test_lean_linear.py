@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lookahead.targets.lean.cache import LeanCache
-from lookahead.targets.lean.kernels import Norm, NumbaKernels, TorchKernels, Turns, best_kernels
+from lookahead.targets.lean.kernels import Norm, NumbaKernels, Seen, TorchKernels, Turns, best_kernels
 from lookahead.targets.lean.linear import BLOCK, Int8Linear, PackedLinear, PlainLinear, best_kind
 from lookahead.targets.lean.specs import LinearParts
 
@@ -160,3 +160,38 @@ def test_int8_is_near_plain_and_a_row_stands_alone(bias: bool, kind: type) -> No
     assert error.max() < 0.02
     assert torch.equal(int8.plus(x[3:4], y[3:4])[0], int8.plus(x, y)[3])
     assert torch.allclose(int8.of(x), int8.plus(x, torch.zeros_like(y)), atol=1e-3)
+
+
+@pytest.mark.skipif(best_kernels()[0] is TorchKernels, reason="no numba")
+@DTYPES
+@pytest.mark.parametrize("length", [0, 3, 70])
+def test_attention_by_columns_is_attention_by_mask(length: int, dtype: torch.dtype) -> None:
+    kernels = NumbaKernels(H, K, D, dtype)
+    torch.manual_seed(4)
+    cache = LeanCache(2, K, D, 80)
+    cache.storage.normal_()
+    query = torch.randn(4, H, D)
+    begins = [0, 2, 0, length]
+    behind = [[0], [0, 1], [0, 2], [0, 2, 3]]  # two branches under one root
+    mask = torch.full((4, length + 4), -torch.inf)
+    for r in range(4):
+        mask[r, begins[r] : length] = 0
+        mask[r, [length + c for c in behind[r]]] = 0
+    seen = Seen(
+        length,
+        torch.tensor(begins),
+        torch.tensor([1, 3, 5, 8]),
+        torch.tensor([length + c for row in behind for c in row]),
+    )
+    result = kernels.attend(query, cache, 1, 0, seen, 0.3)
+    keys, values = cache.heads(0, 0, length + 4, H // K)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double().view(4, K, H // K, D).permute(1, 2, 0, 3),
+        keys[1].double(),
+        values[1].double(),
+        mask.double(),
+        scale=0.3,
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    expected = expected.permute(2, 0, 1, 3).reshape(4, -1)
+    assert torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)

@@ -171,6 +171,85 @@ def turn(
 
 
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
+def attend(
+    query: int,
+    keys: int,
+    out: int,
+    begins: int,
+    ends: int,
+    columns: int,
+    capacity: int,
+    length: int,
+    rows: int,
+    heads: int,
+    key_heads: int,
+    size: int,
+    scale: float,
+    tag: Any,
+) -> None:
+    """Attention of one sequence's rows over the columns that each of them sees, and no others.
+
+    Args:
+        query: (rows, H, D) fp32.
+        keys: (2K, capacity, D) fp32 of the slot: keys, then values.
+        out: (rows, H, D) of the tag's type.
+        begins: (rows,) int64, the first committed column that a row sees; it sees all up to ``length``.
+        ends: (rows,) int64; row r further sees ``columns[ends[r - 1]:ends[r]]``, its ancestors and itself.
+    """
+    single = np.float32(0)
+    queries = carray(_pointer(query, single), (rows, heads, size))
+    stored = carray(_pointer(keys, single), (2 * key_heads, capacity, size))
+    outs = carray(_pointer(out, tag), (rows, heads, size))
+    firsts = carray(_pointer(begins, np.int64(0)), (rows,))
+    lasts = carray(_pointer(ends, np.int64(0)), (rows,))
+    path = carray(_pointer(columns, np.int64(0)), (lasts[rows - 1],))
+    groups = heads // key_heads
+    weights = np.empty(length + rows, np.float32)
+    total_of = np.empty(size, np.float32)
+    for r in range(rows):
+        begin = min(firsts[r], length)
+        start = lasts[r - 1] if r > 0 else 0
+        prefix = length - begin
+        count = prefix + lasts[r] - start
+        for q in range(heads):
+            h = q // groups
+            largest = np.float32(-np.inf)
+            for j in range(count):
+                column = begin + j if j < prefix else path[start + j - prefix]
+                score = np.float32(0)
+                for i in range(size):
+                    score += queries[r, q, i] * stored[h, column, i]
+                score *= np.float32(scale)
+                weights[j] = score
+                largest = max(largest, score)
+            total = np.float32(0)
+            for j in range(count):
+                weights[j] = _exp(weights[j] - largest)
+                total += weights[j]
+            total_of[:] = 0
+            v = key_heads + h
+            blocks = prefix // 4 * 4
+            for j in range(0, blocks, 4):
+                a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+                column = begin + j
+                for i in range(size):
+                    total_of[i] += (
+                        a * stored[v, column, i]
+                        + b * stored[v, column + 1, i]
+                        + c * stored[v, column + 2, i]
+                        + d * stored[v, column + 3, i]
+                    )
+            for j in range(blocks, count):
+                column = begin + j if j < prefix else path[start + j - prefix]
+                a = weights[j]
+                for i in range(size):
+                    total_of[i] += a * stored[v, column, i]
+            share = np.float32(1) / total
+            for i in range(size):
+                outs[r, q, i] = _narrow(total_of[i] * share, tag)
+
+
+@njit(cache=True, fastmath=MATHS, error_model="numpy")
 def quantise(x: int, out: int, scales: int, rows: int, size: int, tag: Any) -> None:
     """Rows x (rows, size) to unsigned bytes around 128, each row by its own scale: x = (out - 128) * scale."""
     xs = carray(_pointer(x, tag), (rows, size))

@@ -20,9 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from .cache import LeanCache
-from .kernels import Norm, TorchKernels, Turns, best_kernels
+from .kernels import Norm, NumbaKernels, Seen, TorchKernels, Turns, best_kernels
 from .linear import Int8Linear, Linear, PackedLinear, PlainLinear, best_kind
 from .specs import LayerParts, LinearParts, ModelParts, NormParts
+
+#: Up to this many products per thread of torch's, one row's attention is quicker on one thread.
+ONE_THREAD = 600_000
+FAR = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +199,28 @@ class Attention:
     def __init__(self, model: LeanModel, blocks: Sequence[Block], cache: LeanCache) -> None:
         self.model = model
         self.blocks = blocks
+        self._cache = cache
         self._shape = (model.key_heads, model.groups, model.head_size)
+        self._alone = [self._single(block) for block in blocks]
         self._seen = [
             {
                 window: cache.heads(b.slot, begin, b.length + b.rows, model.groups)
                 for window, begin in b.begins.items()
+                if window not in alone
             }
-            for b in blocks
+            for b, alone in zip(blocks, self._alone, strict=True)
         ]
 
     def __call__(self, layer: int, window: int, query: torch.Tensor) -> torch.Tensor:
         """Queries (Q, H, D), whose keys and values are in the cache; (Q, H * D) in the model's dtype."""
         results, start = [], 0
-        for block, seen in zip(self.blocks, self._seen, strict=True):
+        for block, seen, alone in zip(self.blocks, self._seen, self._alone, strict=True):
             mine = query[start : start + block.rows] if len(self.blocks) > 1 else query
             start += block.rows
+            if window in alone:
+                kernels, scale = self.model.kernels, self.model.scale
+                results.append(kernels.attend(mine, self._cache, layer, block.slot, alone[window], scale))
+                continue
             keys, values = seen[window]
             result = F.scaled_dot_product_attention(
                 mine.view(block.rows, *self._shape).permute(1, 2, 0, 3),
@@ -218,9 +229,21 @@ class Attention:
                 block.masks[window],
                 scale=self.model.scale,
             )
-            results.append(result.permute(2, 0, 1, 3).reshape(block.rows, -1))
-        joined = results[0] if len(results) == 1 else torch.cat(results)
-        return joined.to(self.model.dtype)
+            results.append(result.permute(2, 0, 1, 3).reshape(block.rows, -1).to(self.model.dtype))
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _single(self, block: Block) -> dict[int, Seen]:
+        """Per window what a block's only row sees, where the kernel on one thread is quicker than torch's."""
+        model = self.model
+        if block.rows > 1 or not isinstance(model.kernels, NumbaKernels):
+            return {}
+        threads = torch.get_num_threads()
+        limit = ONE_THREAD // (threads * model.heads * model.head_size) if threads > 1 else FAR
+        return {
+            window: Seen.single(block.length, begin)
+            for window, begin in block.begins.items()
+            if block.length - begin < limit
+        }
 
 
 def _norm(parts: NormParts) -> Norm:
