@@ -25,7 +25,6 @@ def loaded_by(statement):
         ("import lookahead", {"torch", "triton", "fastapi", "matplotlib", "numba", "scipy"}),
         ("import lookahead.testing", {"torch", "transformers"}),
         ("import lookahead.cli", {"torch", "matplotlib"}),
-        ("import lookahead; lookahead.generate", {"triton", "fastapi", "matplotlib", "numba"}),
     ],
 )
 def test_what_an_import_loads(statement, absent):

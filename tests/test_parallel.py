@@ -585,6 +585,7 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
     assert done.stderr.count("4 prompts, 0 with an error") == 1
     llm = lookahead.load(method="autoregressive")
     records = [json.loads(line) for line in out.read_text().splitlines()]
+    records.sort(key=lambda record: record["id"])  # they are written as they end
     assert [record["id"] for record in records] == [0, 1, 2, 3]
     for job, record in zip(jobs, records, strict=True):
         assert record["output_ids"] == llm.generate(job["input_ids"], max_new_tokens=24).tokens
