@@ -195,3 +195,7 @@ def test_attention_by_columns_is_attention_by_mask(length: int, dtype: torch.dty
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     expected = expected.permute(2, 0, 1, 3).reshape(4, -1)
     assert torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+    cache.storage[1, 0, 0, length] = torch.nan  # one key of the root
+    broken = kernels.attend(query, cache, 1, 0, seen, 0.3).view(4, H, D)
+    assert broken[:, : H // K].isnan().all()
+    assert broken[:, H // K :].isfinite().all()

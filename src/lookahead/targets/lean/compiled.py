@@ -67,7 +67,9 @@ def _exp(x: Any) -> Any:
 
     x = k log 2 + r, |r| <= log 2 / 2; e^r by its series to the seventh power; 2^k by its bits.
     """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    # Not min and max, which would turn NaN into a number.
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
     k = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     # log 2 in two parts, so that k times the first is exact.
     r = x - k * np.float32(0.693359375) + k * np.float32(2.12194440e-4)

@@ -267,7 +267,9 @@ class Seen:
 def best_kernels() -> tuple[type[TorchKernels], str]:
     """The kind for this machine, and a word for the reason."""
     try:
-        import numba  # noqa: F401
+        from . import compiled  # noqa: F401
     except ImportError:
         return TorchKernels, "torch between them (pip install numba for a faster step)"
+    except RuntimeError as error:  # numba found no folder to keep compiled code in
+        return TorchKernels, f"torch between them (numba: {str(error).splitlines()[0][:80]})"
     return NumbaKernels, "numba between them"
