@@ -57,15 +57,23 @@ class Calibration:
         for bucket in range(len(self.priors)):
             self._update(bucket)
 
-    def learn(self, bucket: int, hit: bool) -> None:
-        """One proposal was right or wrong, whether or not it was verified."""
-        self.trials[bucket] += 1.0
-        if hit:
-            self.hits[bucket] += 1.0
-        if self.trials[bucket] > MEMORY:
-            self.trials[bucket] *= 0.5
-            self.hits[bucket] *= 0.5
-        self._update(bucket)
+    def learn(self, buckets: Sequence[int], right: int) -> None:
+        """Proposals were judged, verified or not: that at place ``right`` was right; -1 if none was."""
+        hits, trials, priors = self.hits, self.trials, self.priors
+        estimates, levels = self.estimate, self.levels
+        for place, bucket in enumerate(buckets):
+            hit = hits[bucket]
+            if place == right:
+                hit += 1.0
+            trial = trials[bucket] + 1.0
+            if trial > MEMORY:
+                trial *= 0.5
+                hit *= 0.5
+            hits[bucket] = hit
+            trials[bucket] = trial
+            estimate = (hit + PRIOR_WEIGHT * priors[bucket]) / (trial + PRIOR_WEIGHT)
+            estimates[bucket] = estimate if estimate < SURE else SURE
+            levels[bucket] = bisect_left(LEVELS, estimate)
 
     def _update(self, bucket: int) -> None:
         estimate = (self.hits[bucket] + PRIOR_WEIGHT * self.priors[bucket]) / (

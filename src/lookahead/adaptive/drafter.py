@@ -15,7 +15,7 @@ from ..core.drafter import UNLIMITED_ROWS, Noise
 from .budget import MENU, Budget, place_of
 from .config import SOURCES, AdaptiveConfig
 from .explorer import Explorer
-from .grow import Grower
+from .grow import Grower, Proposals
 from .logits import KINDS, WINDOW
 from .observe import answers_by_position, read_rows
 from .state import AdaptiveState
@@ -56,7 +56,7 @@ class AdaptiveDrafter(Drafter):
         self._reader = trie.begin()
         self._reader.feed(prompt)
         self._reader.feed([first])
-        grower.mark = self._reader.mark
+        grower.trie, grower.mark = trie, self._reader.mark
         grower.tail = [prompt[0], prompt[0], *prompt, first][-3:]
         grower.context = self._reader.state
         self._emitted = 1
@@ -131,11 +131,10 @@ class AdaptiveDrafter(Drafter):
         expected = sum(grower.probabilities)
         credited = self._learn(path, tokens)
         top = self.config.top if grower.noise is None else self.config.sampled_top
-        rows = read_rows(grower, scores, path, self._window_start, top)
+        answers = read_rows(grower, scores, path, self._window_start, top)
         if grower.use["jacobi"]:
-            grower.answers = answers_by_position(grower, rows, len(tokens))
+            grower.answers = answers_by_position(grower, answers, len(tokens))
         if explorer is not None and len(tree) > self._window_start:
-            answers = dict(zip(rows.nodes, rows.answers, strict=True))
             explorer.advance(tree.tokens[0], answers, len(tree) - self._window_start, credited)
         self._reader.feed(tokens)
         grower.tail = [*grower.tail, *tokens][-3:]
@@ -156,44 +155,33 @@ class AdaptiveDrafter(Drafter):
         """Judge every proposal at the visited nodes; returns tokens accepted on the window's word."""
         grower = self._grower
         calibrations = grower.tables.calibrations
-        judge = calibrations.joint.learn
         last, credited = path[-1], 0
         for node, truth in zip(path, tokens, strict=True):
-            proposed, cells = grower.cells(node)
-            for token, cell in zip(proposed, cells, strict=True):
-                judge(cell, token == truth)
-            order, entry, matched, buckets = grower.look(node)
-            ids: Sequence[int] = ()
-            if entry is not None:
-                ids, kinds = entry
-                learn = calibrations.logits[order].learn
-                for token, kind in zip(ids, kinds, strict=True):
-                    learn(kind, token == truth)
-            learn = calibrations.suffix.learn
-            for token, bucket in zip(matched, buckets, strict=True):
-                learn(bucket, token == truth)
+            seen = proposed, cells, order, kinds, matched, buckets = grower.proposals(node)
+            right = proposed.index(truth) if truth in proposed else -1
+            calibrations.joint.learn(cells, right)
+            if kinds:
+                calibrations.logits[order].learn(kinds, right)
+            if matched:
+                calibrations.suffix.learn(buckets, matched.index(truth) if truth in matched else -1)
             if node != last:
-                name = self._witness(node, truth, ids, matched, proposed)
-                if name == "logits" and kinds[0] // KINDS % 3 == WINDOW:
-                    name = "window"
+                name = self._witness(node, truth, seen, right)
                 self._credit[name] += 1
                 credited += name in ("window", "ngrams")
         return credited
 
-    def _witness(
-        self, node: int, truth: int, ids: Sequence[int], matched: Sequence[int], proposed: Sequence[int]
-    ) -> str:
+    def _witness(self, node: int, truth: int, seen: Proposals, right: int) -> str:
         """The source on whose word an accepted token was drafted; the most telling one of several."""
+        _, _, _, kinds, matched, _ = seen
         if matched and matched[0] == truth:
             return "suffix"
-        if truth in ids:
-            return "logits"
+        if 0 <= right < len(kinds):
+            return "window" if kinds[right] // KINDS % 3 == WINDOW else "logits"
         if truth in matched:
             return "suffix"
-        grower = self._grower
-        if truth in grower.ngrams.get(grower.pairs[node], ()):
+        if truth in self._grower.ngrams.get(self._grower.pair(node), ()):
             return "ngrams"
-        return "jacobi" if truth in proposed else "window"
+        return "jacobi" if right >= 0 else "window"
 
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the budget's figures."""

@@ -62,7 +62,7 @@ class Explorer:
         tree.read = [True] * len(tree)
         self._planted = True
 
-    def advance(self, root: int, answers: dict[int, int], rows: int, credited: int) -> None:
+    def advance(self, root: int, answers: Sequence[int], rows: int, credited: int) -> None:
         """Take the answers under the planted rows; ``credited`` tokens were accepted on the window's word."""
         self.credit += ((credited / rows if rows else 0.0) - self.credit) / HORIZON if self._planted else 0.0
         if not self._planted:

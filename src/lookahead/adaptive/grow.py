@@ -4,28 +4,37 @@ The estimated probability that the target walks through a node is the product of
 F(tree) = 1 + the sum of these is the expected number of tokens of the step. A child is never likelier than
 its parent, so taking nodes in order of probability gives the best tree of every size.
 
-This is the drafter's hot loop: plain dicts, lists and one heap, nothing computed that is not popped.
+This is the drafter's hot loop, in plain dicts, lists and one heap: nothing is computed for a node that is
+not looked at, and what was computed is kept for the judgement after the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 from ..core import TokenTree
-from .calibration import NOTHING, SILENT, STATES, SURE, VOICES
+from .calibration import NOTHING, SILENT, STATES, SURE, VOICE_NGRAM, VOICES
 from .logits import under_noise
 from .state import Tables
-from .suffix import Context, follow, rank
+from .suffix import SuffixTrie
 
-ZONE = VOICES * STATES * STATES
 VOICE = STATES * STATES
+ZONE = VOICES * VOICE
 #: A node is expanded when its probability times this comes up; most best children are not surer.
 HASTE = 0.5
 #: Edges less likely than this are not worth a place in the heap.
 LEAST = 0.002
-Edges = list[tuple[float, int]]
+#: Edges less likely than this times the last row of the last tree are left out until they are needed.
+FLOOR = 0.25
+#: Most edges of one node: a heap entry's number is node * MOST + place.
+MOST = 128
+
+
+#: What the sources say behind one node: proposed tokens and the joint bucket of each; table of the logit cache
+#: and buckets of its tokens, which come first; tokens of the suffix match and their buckets.
+Proposals = tuple[list[int], list[int], int, Sequence[int], Sequence[int], Sequence[int]]
 
 
 class Grower:
@@ -40,7 +49,9 @@ class Grower:
         self.vocabulary = vocabulary
         self.use = dict(use)
         self.tail = [0, 0, 0]
-        self.context: Context | None = None
+        #: The suffix trie, the text's place in it, and the text's mark.
+        self.trie = SuffixTrie(1)
+        self.context = 0
         self.mark = 0
         #: Depth below the root -> what the last step answered there, best first.
         self.answers: dict[int, list[int]] = {}
@@ -49,168 +60,183 @@ class Grower:
         #: Depth -> noise of the token chosen under nodes of that depth; None when greedy.
         self.noise: Any = None
         self.temperature = 1.0
+        self._floor = 0.0
 
     def grow(self, rows: int, max_depth: int, stop: Sequence[float] | None = None) -> None:
         """Grow to at most ``rows`` nodes. With ``stop``: end when row k's probability is below stop[k]."""
-        _, b, root = self.tail
-        V = self.vocabulary
-        self.tokens = tokens = [root]
+        if not self._grow(rows, max_depth, stop, self._floor):
+            self._grow(rows, max_depth, stop, 0.0)
+        self._floor = self.probabilities[-1] * FLOOR if len(self.tokens) == rows > 1 else 0.0
+
+    def _grow(self, rows: int, max_depth: int, stop: Sequence[float] | None, floor: float) -> bool:
+        """The same, leaving out edges below ``floor``; False where they would have been needed."""
+        self.tokens = tokens = [self.tail[2]]
         self.parents = parents = [-1]
         self.depths = depths = [0]
         self.probabilities = probabilities = [1.0]
-        self.pairs = pairs = [b * V + root]
-        self.contexts = contexts = [self.context]
-        if max_depth < 1 or rows < 2:
-            return
-        expand = self.expand
-        heap: list[tuple[float, int, int, Edges | None, int]] = [(-1.0, 0, 0, None, 0)]
-        serial = 1
+        self._pairs = pairs = [self.tail[1] * self.vocabulary + self.tail[2]]
+        self._contexts = {0: self.context}
+        self._seen: dict[int, Proposals] = {}
+        self._ask = self._asker()
+        if max_depth < 1:
+            return True
+        edges: dict[int, list[tuple[float, int]]] = {}
+        expand, size = self._expand, self.vocabulary
+        # Entries: (-p, node * MOST + place of an edge), or (-p * HASTE, ~node) for a node to be expanded.
+        heap = [(-1.0, -1)]
         count = 1
-        while heap:
-            p, _, node, edges, i = heap[0]
-            if edges is None:
-                edges = expand(node)
-                if edges:
-                    heapreplace(heap, (-probabilities[node] * edges[0][0], serial, node, edges, 0))
-                    serial += 1
+        while heap and count < rows:
+            p, number = heap[0]
+            if number < 0:
+                node = ~number
+                below = edges[node] = expand(node, probabilities[node], floor)
+                if below:
+                    heapreplace(heap, (below[0][0], node * MOST))
                 else:
                     heappop(heap)
                 continue
             if stop is not None and -p < stop[count]:
-                break
-            token = edges[i][1]
-            i += 1
-            if i < len(edges):
-                heapreplace(heap, (-probabilities[node] * edges[i][0], serial, node, edges, i))
-                serial += 1
+                return True
+            node = number // MOST
+            below = edges[node]
+            place = number % MOST
+            if place + 1 < len(below):
+                heapreplace(heap, (below[place + 1][0], number + 1))
             else:
                 heappop(heap)
             depth = depths[node] + 1
+            token = below[place][1]
+            pairs.append(tokens[node] * size + token)
             tokens.append(token)
             parents.append(node)
             depths.append(depth)
             probabilities.append(-p)
-            pairs.append(tokens[node] * V + token)
-            contexts.append(None)
+            if depth < max_depth and -p > floor:
+                heappush(heap, (p * HASTE, ~count))
             count += 1
-            if count == rows:
-                break
-            if depth < max_depth:
-                heappush(heap, (p * HASTE, serial, count - 1, None, 0))
-                serial += 1
+        return count == rows or not floor
 
     def cut(self, rows: int) -> None:
         """Keep the first ``rows`` nodes."""
         if rows < len(self.tokens):
-            for column in (
-                self.tokens,
-                self.parents,
-                self.depths,
-                self.probabilities,
-                self.pairs,
-                self.contexts,
-            ):
+            for column in (self.tokens, self.parents, self.depths, self.probabilities, self._pairs):
                 del column[rows:]
 
     def adopt(self, tree: TokenTree) -> None:
         """Take over the rows that others have added to the tree."""
-        own = len(self.tokens)
-        self.tokens, self.parents, self.depths = tree.tokens, tree.parents, tree.depths
-        for node in range(own, len(tree)):
-            self.pairs.append(tree.tokens[tree.parents[node]] * self.vocabulary + tree.tokens[node])
-            self.contexts.append(None)
+        own, size = len(self.tokens), self.vocabulary
+        for column, others in zip(
+            (self.tokens, self.parents, self.depths), (tree.tokens, tree.parents, tree.depths), strict=True
+        ):
+            column += others[own:]
+        self._pairs += [tree.tokens[tree.parents[n]] * size + tree.tokens[n] for n in range(own, len(tree))]
 
-    def look(self, node: int) -> tuple[Any, ...]:
-        """What the main sources say behind a node: order and (tokens, buckets) of L, tokens and buckets of S."""
-        token, parent = self.tokens[node], self.parents[node]
-        pair = self.pairs[node]
-        entry: Any = None
-        order = 0
-        if self.use["logits"]:
-            tables = self.tables.logits.tables
-            V = self.vocabulary
-            above = self.pairs[parent] if node else self.tail[0] * V + self.tail[1]
-            entry, order = tables[2].get(above * V + token), 2
-            if entry is None:
-                entry, order = tables[1].get(pair), 1
+    def row_keys(self) -> tuple[list[int], list[int], list[int]]:
+        """Of every row: keys of its last one, two and three tokens."""
+        tokens, pairs, size = self.tokens, self._pairs, self.vocabulary
+        triples = [pairs[parent] * size + token for parent, token in zip(self.parents, tokens, strict=True)]
+        triples[0] = (self.tail[0] * size + self.tail[1]) * size + tokens[0]
+        return tokens, pairs, triples
+
+    def proposals(self, node: int) -> Proposals:
+        """What the sources say behind a node; found once per tree."""
+        seen = self._seen.get(node)
+        if seen is None:
+            seen = self._seen[node] = self._ask(node)
+        return seen
+
+    def pair(self, node: int) -> int:
+        """Key of the last two tokens of a row."""
+        return self._pairs[node]
+
+    def _asker(self) -> Callable[[int], Proposals]:
+        """A function of the node, with everything at hand that it needs: it is called for most of the rows."""
+        tokens_of, parents, depths, pairs = self.tokens, self.parents, self.depths, self._pairs
+        calibrations = self.tables.calibrations
+        one, two, three = self.tables.logits.tables
+        level_of, matches = [c.levels for c in calibrations.logits], calibrations.suffix.levels
+        contexts, trie, mark = self._contexts, self.trie, self.mark
+        answers, ngrams, size = self.answers, self.ngrams, self.vocabulary
+        above_root = self.tail[0] * size + self.tail[1]
+        use_logits, use_suffix, noise = self.use["logits"], self.use["suffix"], self.noise
+
+        def ask(node: int) -> Proposals:
+            depth, pair = depths[node], pairs[node]
+            base = 0 if not depth else ZONE if depth < 3 else 2 * ZONE
+            matched: Sequence[int] = ()
+            buckets: Sequence[int] = ()
+            if use_suffix:
+                context = contexts.get(node)
+                matched, buckets = trie.rank(self._context(node) if context is None else context, mark)
+            silent = base + (SILENT + matches[buckets[0]] if matched else NOTHING) * STATES
+            entry: Any = None
+            order = 0
+            if use_logits:
+                above = pairs[parents[node]] if node else above_root
+                entry, order = three.get(above * size + tokens_of[node]), 2
                 if entry is None:
-                    entry, order = tables[0].get(token), 0
-            if entry is not None and self.noise is not None:
-                entry = under_noise(entry, self.noise(self.depths[node]), self.temperature, 8)
-        if not self.use["suffix"]:
-            return order, entry, (), ()
-        context = self.contexts[node] or self._context(node)
-        if context.stamp != context.total:
-            rank(context, self.mark)
-        return order, entry, context.tokens, context.buckets
+                    entry, order = two.get(pair), 1
+                    if entry is None:
+                        entry, order = one.get(tokens_of[node]), 0
+            if entry is None:
+                tokens: list[int] = []
+                kinds: Sequence[int] = ()
+                states: list[int] = []
+                cells: list[int] = []
+                unheard = NOTHING
+            else:
+                if noise is not None:
+                    entry = under_noise(entry, noise(depth), self.temperature)
+                tokens, kinds, levels = list(entry[0]), entry[1], level_of[order]
+                states = [levels[kind] for kind in kinds]
+                cells = [silent + state for state in states]
+                unheard = SILENT + states[0]
+            for token, bucket in zip(matched, buckets, strict=True):
+                row = base + matches[bucket] * STATES
+                if token in tokens:
+                    place = tokens.index(token)
+                    cells[place] = row + states[place]
+                else:
+                    tokens.append(token)
+                    cells.append(row + unheard)
+            if depth in answers:
+                _hear(answers[depth], 1, tokens, cells, silent + unheard)
+            if pair in ngrams:
+                _hear(ngrams[pair], VOICE_NGRAM, tokens, cells, silent + unheard)
+            return tokens, cells, order, kinds, matched, buckets
 
-    def _context(self, node: int) -> Context:
+        return ask
+
+    def _context(self, node: int) -> int:
         """The suffix that matches at a node, found from its parent's."""
-        parent = self.parents[node]
-        above = self.contexts[parent] or self._context(parent)
-        context = self.contexts[node] = follow(above, self.tokens[node])
+        contexts, parent = self._contexts, self.parents[node]
+        above = contexts[parent] if parent in contexts else self._context(parent)
+        context = contexts[node] = self.trie.follow(above, self.tokens[node])
         return context
 
-    def cells(self, node: int) -> tuple[list[int], list[int]]:
-        """Proposed tokens and the joint bucket of each."""
-        order, entry, matched, buckets = self.look(node)
-        calibrations = self.tables.calibrations
-        depth = self.depths[node]
-        base = ZONE * (0 if depth == 0 else 1 if depth < 3 else 2)
-        suffix_levels = calibrations.suffix.levels
-        if matched:
-            silent = base + (SILENT + suffix_levels[buckets[0]]) * STATES
-        else:
-            silent = base + NOTHING * STATES
-        if entry is not None:
-            levels = calibrations.logits[order].levels
-            tokens, kinds = entry
-            tokens = tokens.copy()
-            states = [levels[kind] for kind in kinds]
-            cells = [silent + state for state in states]
-            unheard = SILENT + states[0]
-        else:
-            tokens, states, cells, unheard = [], [], [], NOTHING
-        for i, token in enumerate(matched):
-            row = base + suffix_levels[buckets[i]] * STATES
-            if token in tokens:
-                place = tokens.index(token)
-                cells[place] = row + states[place]
-            else:
-                tokens.append(token)
-                cells.append(row + unheard)
-        said = self.answers.get(depth)
-        if said:
-            self._voice(said, 1, tokens, cells, silent + unheard)
-        ngrams = self.ngrams.get(self.pairs[node])
-        if ngrams:
-            self._voice(ngrams, 3, tokens, cells, silent + unheard)
-        return tokens, cells
-
-    def _voice(
-        self, said: Sequence[int], voice: int, tokens: list[int], cells: list[int], nothing: int
-    ) -> None:
-        for rank_, token in enumerate(said):
-            add = VOICE * (voice if voice == 3 else 1 + (rank_ > 0))
-            if token in tokens:
-                place = tokens.index(token)
-                if voice == 3 and cells[place] // VOICE % VOICES:
-                    add = VOICE * 4 - cells[place] // VOICE % VOICES * VOICE
-                cells[place] += add
-            else:
-                tokens.append(token)
-                cells.append(nothing + add)
-
-    def expand(self, node: int) -> Edges:
-        """Edges under a node, the likeliest first."""
-        tokens, cells = self.cells(node)
+    def _expand(self, node: int, probability: float, floor: float) -> list[tuple[float, int]]:
+        """Edges under a node, the likeliest first: minus the path's probability, and the token."""
+        seen = self._seen[node] = self._ask(node)
         estimate = self.tables.calibrations.joint.estimate
-        edges = [(q, t) for q, t in zip([estimate[c] for c in cells], tokens, strict=True) if q > LEAST]
-        edges.sort(reverse=True)
-        total = 0.0
-        for q, _ in edges:
-            total += q
-        if total > SURE:
-            scale = SURE / total
-            edges = [(q * scale, t) for q, t in edges]
+        values = [estimate[cell] for cell in seen[1]]
+        total = sum(values)
+        scale = -probability if total <= SURE else -probability * SURE / total
+        least = floor / probability
+        if least < LEAST:
+            least = LEAST
+        edges = [(value * scale, token) for value, token in zip(values, seen[0]) if value > least]  # noqa: B905
+        edges.sort()
         return edges
+
+
+def _hear(said: Sequence[int], voice: int, tokens: list[int], cells: list[int], nothing: int) -> None:
+    """Let J or P speak: what they say moves a token to another bucket, or adds one."""
+    for place, token in enumerate(said):
+        mine = voice if voice == VOICE_NGRAM else voice + (place > 0)
+        if token not in tokens:
+            tokens.append(token)
+            cells.append(nothing + mine * VOICE)
+            continue
+        at = tokens.index(token)
+        before = cells[at] // VOICE % VOICES
+        cells[at] += (VOICES - 1 - before if before else mine) * VOICE

@@ -20,6 +20,11 @@ ON_PATH, REJECTED, WINDOW = 0, 1, 2
 EDGES = np.array([0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5, 9.0], dtype=np.float32)
 BINS = len(EDGES) + 1
 KINDS = 2 * BINS
+# The same by table, in steps of 1 / FINE: a search per number takes several times as long.
+FINE = 20
+BIN_OF = np.searchsorted(EDGES, np.arange(256) / FINE).astype(np.uint8)
+#: Candidates further behind than this are not kept: about one in a thousand of them is right.
+FURTHEST = -6.0
 #: With sampling also: how far the best score, noise included, stands above the row's best logit.
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
 #: Buckets of one order.
@@ -61,29 +66,43 @@ class LogitCache:
                     del table[key]
 
 
-def greedy_entries(ids: Any, odds: Any, origins: Any) -> list[Entry]:
-    """Entries from (n, k) best tokens and log-odds, with buckets; origins has n entries."""
-    kinds = np.empty(odds.shape, dtype=np.int64)
-    if odds.shape[1] > 1:
-        kinds[:, 1:] = np.searchsorted(EDGES, -odds[:, 1:])
-        kinds[:, 0] = kinds[:, 1]
-        kinds[:, 1:] += BINS
-    else:
-        kinds[:] = BINS // 2
-    kinds += origins[:, None] * KINDS
-    return list(zip(ids.tolist(), kinds.tolist(), strict=True))
+def greedy_entries(ids: Any, odds: Any, path: Sequence[int], window: int) -> list[Entry]:
+    """Entries of all rows from (n, k) best tokens and log-odds; the window's rows begin at ``window``."""
+    kinds = BIN_OF[np.minimum(odds * -FINE, 255.0).astype(np.intp)]
+    best = kinds[:, 1].copy() if kinds.shape[1] > 1 else BINS // 2
+    kinds += BINS + KINDS * REJECTED
+    kinds[:, 0] = best
+    kinds[:, 0] += KINDS * REJECTED
+    kinds[window:] += KINDS * (WINDOW - REJECTED)
+    for node in path:
+        kinds[node] -= KINDS * ((REJECTED if node < window else WINDOW) - ON_PATH)
+    counts = (odds > FURTHEST).sum(axis=1).tolist()
+    width = kinds.shape[1]
+    packed = kinds.tobytes()
+    # Tuples of numbers and bytes: the garbage collector need not walk them.
+    return [
+        (tuple(tokens[:count]), packed[start : start + count])
+        for tokens, count, start in zip(ids.tolist(), counts, range(0, len(packed), width), strict=True)
+    ]
 
 
-def sampled_entries(ids: Any, odds: Any, origins: Any) -> list[Entry]:
-    """Entries from (n, k) best tokens and log-odds; buckets need the noise and are made while drafting."""
-    return list(zip(ids, odds, origins.tolist(), strict=True))
+def sampled_entries(ids: Any, odds: Any, path: Sequence[int], window: int) -> list[Entry]:
+    """The same when sampling; buckets need the noise and are made while drafting."""
+    origins = [REJECTED] * window + [WINDOW] * (len(ids) - window)
+    for node in path:
+        origins[node] = ON_PATH
+    return list(zip(ids, odds, origins, strict=True))
 
 
-def under_noise(entry: Entry, noise: Any, temperature: float, keep: int) -> tuple[list[int], list[int]]:
+#: Candidates of a sampled row that are proposed.
+SAMPLED_KEEP = 8
+
+
+def under_noise(entry: Entry, noise: Any, temperature: float) -> Entry:
     """(tokens, buckets) of a sampled entry at one position, the best score under its noise first."""
     ids, odds, origin = entry
     scores = odds / temperature + noise[ids]
-    order = scores.argsort()[::-1][:keep]
+    order = scores.argsort()[::-1][:SAMPLED_KEEP]
     ranked = scores[order]
     best = ranked[0]
     lags = np.searchsorted(EDGES, best - ranked)

@@ -128,7 +128,7 @@ def _pack(name: str, table: dict[int, Any]) -> dict[str, Any]:
     origins = np.zeros(len(table), dtype=np.int8)
     for row, entry in enumerate(table.values()):
         ids[row, : len(entry[0])] = entry[0]
-        values[row, : len(entry[1])] = entry[1]
+        values[row, : len(entry[1])] = list(entry[1])
         if len(entry) > 2:
             origins[row] = entry[2]
     return {
@@ -154,7 +154,7 @@ def _unpack(arrays: Any, name: str, tables: Tables, sampled: bool) -> None:
             kinds = values.astype(np.int64)
             if kinds.size and not 0 <= kinds.min() <= kinds.max() < size:
                 raise ValueError("a bucket is out of range")
-            entries = zip(ids.tolist(), kinds.tolist(), strict=True)
+            entries = _trim(ids, kinds)
         table.update(zip(keys.tolist(), entries, strict=True))
     for number, calibration in enumerate(tables.calibrations.all()):
         hits, trials = arrays[f"{name}.hits.{number}"], arrays[f"{name}.trials.{number}"]
@@ -163,6 +163,13 @@ def _unpack(arrays: Any, name: str, tables: Tables, sampled: bool) -> None:
         if not (np.isfinite(hits).all() and (hits >= 0).all() and (hits <= trials).all()):
             raise ValueError("hits must lie between 0 and trials")
         calibration.load(hits.tolist(), trials.tolist())
+
+
+def _trim(ids: Any, kinds: Any) -> list[Any]:
+    """Entries without the padding."""
+    counts = (ids >= 0).sum(axis=1).tolist()
+    rows = zip(ids.tolist(), kinds.astype(np.uint8), counts, strict=True)
+    return [(tuple(tokens[:count]), row[:count].tobytes()) for tokens, row, count in rows]
 
 
 _states: OrderedDict[str, AdaptiveState] = OrderedDict()
