@@ -110,5 +110,7 @@ class LogitsRows:
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays; one host copy for the pass."""
         ids, odds = self._batch.top(k)
+        if self._row is None and nodes == range(len(nodes)):
+            return ids[self._b, : len(nodes)], odds[self._b, : len(nodes)]
         rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]
         return ids[self._b, rows], odds[self._b, rows]
