@@ -161,6 +161,23 @@ def test_the_model_is_not_changed() -> None:
     assert versions == [p._version for p in model.parameters()]
 
 
+def test_a_default_dtype_of_the_caller_changes_nothing() -> None:
+    model = tiny()
+    expected = make_target(model).prefill([(0, prompt(9))])[0].row(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fresh = tiny(dtype=torch.float32)
+        fresh.load_state_dict(model.state_dict())
+        lean = make_target(fresh)
+        assert lean.path == "lean"
+        first = lean.prefill([(0, prompt(9))])[0].row(0)
+        lean.forward([(0, branched(3))])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    # The rotary table's own arithmetic follows the default dtype; memory must stay in order.
+    assert torch.allclose(first, expected, atol=0.5)
+
+
 def test_changed_weights_are_read_again() -> None:
     model = tiny()
     old = make_target(model).prefill([(0, prompt(9))])[0].row(0)

@@ -20,7 +20,7 @@ class LeanCache:
         self.key_heads = key_heads
         self.slots = 1
         self.capacity = capacity
-        self.storage = torch.zeros(layers, 1, 2 * key_heads, capacity, head_size)
+        self.storage = torch.zeros(layers, 1, 2 * key_heads, capacity, head_size, dtype=torch.float32)
 
     def nbytes(self) -> int:
         """Bytes held."""

@@ -29,7 +29,7 @@ class Norm:
         self.epsilon = epsilon
         size = weight.shape[-1]
         self.scaled = self.weight * math.sqrt(size)
-        self.floor = torch.tensor(math.sqrt(size * epsilon))
+        self.floor = torch.tensor(math.sqrt(size * epsilon), dtype=torch.float32)
         self.size = size
         self.address = self.weight.data_ptr()
 
@@ -161,7 +161,8 @@ class NumbaKernels(TorchKernels):
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, size = x.shape
-        out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows)
+        out = x.new_empty(rows, size, dtype=torch.uint8)
+        scales = x.new_empty(rows, dtype=torch.float32)
         self._code.quantise(x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, size, self._tag)
         return out, scales
 
@@ -169,7 +170,7 @@ class NumbaKernels(TorchKernels):
         self, y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor | None
     ) -> torch.Tensor:
         rows, size = y.shape
-        out = torch.empty(rows, size, dtype=self.dtype)
+        out = y.new_empty(rows, size, dtype=self.dtype)
         self._code.rescale(
             y.data_ptr(),
             scales.data_ptr(),
@@ -191,7 +192,7 @@ class NumbaKernels(TorchKernels):
         layer: int,
         places: list[tuple[int, int, int]],
     ) -> torch.Tensor:
-        query = torch.empty(y.shape[0], self.heads, self.size)
+        query = y.new_empty(y.shape[0], self.heads, self.size, dtype=torch.float32)
         start = 0
         for slot, length, count in places:
             self._code.turn(
@@ -223,7 +224,7 @@ class NumbaKernels(TorchKernels):
             (Q, H * D) in the dtype of the rows between the linears.
         """
         rows = query.shape[0]
-        out = torch.empty(rows, self.heads * self.size, dtype=self.dtype)
+        out = query.new_empty(rows, self.heads * self.size, dtype=self.dtype)
         self._code.attend(
             query.data_ptr(),
             cache.address(layer, slot, 0),

@@ -105,7 +105,7 @@ class LeanTarget:
                 bits = torch.ones(rows, rows, dtype=torch.bool).tril_()
             else:
                 bits = tree_bits([tree], rows)[0]
-            mask = torch.zeros(rows, length + rows - begin)
+            mask = torch.zeros(rows, length + rows - begin, dtype=torch.float32)
             mask[:, length - begin :].masked_fill_(~bits, -torch.inf)
             if window:
                 at = torch.tensor(positions)
