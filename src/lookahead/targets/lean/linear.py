@@ -5,9 +5,10 @@ Each kind offers the same two calls on rows x of shape (Q, in):
     plus(x, y)       (W x + b) + y
 
 ``PackedLinear`` holds oneDNN's blocked layout. Its results do not depend on how many rows are computed
-together as long as the inner size stays within one block of oneDNN's, so larger ones are cut into pieces of
-at most ``BLOCK`` that are added up: a row then has the same bits in a step of one row and in a step of 128,
-in bf16 too (measured with oneDNN 3.12 on AVX-512; ``tests/test_lean_linear.py`` looks at it).
+together as long as the inner size stays within one block of oneDNN's. In bf16, where another rounding flips
+near ties, larger ones are cut into pieces of at most ``BLOCK`` that are added up: a row then has the same bits
+in a step of one row and in a step of 128 (measured with oneDNN 3.12 on AVX-512; ``tests/test_lean_linear.py``
+looks at it). That costs 3 to 6 % of a step; in fp32 there is nothing to gain, and weights stay whole.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PackedLinear:
     def __init__(self, parts: LinearParts) -> None:
         weight, bias = parts.weight, parts.bias
         out, inner = weight.shape
-        pieces = -(-inner // BLOCK)
+        pieces = -(-inner // BLOCK) if weight.dtype == torch.bfloat16 else 1
         # Whole multiples of 64, so that no piece ends inside a vector.
         step = -(-inner // (pieces * 64)) * 64
         self._call = torch.ops.mkldnn._linear_pointwise.default
