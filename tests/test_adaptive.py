@@ -168,7 +168,9 @@ def test_settings_are_checked():
 
 
 def test_the_core_does_not_load_arrays():
-    code = "import sys, lookahead.core as core; assert 'numpy' not in sys.modules and 'adaptive' in core.METHODS"
+    code = (
+        "import sys, lookahead.core as core; assert 'numpy' not in sys.modules and 'adaptive' in core.METHODS"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -294,7 +296,7 @@ def random_grower(seed, vocabulary=6):
     reader = SuffixTrie(4).begin()
     text = [rng.randrange(vocabulary) for _ in range(40)]
     reader.feed(text)
-    grower.tail, grower.trie, grower.context, grower.mark = text[-3:], reader.trie, reader.state, reader.mark
+    grower.tail, grower.reader = text[-3:], reader
     ids = np.array([rng.sample(range(vocabulary), 4) for _ in range(40)])
     odds = -np.sort(np.random.default_rng(seed).gamma(1, 2, (40, 4)), axis=1)
     odds[:, 0] = 0
@@ -428,8 +430,8 @@ def test_texts_of_other_requests_are_proposed_only_on_request():
     target = FakeTarget(300)
     state = AdaptiveState(config)
     adaptive(target, config, state=state, vocabulary=300)
-    assert not state.suffix.children
+    assert not state.corpus.children
     with_corpus = {"budget": False, "sources": ("suffix", "corpus")}
     adaptive(target, with_corpus, state=state, vocabulary=300)
-    assert len(state.suffix.children) > 100
+    assert len(state.corpus.children) > 100
     assert isinstance(make_drafter("adaptive", None, 10, state), AdaptiveDrafter)

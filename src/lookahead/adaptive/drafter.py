@@ -52,13 +52,13 @@ class AdaptiveDrafter(Drafter):
         self._grower = grower = Grower(
             state.tables(self._sampling is not None), vocabulary, {s: s in config.sources for s in SOURCES}
         )
-        trie = state.suffix if kept and "corpus" in config.sources else SuffixTrie(config.suffix_order)
-        self._reader = trie.begin()
-        self._reader.feed(prompt)
-        self._reader.feed([first])
-        grower.trie, grower.mark = trie, self._reader.mark
+        grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
+        grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
+        self._readers = [reader for reader in (grower.reader, grower.corpus) if reader is not None]
+        for reader in self._readers:
+            reader.feed(prompt)
+            reader.feed([first])
         grower.tail = [prompt[0], prompt[0], *prompt, first][-3:]
-        grower.context = self._reader.state
         self._emitted = 1
         self._context = len(prompt)
         self._noise: dict[int, Any] = {}
@@ -136,9 +136,9 @@ class AdaptiveDrafter(Drafter):
             grower.answers = answers_by_position(grower, answers, len(tokens))
         if explorer is not None and len(tree) > self._window_start:
             explorer.advance(tree.tokens[0], answers, len(tree) - self._window_start, credited)
-        self._reader.feed(tokens)
+        for reader in self._readers:
+            reader.feed(tokens)
         grower.tail = [*grower.tail, *tokens][-3:]
-        grower.context = self._reader.state
         self._emitted += len(tokens)
         for index in [index for index in self._noise if index < self._emitted]:
             del self._noise[index]
@@ -157,13 +157,16 @@ class AdaptiveDrafter(Drafter):
         calibrations = grower.tables.calibrations
         last, credited = path[-1], 0
         for node, truth in zip(path, tokens, strict=True):
-            seen = proposed, cells, order, kinds, matched, buckets = grower.proposals(node)
+            seen = grower.proposals(node)
+            proposed, cells, order, kinds, matched, buckets, recalled, marks = seen
             right = proposed.index(truth) if truth in proposed else -1
             calibrations.joint.learn(cells, right)
             if kinds:
                 calibrations.logits[order].learn(kinds, right)
             if matched:
                 calibrations.suffix.learn(buckets, matched.index(truth) if truth in matched else -1)
+            if recalled:
+                calibrations.corpus.learn(marks, recalled.index(truth) if truth in recalled else -1)
             if node != last:
                 name = self._witness(node, truth, seen, right)
                 self._credit[name] += 1
@@ -172,13 +175,17 @@ class AdaptiveDrafter(Drafter):
 
     def _witness(self, node: int, truth: int, seen: Proposals, right: int) -> str:
         """The source on whose word an accepted token was drafted; the most telling one of several."""
-        _, _, _, kinds, matched, _ = seen
+        _, _, _, kinds, matched, _, recalled, _ = seen
         if matched and matched[0] == truth:
             return "suffix"
+        if recalled and recalled[0] == truth:
+            return "corpus"
         if 0 <= right < len(kinds):
             return "window" if kinds[right] // KINDS % 3 == WINDOW else "logits"
         if truth in matched:
             return "suffix"
+        if truth in recalled:
+            return "corpus"
         if truth in self._grower.ngrams.get(self._grower.pair(node), ()):
             return "ngrams"
         return "jacobi" if right >= 0 else "window"

@@ -18,7 +18,7 @@ from ..core import TokenTree
 from .calibration import NOTHING, SILENT, STATES, SURE, VOICE_NGRAM, VOICES
 from .logits import under_noise
 from .state import Tables
-from .suffix import SuffixTrie
+from .suffix import Reader, SuffixTrie
 
 VOICE = STATES * STATES
 ZONE = VOICES * VOICE
@@ -28,13 +28,16 @@ HASTE = 0.5
 LEAST = 0.002
 #: Edges less likely than this times the last row of the last tree are left out until they are needed.
 FLOOR = 0.25
+NONE: tuple[Said, Said] = ((), ())
 #: Most edges of one node: a heap entry's number is node * MOST + place.
 MOST = 128
 
 
 #: What the sources say behind one node: proposed tokens and the joint bucket of each; table of the logit cache
-#: and buckets of its tokens, which come first; tokens of the suffix match and their buckets.
-Proposals = tuple[list[int], list[int], int, Sequence[int], Sequence[int], Sequence[int]]
+#: and buckets of its tokens, which come first; tokens of the suffix match in this text and their buckets; the
+#: same of the corpus.
+Said = Sequence[int]
+Proposals = tuple[list[int], list[int], int, Said, Said, Said, Said, Said]
 
 
 class Grower:
@@ -49,10 +52,9 @@ class Grower:
         self.vocabulary = vocabulary
         self.use = dict(use)
         self.tail = [0, 0, 0]
-        #: The suffix trie, the text's place in it, and the text's mark.
-        self.trie = SuffixTrie(1)
-        self.context = 0
-        self.mark = 0
+        #: The end of this text in its own suffix trie, and in the corpus where there is one.
+        self.reader: Reader | None = SuffixTrie(1).begin()
+        self.corpus: Reader | None = None
         #: Depth below the root -> what the last step answered there, best first.
         self.answers: dict[int, list[int]] = {}
         #: Key of two tokens -> what the window's n-grams go on with, latest first.
@@ -75,7 +77,6 @@ class Grower:
         self.depths = depths = [0]
         self.probabilities = probabilities = [1.0]
         self._pairs = pairs = [self.tail[1] * self.vocabulary + self.tail[2]]
-        self._contexts = {0: self.context}
         self._seen: dict[int, Proposals] = {}
         self._ask = self._asker()
         if max_depth < 1:
@@ -155,20 +156,23 @@ class Grower:
         calibrations = self.tables.calibrations
         one, two, three = self.tables.logits.tables
         level_of, matches = [c.levels for c in calibrations.logits], calibrations.suffix.levels
-        contexts, trie, mark = self._contexts, self.trie, self.mark
+        match, match_corpus = self._matcher(self.reader), self._matcher(self.corpus)
+        recalls = calibrations.corpus.levels
         answers, ngrams, size = self.answers, self.ngrams, self.vocabulary
         above_root = self.tail[0] * size + self.tail[1]
-        use_logits, use_suffix, noise = self.use["logits"], self.use["suffix"], self.noise
+        use_logits, noise = self.use["logits"], self.noise
 
         def ask(node: int) -> Proposals:
             depth, pair = depths[node], pairs[node]
             base = 0 if not depth else ZONE if depth < 3 else 2 * ZONE
-            matched: Sequence[int] = ()
-            buckets: Sequence[int] = ()
-            if use_suffix:
-                context = contexts.get(node)
-                matched, buckets = trie.rank(self._context(node) if context is None else context, mark)
-            silent = base + (SILENT + matches[buckets[0]] if matched else NOTHING) * STATES
+            matched, buckets = match(node) if match is not None else NONE
+            states_of = [matches[bucket] for bucket in buckets]
+            recalled, marks = NONE
+            said: Sequence[int] = matched
+            if match_corpus is not None:
+                recalled, marks = match_corpus(node)
+                said, states_of = _either(matched, states_of, recalled, [recalls[mark] for mark in marks])
+            silent = base + (SILENT + max(states_of) if said else NOTHING) * STATES
             entry: Any = None
             order = 0
             if use_logits:
@@ -191,8 +195,8 @@ class Grower:
                 states = [levels[kind] for kind in kinds]
                 cells = [silent + state for state in states]
                 unheard = SILENT + states[0]
-            for token, bucket in zip(matched, buckets, strict=True):
-                row = base + matches[bucket] * STATES
+            for token, state in zip(said, states_of, strict=True):
+                row = base + state * STATES
                 if token in tokens:
                     place = tokens.index(token)
                     cells[place] = row + states[place]
@@ -203,16 +207,33 @@ class Grower:
                 _hear(answers[depth], 1, tokens, cells, silent + unheard)
             if pair in ngrams:
                 _hear(ngrams[pair], VOICE_NGRAM, tokens, cells, silent + unheard)
-            return tokens, cells, order, kinds, matched, buckets
+            return tokens, cells, order, kinds, matched, buckets, recalled, marks
 
         return ask
 
-    def _context(self, node: int) -> int:
-        """The suffix that matches at a node, found from its parent's."""
-        contexts, parent = self._contexts, self.parents[node]
-        above = contexts[parent] if parent in contexts else self._context(parent)
-        context = contexts[node] = self.trie.follow(above, self.tokens[node])
-        return context
+    def _matcher(self, reader: Reader | None) -> Callable[[int], tuple[Said, Said]] | None:
+        """A function of the node: successors of the longest suffix that matches there, and their buckets."""
+        if reader is None:
+            return None
+        parents, tokens, rank, follow, mark = (
+            self.parents,
+            self.tokens,
+            reader.trie.rank,
+            reader.trie.follow,
+            reader.mark,
+        )
+        places = {0: reader.state}
+
+        def place(node: int) -> int:
+            above = parents[node]
+            found = follow(places[above] if above in places else place(above), tokens[node])
+            places[node] = found
+            return found
+
+        def match(node: int) -> tuple[Said, Said]:
+            return rank(places[node] if node in places else place(node), mark)
+
+        return match
 
     def _expand(self, node: int, probability: float, floor: float) -> list[tuple[float, int]]:
         """Edges under a node, the likeliest first: minus the path's probability, and the token."""
@@ -227,6 +248,21 @@ class Grower:
         edges = [(value * scale, token) for value, token in zip(values, seen[0]) if value > least]  # noqa: B905
         edges.sort()
         return edges
+
+
+def _either(
+    tokens: Said, states: list[int], others: Said, their_states: list[int]
+) -> tuple[list[int], list[int]]:
+    """Both lists of tokens as one; of a token in both the better state counts."""
+    tokens, states = list(tokens), list(states)
+    for token, state in zip(others, their_states, strict=True):
+        if token in tokens:
+            place = tokens.index(token)
+            states[place] = max(states[place], state)
+        else:
+            tokens.append(token)
+            states.append(state)
+    return tokens, states
 
 
 def _hear(said: Sequence[int], voice: int, tokens: list[int], cells: list[int], nothing: int) -> None:

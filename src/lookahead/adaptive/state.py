@@ -33,11 +33,12 @@ class Calibrations:
     def __init__(self, sampled: bool) -> None:
         self.logits = [Calibration(logit_priors(order, sampled)) for order in range(ORDERS)]
         self.suffix = Calibration(suffix_priors())
+        self.corpus = Calibration(suffix_priors())
         self.joint = Calibration(joint_priors())
 
     def all(self) -> list[Calibration]:
         """In the order in which they are saved."""
-        return [*self.logits, self.suffix, self.joint]
+        return [*self.logits, self.suffix, self.corpus, self.joint]
 
 
 class Tables:
@@ -61,7 +62,7 @@ class AdaptiveState:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
         self.times = times if times is not None else StepTimes()
-        self.suffix = SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
+        self.corpus = SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
         self._tables: dict[bool, Tables] = {}
 
     def tables(self, sampled: bool) -> Tables:
