@@ -35,7 +35,8 @@ def test_packed_equals_plain(dtype: torch.dtype, call: str, inner: int, bias: bo
     with torch.no_grad():
         a = getattr(PlainLinear(linear), call)(*arguments)
         b = getattr(PackedLinear(linear), call)(*arguments)
-    assert torch.allclose(a, b, atol=2e-5 if dtype == torch.float32 else 0.06)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.04  # bf16 pieces are rounded one by one
+    assert torch.allclose(a.float(), b.float(), atol=tolerance, rtol=tolerance)
 
 
 @bf16_only
