@@ -425,7 +425,8 @@ def test_nan_ends_one_prompt_and_not_the_others(folder):
 
 
 def test_out_of_memory_halves_the_rows_once_said_and_the_text_stays(llm, monkeypatch):
-    expected = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    options = {"max_new_tokens": 40, "ignore_eos": True, "config": (15, 5, 15)}
+    expected = llm.generate(PROMPT, **options)
     make = llm.target
 
     def narrow():
@@ -442,7 +443,7 @@ def test_out_of_memory_halves_the_rows_once_said_and_the_text_stays(llm, monkeyp
 
     monkeypatch.setattr(llm, "target", narrow)
     with pytest.warns(RuntimeWarning, match="did not fit in memory") as said:
-        result = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+        result = llm.generate(PROMPT, **options)
     assert len(said) == 1
     assert result.tokens == expected.tokens
     assert max(result.stats.rows_per_step) <= 20

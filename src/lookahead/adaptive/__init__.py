@@ -7,7 +7,7 @@ from .budget import Budget, StepTimes
 from .config import SOURCES, AdaptiveConfig
 from .drafter import AdaptiveDrafter
 from .state import AdaptiveState, warm_state
-from .times import load_times, measure_times, save_times
+from .times import load_times, measure_times, model_key, save_times, times_of
 
 __all__ = [
     "SOURCES",
@@ -18,6 +18,8 @@ __all__ = [
     "StepTimes",
     "load_times",
     "measure_times",
+    "model_key",
     "save_times",
+    "times_of",
     "warm_state",
 ]

@@ -116,6 +116,33 @@ def cache_folder() -> Path:
     return Path(base) / "lookahead-decoding"
 
 
+def model_key(model: Any, path: str = "") -> str:
+    """What tells step times of models apart: shape, dtype, device and code path, not the weights.
+
+    Args:
+        model: a transformers model.
+        path: of the target that evaluates it.
+    """
+    config = model.config.get_text_config(decoder=True).to_dict()
+    shape = {key: value for key, value in config.items() if isinstance(value, int) and key != "eos_token_id"}
+    parts = (type(model).__name__, json.dumps(shape, sort_keys=True), model.dtype, model.device, path)
+    return "|".join(str(part) for part in parts)
+
+
+def times_of(key: str, measure: Callable[[], StepTimes]) -> StepTimes:
+    """The step times for ``key``: this process's own, or kept ones, or else ``measure`` is called.
+
+    All callers of one key share the result, and what any of them learns later.
+    """
+    times = _known.get(key)
+    if times is None:
+        times = _known[key] = load_times(key) or measure()
+    return times
+
+
+_known: dict[str, StepTimes] = {}
+
+
 def times_file(model: str) -> Path:
     """Where the step times of one model on this machine are kept.
 

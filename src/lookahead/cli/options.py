@@ -100,8 +100,8 @@ def settings(
         )
     if preset is not None and preset not in PRESETS:
         raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    if method in OWN_SETTINGS:
-        return None
+    if method in OWN_SETTINGS or not (whole or given):
+        return None  # the library chooses by device
     return LookaheadConfig.of(
         triple or preset,
         window_size=window_size,

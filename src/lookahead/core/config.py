@@ -136,6 +136,15 @@ class LookaheadConfig:
         return replace(base, **_resolve(given)) if given else base
 
     @classmethod
+    def for_device(cls, device: str) -> LookaheadConfig:
+        """What to use where nothing is asked for: the paper's triple on an accelerator, few rows on a CPU.
+
+        A row is almost free where reading the weights dominates a step; on a CPU it soon is not
+        (docs/settings.md). ``device`` is a torch device type.
+        """
+        return PRESETS["cpu"] if device == "cpu" else cls()
+
+    @classmethod
     def for_parameters(cls, parameters: float) -> LookaheadConfig:
         """The paper's choice by model size (section 5): 7B 15,5,15; 13B 10,5,10; 34B and up 7,5,7."""
         if parameters < 10e9:
@@ -173,6 +182,7 @@ PRESETS: dict[str, LookaheadConfig] = {
     "code": LookaheadConfig(15, 5, 15),
     "text": LookaheadConfig(10, 5, 10),
     "creative": LookaheadConfig(7, 5, 7),
+    "cpu": LookaheadConfig(2, 3, 3),
     "7b": LookaheadConfig.for_parameters(7e9),
     "13b": LookaheadConfig.for_parameters(13e9),
     "34b": LookaheadConfig.for_parameters(34e9),

@@ -146,6 +146,8 @@ class LLM:
         self.method = method
         # Some methods have settings of their own kind; their drafter checks them.
         own = method in OWN_SETTINGS and config is not None
+        if config is None:
+            config = LookaheadConfig.for_device(model.device.type)
         self.config = config if own else LookaheadConfig.of(config)
         make_drafter(method, self.config)
         self.probe = probe if probe is not None else take_probe(model)
@@ -300,6 +302,18 @@ class LLM:
             return self.config if given is None else given
         return self.config if isinstance(self.config, LookaheadConfig) else None
 
+    def _adaptive_state(self, config: Any) -> Any:
+        """Cold, but with the step times of this model on this machine: kept ones, or measured now, once."""
+        from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, model_key, times_of
+
+        settings = AdaptiveConfig.of(config)
+        if not settings.budget or self.probe.mode != "tree":
+            return AdaptiveState(settings, keep=False)
+        target = self.target()
+        key = model_key(self.model, str(getattr(target, "path", "")))
+        times = times_of(key, lambda: measure_times(target, self.vocabulary))
+        return AdaptiveState(settings, keep=False, times=times)
+
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
         ids = self.encode(prompt)
         room = options.max_new_tokens
@@ -312,7 +326,11 @@ class LLM:
         method = options.method if options.method is not None else self.method
         if options.pool is not None and method not in KEEPS_STATE:
             raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
-        drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, options.pool)
+        config = self._config_of(method, options.config)
+        pool = options.pool
+        if pool is None and method == "adaptive":
+            pool = self._adaptive_state(config)
+        drafter = make_drafter(method, config, self.vocabulary, pool)
         noise = None
         if seed is not None:
             noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, self.model.device)

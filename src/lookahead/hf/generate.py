@@ -75,8 +75,12 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     found = probe(model)  # refuses what is no decoder-only language model
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    if lookahead_config is None:
+        lookahead_config = getattr(config, "lookahead_config", None)
+    if lookahead_config is None and window_size is ngram_size is guess_set_size is None:
+        lookahead_config = LookaheadConfig.for_device(model.device.type)
     settings = LookaheadConfig.of(
-        lookahead_config if lookahead_config is not None else getattr(config, "lookahead_config", None),
+        lookahead_config,
         window_size=window_size,
         ngram_size=ngram_size,
         guess_set_size=guess_set_size,

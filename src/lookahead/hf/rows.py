@@ -56,13 +56,13 @@ class NoiseStream:
     def used(self, row: int, step: int) -> None:
         """Row ``row`` needs no noise up to and including ``step`` any more."""
         self._next[row] = step + 1
-        oldest = min(self._next) - self.behind
-        for old in [key for key in self._noise if key < oldest]:
-            del self._noise[old]
         # Plain sampling draws as far as the row that is furthest ahead, so that state may still be wanted.
         self._furthest = max(self._furthest, step + 1 if step < FAR else 0)
         for old in [key for key in self._states if key < self._furthest]:
             del self._states[old]
+        oldest = min(*self._next, self._furthest) - self.behind
+        for old in [key for key in self._noise if key < oldest]:
+            del self._noise[old]
 
     def settle(self, steps: int) -> None:
         """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""

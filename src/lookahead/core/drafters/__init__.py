@@ -35,7 +35,7 @@ METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
     "lookahead": LookaheadDrafter,
     "autoregressive": lambda config, vocabulary, pool: AutoregressiveDrafter(),
     "jacobi": lambda config, vocabulary, pool: JacobiDrafter(
-        max(2, config.window_size), vocabulary, config.seed
+        max(8, config.window_size), vocabulary, config.seed
     ),
     "prompt-lookup": lambda config, vocabulary, pool: PromptLookupDrafter(),
     "adaptive": _adaptive,
