@@ -42,15 +42,16 @@ def measure_times(
     """
     rng = random.Random(0)
     times = StepTimes()
+    target.prefill([(0, [0])])
+    longest = target.depth_limit(0) - (repeats + 1) * len(rows)
+    target.release(0)
     for batch in batches:
-        for context in contexts:
+        for context in (context for context in contexts if context < longest):
             slots = list(range(batch))
             prompt = [rng.randrange(vocabulary) for _ in range(context)]
             target.prefill([(slot, prompt) for slot in slots])
             points: dict[int, float] = {}
             try:
-                if target.depth_limit(0) < repeats * (len(rows) + 1):
-                    continue
                 for count in rows:
                     deepest = target.depth_limit(0)
                     spent = [

@@ -1,0 +1,71 @@
+"""lookahead tune keeps times where the method finds them, and the engine uses them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead.adaptive import AdaptiveState, load_times, model_key, times_of
+from lookahead.cli import app
+from toy import save
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return str(save(tmp_path / "toy"))
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, ["tune", *arguments])
+    return result
+
+
+def test_tuned_times_are_found_again(toy):
+    result = call(
+        toy, "--json", "--rows", "1,4,8", "--contexts", "8,100000", "--batches", "1,2", "--repeats", "1"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert {(p["batch"], p["context"], p["rows"]) for p in report["points"]} == {
+        (batch, 8, rows) for batch in (1, 2) for rows in (1, 4, 8)
+    }
+    llm = lookahead.load(toy, method="adaptive")
+    key = model_key(llm.model, llm.target().path)
+    kept = load_times(key)
+    assert kept is not None
+    assert set(kept.bins) == {(0, 0), (1, 0)}
+    plain = lookahead.load(toy, method="autoregressive").generate([5, 6, 7] * 4, max_new_tokens=30)
+    result = llm.generate([5, 6, 7] * 4, max_new_tokens=30)
+    assert result.tokens == plain.tokens
+    times = times_of(key, lambda: pytest.fail("measured again"))
+    assert times.bins != kept.bins  # it went on learning
+
+
+def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
+    calls = []
+    original = lookahead.adaptive.measure_times
+    monkeypatch.setattr("lookahead.adaptive.measure_times", lambda *a: calls.append(1) or original(*a))
+    monkeypatch.setattr("lookahead.adaptive.times._known", {})
+    llm = lookahead.load(toy, method="adaptive")
+    for _ in range(2):
+        llm.generate([5, 6, 7], max_new_tokens=5)
+    assert len(calls) == 1
+    llm.generate([5, 6, 7], max_new_tokens=5, pool=AdaptiveState())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", "2,4"), "must contain 1"),
+        (("--rows", "1,x"), "whole numbers"),
+        (("--repeats", "0"), "at least 1"),
+        (("--contexts", "99999999"), "model can take"),
+    ],
+)
+def test_wrong_options_are_one_line(toy, arguments, message):
+    result = call(toy, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
