@@ -32,9 +32,9 @@ class Calibrations:
 
     def __init__(self, sampled: bool) -> None:
         self.logits = [Calibration(logit_priors(order, sampled)) for order in range(ORDERS)]
-        self.suffix = Calibration(suffix_priors())
-        self.corpus = Calibration(suffix_priors())
-        self.joint = Calibration(joint_priors())
+        self.suffix = Calibration(suffix_priors(sampled))
+        self.corpus = Calibration(suffix_priors(sampled))
+        self.joint = Calibration(joint_priors(sampled))
 
     def all(self) -> list[Calibration]:
         """In the order in which they are saved."""
