@@ -345,8 +345,26 @@ def as_rank(tiny: bool) -> None:
     assert_same_as_autoregressive(target, prompts[:1], "lookahead", (15, 5, 15), 60)
     spent = (time.perf_counter() - start) / (target.steps - steps)
     print(f"RANKS a step of the tiny model, all included | {spent * 1e6:.0f} us")
+    for size, name in (
+        (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
+        (4096, "4 KiB, a frame"),
+    ):
+        print(f"RANKS sending {name} | {_sending(team, size) * 1e6:.0f} us")
     print(f"RANKS bytes exchanged per step | {(team.bytes_exchanged - sent) / (target.steps - steps):.0f}")
     team.close()
+
+
+def _sending(team: Any, size: int) -> float:
+    """Seconds to bring so many bytes to rank 1: what sending keys and values would add to a step."""
+    from lookahead.parallel.wire import Kind
+
+    spent = []
+    for _ in range(30):
+        start = time.perf_counter()
+        team.tell(1, Kind.PING, 0, [0] * (size // 8))
+        team.group.links[1].flush()
+        spent.append(time.perf_counter() - start)
+    return median(spent)
 
 
 def by_row(scores: Any, node: int) -> int:

@@ -216,11 +216,18 @@ def attend(
 
 def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:
     """Tile sizes: rows of a tile, keys of a block, warps. ``members`` is groups times rows."""
-    wide = max(size, value_size) > 128
-    most = 64 if wide or item_bytes == 4 else 128
+    wide, full = max(size, value_size) > 128, item_bytes == 4
+    most = 128 >> (wide + full)
     block_m = max(16, min(most, triton.next_power_of_2(members)))
-    block_n = 32 if wide or item_bytes == 4 else 64
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m == 128 else 4}
+    block_n = 32 if wide or full else 64
+    # Keys and values of every stage lie in shared memory, of which an A100 has 163 KB for a program.
+    stages = 3 if not full else 1 if wide else 2
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": stages,
+    }
 
 
 def split(longest: int, programs: int, block_n: int, processors: int) -> tuple[int, int]:

@@ -130,7 +130,7 @@ def reproduce(study: Any) -> Path:
         "| speed-up, (15, 5, 15), this machine |",
         "| ---: " * 11 + "|",
     ]
-    new_tokens = min(64, study.options.max_new_tokens)
+    new_tokens = study.options.max_new_tokens
     tokens = [prompt.tokens(subject.tokenizer) for prompt in prompts]
     tokens = [ids for ids in tokens if len(ids) + new_tokens <= subject.max_positions]
     curves: dict[str, list[float]] = {"t(k) of this machine": [], f"flat up to {FLAT_ROWS} rows": []}
