@@ -1,0 +1,153 @@
+"""Host cost of a step: what drafting and learning cost beside the forward pass, in microseconds.
+
+    python benchmarks/host_cost.py                       bundled model, functions of the standard library
+    python benchmarks/host_cost.py --model PATH --steps 300 --rows 64 --json
+
+Measured inside real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft``,
+``observe`` without what it asks of the scores, and that part by itself as ``scores`` (argmaxes or the best
+tokens of all rows, which is work on logits and grows with the vocabulary). Steps of fewer rows than asked for
+are left out. ``cpu`` is the thread's own time, ``wall`` the clock's; on a quiet machine they agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+
+import lookahead
+from lookahead.adaptive import AdaptiveState
+from lookahead.bench.workloads import load_workload
+from lookahead.core import Decoder, Drafter, Request, TokenTree, make_drafter
+from lookahead.core.drafter import Noise
+from lookahead.sampling import SeededNoise, make_choose
+
+CASES = {
+    "lookahead": ("lookahead", (15, 5, 15), False),
+    "adaptive": ("adaptive", None, False),
+    "adaptive, T=1": ("adaptive", None, True),
+}
+
+
+class Watched:
+    """Scores that note what they cost."""
+
+    def __init__(self, scores: Any) -> None:
+        self.scores = scores
+        self.wall = self.cpu = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.scores, name)
+
+        def call(*arguments: Any) -> Any:
+            wall, cpu = perf_counter(), thread_time()
+            result = method(*arguments)
+            self.wall += perf_counter() - wall
+            self.cpu += thread_time() - cpu
+            return result
+
+        return call
+
+
+class Clocked(Drafter):
+    """A drafter that notes (rows, {part: (wall, cpu)}) of every step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.steps: list[tuple[int, dict[str, tuple[float, float]]]] = []
+
+    def use_noise(self, noise: Noise | None) -> None:
+        self.drafter.use_noise(noise)
+
+    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
+        self.drafter.reset(prompt, first, eos)
+
+    def draft(self, max_depth: int, max_rows: int = 1 << 20) -> TokenTree:
+        wall, cpu = perf_counter(), thread_time()
+        tree = self.drafter.draft(max_depth, max_rows)
+        self._drafted = perf_counter() - wall, thread_time() - cpu
+        return tree
+
+    def observe(self, tree: TokenTree, scores: Any, path: Sequence[int], tokens: Sequence[int]) -> None:
+        watched = Watched(scores)
+        wall, cpu = perf_counter(), thread_time()
+        self.drafter.observe(tree, watched, path, tokens)
+        wall, cpu = perf_counter() - wall - watched.wall, thread_time() - cpu - watched.cpu
+        parts = {"draft": self._drafted, "observe": (wall, cpu), "scores": (watched.wall, watched.cpu)}
+        self.steps.append((len(tree), parts))
+
+
+def measure(
+    llm: Any, prompts: list[list[int]], case: str, rows: int, steps: int
+) -> list[dict[str, tuple[float, float]]]:
+    """Parts of the first ``steps`` steps of at least ``rows`` rows."""
+    method, config, sampled = CASES[case]
+    if method == "adaptive":
+        config = {"budget": False, "max_rows": rows}
+    state = AdaptiveState(config, keep=False) if method == "adaptive" else None
+    found: list[dict[str, tuple[float, float]]] = []
+    target = llm.target()
+    for number, prompt in enumerate(prompts):
+        drafter = Clocked(make_drafter(method, config, llm.vocabulary, state))
+        noise = SeededNoise(number, len(prompt), llm.vocabulary) if sampled else None
+        drafter.use_noise(noise)
+        decoder = Decoder(target)
+        decoder.add(Request(prompt, drafter, 128, make_choose(prompt, None, noise)))
+        while decoder.busy:
+            decoder.step()
+        found += [parts for count, parts in drafter.steps if count >= rows]
+        if len(found) >= steps:
+            break
+    return found[:steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a directory or a hub id; the bundled model without it")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--steps", type=int, default=200, help="steps per case")
+    parser.add_argument("--rows", type=int, default=64, help="of adaptive; lookahead has 120")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    llm = lookahead.load(args.model, dtype=args.dtype)
+    workload = load_workload("stdlib", limit=200)
+    prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
+    for case in CASES:
+        rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
+        found = measure(llm, prompts, case, rows, args.steps)
+        if not found:
+            print(f"{case}: no step had {rows} rows")
+            continue
+        record: dict[str, Any] = {"case": case, "rows": rows, "steps": len(found), "model": llm.name}
+        for name in ("draft", "observe", "scores", "host"):
+            for place, clock in enumerate(("wall", "cpu")):
+                values = [
+                    sum(p[n][place] for n in (("draft", "observe") if name == "host" else (name,)))
+                    for p in found
+                ]
+                record[f"{name}_{clock}_us"] = round(statistics.median(values) * 1e6, 1)
+                record[f"{name}_{clock}_p10_us"] = round(sorted(values)[len(values) // 10] * 1e6, 1)
+        record |= {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        if args.json:
+            print(json.dumps(record))
+        else:
+            print(
+                f"{case:14} {rows:4} rows  draft {record['draft_wall_us']:6.0f}"
+                f"  observe {record['observe_wall_us']:6.0f}  host {record['host_wall_us']:6.0f}"
+                f" (cpu {record['host_cpu_us']:.0f}, p10 {record['host_wall_p10_us']:.0f})"
+                f"  scores {record['scores_wall_us']:6.0f}   us per step, medians of {record['steps']}"
+            )
+
+
+if __name__ == "__main__":
+    main()
