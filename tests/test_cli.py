@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -301,7 +302,11 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         sys.executable, "-m", "lookahead", "generate", model, "--input", str(source), "--output", str(out),
         "--max-new-tokens", "60", "--ignore-eos",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background job inherits an ignored interrupt; a user's command does not.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
+    )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
         time.sleep(0.02)
