@@ -335,6 +335,7 @@ def as_rank(tiny: bool) -> None:
     device = "cpu" if tiny else parallel.local_device()
     if not tiny:
         torch.cuda.set_device(device)
+    _sending(group, device)
     model = tiny_model("llama", initializer_range=0.1).to(device)
     team = parallel.join(lambda: make_target(model), group, model)
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -345,26 +346,31 @@ def as_rank(tiny: bool) -> None:
     assert_same_as_autoregressive(target, prompts[:1], "lookahead", (15, 5, 15), 60)
     spent = (time.perf_counter() - start) / (target.steps - steps)
     print(f"RANKS a step of the tiny model, all included | {spent * 1e6:.0f} us")
-    for size, name in (
-        (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
-        (4096, "4 KiB, a frame"),
-    ):
-        print(f"RANKS sending {name} | {_sending(team, size) * 1e6:.0f} us")
     print(f"RANKS bytes exchanged per step | {(team.bytes_exchanged - sent) / (target.steps - steps):.0f}")
     team.close()
 
 
-def _sending(team: Any, size: int) -> float:
-    """Seconds to bring so many bytes to rank 1: what sending keys and values would add to a step."""
-    from lookahead.parallel.wire import Kind
+def _sending(group: Any, device: str) -> None:
+    """Time to bring bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
+    import torch
 
-    spent = []
-    for _ in range(30):
-        start = time.perf_counter()
-        team.tell(1, Kind.PING, 0, [0] * (size // 8))
-        team.group.links[1].flush()
-        spent.append(time.perf_counter() - start)
-    return median(spent)
+    for size, what in (
+        (4096, "4 KiB, a frame"),
+        (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
+    ):
+        data, spent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), []
+        for _ in range(30 if group.rank < 2 else 0):
+            start = time.perf_counter()
+            if group.rank == 0:
+                group.links[1].send_row(data)
+                group.links[1].flush()
+            else:
+                group.links[0].receive_row(data)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            spent.append(time.perf_counter() - start)
+        if group.rank == 0:
+            print(f"RANKS sending {what} | {median(spent) * 1e6:.0f} us")
 
 
 def by_row(scores: Any, node: int) -> int:
