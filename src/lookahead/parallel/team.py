@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..core import Target
@@ -53,7 +54,7 @@ class Team:
         self.check_every = max(1, check_every)
         self.lock = threading.RLock()
         self.error: RankError | None = None
-        self._number = 0
+        self._numbers = count(1)
         # Targets that were collected; the other ranks are told at the next order (a finaliser may run
         # at any moment, also in the middle of a frame).
         self._retired: deque[int] = deque()
@@ -72,9 +73,9 @@ class Team:
 
         if self._closed.is_set():
             raise RankError(0, "this team is closed and its ranks are gone; join them again")
-        self._number += 1
-        target = ParallelTarget(self, self._number)
-        weakref.finalize(target, self._retired.append, self._number)
+        number = next(self._numbers)
+        target = ParallelTarget(self, number)
+        weakref.finalize(target, self._retired.append, number)
         return target
 
     def tell(self, rank: int, kind: Kind, target: int = 0, numbers: Sequence[int] = ()) -> None:
