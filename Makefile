@@ -36,7 +36,7 @@ bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench
 
 gpu-check: $(READY)
-	$(RUN)/python scripts/gpu_check.py
+	$(RUN)/python scripts/gpu_check.py --out docs/results/gpu-check.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
