@@ -22,7 +22,13 @@ HORIZON = 64
 AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
+#: What a text may lose before that: plain steps, and a share of the time that it has taken.
+STAKE, SHARE = 1.0, 0.01
+#: Plain steps that earlier gains may stand for.
+CREDIT = 8.0
 LONGEST_PAUSE = 32 * 2**8
+#: A step that took this many times what its rows could cost at worst was interrupted by something else.
+SPIKE = 3.0
 
 
 class StepTimes:
@@ -35,6 +41,8 @@ class StepTimes:
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
+        #: By bin: a step of plain decoding, without drafting.
+        self.plain = {key: table[0] for key, table in self.bins.items()}
         self._inside: set[int] = set()
         self._together = 1
 
@@ -50,14 +58,37 @@ class StepTimes:
         if table is None and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
             table = self.bins[key] = list(self.bins[near])
+            self.plain[key] = self.plain[near]
         return table
+
+    def plain_of(self, batch: int, context: int) -> float:
+        """Seconds of a plain step; there must be a table."""
+        key = self.bin_of(batch, context)
+        if key not in self.plain:
+            table = self.table(batch, context)
+            assert table is not None
+            self.plain.setdefault(key, table[0])
+        return self.plain[key]
+
+    def learn_plain(self, batch: int, context: int, seconds: float) -> None:
+        """A plain step took ``seconds``. Says something about the machine, so all entries move a little."""
+        table = self.table(batch, context)
+        key = self.bin_of(batch, context)
+        if table is None:
+            self.bins[key] = [seconds * (1 + GUESS * (k - 1)) for k in MENU]
+            self.plain[key] = seconds
+            return
+        error = min(3.0, max(1 / 3, seconds / self.plain_of(batch, context)))
+        self.plain[key] *= error**OWN
+        common = error**COMMON
+        for i, old in enumerate(table):
+            table[i] = old * common
 
     def learn(self, batch: int, context: int, rows: int, seconds: float) -> None:
         """One step of ``rows`` rows took ``seconds``."""
         table = self.table(batch, context)
         if table is None:
-            unit = seconds / (1 + GUESS * (rows - 1))
-            self.bins[self.bin_of(batch, context)] = [unit * (1 + GUESS * (k - 1)) for k in MENU]
+            self.learn_plain(batch, context, seconds / (1 + GUESS * (rows - 1)))
             return
         place = place_of(rows)
         # A step that the operating system interrupted says little about the rows.
@@ -66,6 +97,7 @@ class StepTimes:
         own = error**OWN
         for i, old in enumerate(table):
             table[i] = old * common
+        self.plain[self.bin_of(batch, context)] = self.plain_of(batch, context) * common
         table[place] *= own
         # More rows are never quicker: what says so is noise.
         value = table[place]
@@ -134,7 +166,11 @@ def from_points(points: dict[int, float]) -> list[float]:
 
 
 class Budget:
-    """One sequence's choice of rows.
+    """One sequence's choice of rows, and its circuit breaker.
+
+    The breaker goes by time lost against plain decoding. It trips when a text has lost more than ``STAKE`` plain
+    steps and ``SHARE`` of its time so far, or when ``BLOCK`` steps together were not ``AHEAD`` of plain decoding;
+    then the sequence decodes plainly for 32, 64, 128, ... steps, until a block pays again.
 
     Args:
         times: shared by all sequences of a model.
@@ -145,20 +181,28 @@ class Budget:
         self.times = times
         self.max_rows = max_rows
         self.batch = 1
-        #: Tokens emitted over tokens expected, beyond the one that is certain.
-        self.bias = 1.0
         self.pause = 0
         self.trips = 0
         self.paused_steps = 0
         self._backoff = 0
         self._tokens = self._seconds = 0.0
         self._accepted = self._expected = AGREEMENT
-        self._block: list[float] = [0, 0.0, 0.0]  # steps, tokens, what plain decoding would have taken
+        self._lost = self._spent = 0.0
+        self._block: list[float] = [
+            0,
+            0.0,
+            0.0,
+        ]  # steps, what plain decoding would have taken, what they took
 
     @property
     def plain(self) -> bool:
         """Whether the breaker holds the sequence at plain decoding."""
         return self.pause > 0
+
+    @property
+    def bias(self) -> float:
+        """Tokens emitted over tokens expected of late, beyond the one that is certain."""
+        return self._accepted / self._expected
 
     def rate(self, plain_seconds: float) -> float:
         """lambda: tokens per second of late, at least plain decoding's."""
@@ -172,13 +216,15 @@ class Budget:
         table = self.times.table(self.batch, context)
         if table is None:
             return None
-        rate = self.rate(table[0]) / self.bias
+        rate = self.rate(self.times.plain_of(self.batch, context)) / self.bias
         stop = [0.0] * (limit + 1)
-        for k in range(1, limit + 1):
-            place = place_of(k + 1)
-            slope, now = inf, table[place_of(k)]
-            for i in range(place, len(MENU)):
-                slope = min(slope, (table[i] - now) / (MENU[i] - k))
+        for place, k in enumerate(MENU):
+            if k > limit:
+                break
+            # From the last row of one entry of the menu on, rows up to each later entry must pay.
+            slope = inf
+            for i in range(place + 1, len(MENU)):
+                slope = min(slope, (table[i] - table[place]) / (MENU[i] - k))
                 if MENU[i] >= self.max_rows:
                     break
             stop[k] = rate * slope
@@ -188,11 +234,11 @@ class Budget:
         """Rows of the step, from the falling probabilities of the nodes (root included)."""
         table = self.times.table(self.batch, context)
         if table is None:
-            return len(probabilities)
-        rate = self.rate(table[0])
+            return 1
+        rate, bias = self.rate(self.times.plain_of(self.batch, context)), self.bias
         best, best_value, total, place = 1, -inf, 0.0, 0
         for k, p in enumerate(probabilities, 1):
-            total += p if k == 1 else p * self.bias
+            total += p if k == 1 else p * bias
             if k > MENU[place]:
                 place += 1
             if k == MENU[place] or k == len(probabilities):
@@ -201,34 +247,40 @@ class Budget:
                     best, best_value = k, value
         return best
 
+    def learn_plain(self, context: int, seconds: float | None) -> None:
+        """A plain step took ``seconds``; None where its candidates were judged too."""
+        if seconds is not None:
+            self.times.learn_plain(self.batch, context, seconds)
+            self._spent += seconds
+        self.pause = max(0, self.pause - 1)
+        self.paused_steps += 1
+
     def learn(self, context: int, rows: int, expected: float, tokens: int, seconds: float) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected, in ``seconds``."""
-        table = self.times.table(self.batch, context)
-        plain = table[0] if table is not None else seconds
         self.times.learn(self.batch, context, rows, seconds)
+        plain = self.times.plain_of(self.batch, context)
         fade = 1 - 1 / HORIZON
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + seconds
         self._accepted = (self._accepted - AGREEMENT) * fade + tokens - 1 + AGREEMENT
         self._expected = (self._expected - AGREEMENT) * fade + expected - 1 + AGREEMENT
-        self.bias = self._accepted / self._expected
-        if self.pause:
-            self.pause -= 1
-            self.paused_steps += 1
-            return
-        self._watch(tokens, plain, seconds)
+        self._watch(tokens * plain, min(seconds, SPIKE * plain * max(rows, 4)), plain)
 
-    def _watch(self, tokens: int, plain: float, seconds: float) -> None:
+    def _watch(self, worth: float, seconds: float, plain: float) -> None:
+        """Count what a step was worth in plain decoding's time against what it took."""
+        self._spent += seconds
+        self._lost = max(self._lost + seconds - worth, -CREDIT * plain)
         block = self._block
         block[0] += 1
-        block[1] += tokens * plain
+        block[1] += worth
         block[2] += seconds
-        if block[0] < BLOCK:
-            return
-        if block[1] < AHEAD * block[2]:
+        full = block[0] >= BLOCK
+        behind = full and block[1] < AHEAD * block[2]
+        if behind or self._lost > STAKE * plain + SHARE * self._spent:
             self.pause = min(LONGEST_PAUSE, BLOCK << self._backoff)
             self._backoff += 1
             self.trips += 1
-        else:
+        elif full:
             self._backoff = 0
-        self._block = [0, 0.0, 0.0]
+        if full or self.pause:
+            self._block = [0, 0.0, 0.0]

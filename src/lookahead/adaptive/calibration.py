@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 
 PRIOR_WEIGHT = 4.0
 #: No edge is surer than this, and the edges under one node together are not either.
@@ -41,19 +42,17 @@ class Calibration:
     __slots__ = ("estimate", "hits", "levels", "priors", "trials")
 
     def __init__(self, priors: Sequence[float]) -> None:
-        self.priors = list(priors)
-        self.clear()
-
-    def clear(self) -> None:
-        """Back to the priors."""
-        self.load([0.0] * len(self.priors), [0.0] * len(self.priors))
+        self.priors = tuple(priors)
+        estimate, levels = _beginning(self.priors)
+        self.hits = [0.0] * len(estimate)
+        self.trials = [0.0] * len(estimate)
+        self.estimate = list(estimate)
+        self.levels = list(levels)
 
     def load(self, hits: Sequence[float], trials: Sequence[float]) -> None:
         """Take counts over; there must be as many as buckets."""
         self.hits = list(hits)
         self.trials = list(trials)
-        self.estimate = [0.0] * len(self.priors)
-        self.levels = [0] * len(self.priors)
         for bucket in range(len(self.priors)):
             self._update(bucket)
 
@@ -81,3 +80,9 @@ class Calibration:
         )
         self.estimate[bucket] = estimate if estimate < SURE else SURE
         self.levels[bucket] = bisect_left(LEVELS, estimate)
+
+
+@cache
+def _beginning(priors: tuple[float, ...]) -> tuple[list[float], list[int]]:
+    """Estimates and levels of buckets that nothing has been seen of."""
+    return [min(SURE, prior) for prior in priors], [bisect_left(LEVELS, prior) for prior in priors]

@@ -21,6 +21,9 @@ from .observe import answers_by_position, read_rows
 from .state import AdaptiveState
 from .suffix import SuffixTrie
 
+#: While the breaker holds, every so many steps the candidates are looked at and judged.
+GLANCE = 8
+
 
 class AdaptiveDrafter(Drafter):
     """One calibrated token tree from every training-free source.
@@ -60,6 +63,9 @@ class AdaptiveDrafter(Drafter):
             reader.feed([first])
         grower.tail = [prompt[0], prompt[0], *prompt, first][-3:]
         self._emitted = 1
+        #: Emitted by plain steps and not yet taken in, and whether the step under way is such a one.
+        self._unread: list[int] = []
+        self._light = False
         self._context = len(prompt)
         self._noise: dict[int, Any] = {}
         if self._sampling is not None:
@@ -93,17 +99,31 @@ class AdaptiveDrafter(Drafter):
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
             grower.grow(limit, max_depth)
-            rows, room = len(grower.tokens), limit
-        else:
-            budget.times.enter(id(self))
-            if budget.plain:
-                grower.grow(1, max_depth)
-                rows = room = 1
-            else:
-                grower.grow(limit, max_depth, budget.stop(self._context, limit))
-                rows = budget.choose(grower.probabilities, self._context)
-                room = min(limit, MENU[place_of(rows)])
-        return self._plant(rows, room, max_depth)
+            return self._plant(len(grower.tokens), limit, max_depth)
+        budget.times.enter(id(self))
+        self._light = budget.plain and len(self._unread) < GLANCE
+        if self._light:
+            return TokenTree(self._unread[-1] if self._unread else grower.tail[2])
+        self._catch_up()
+        if budget.plain:
+            grower.grow(1, max_depth)
+            return self._plant(1, 1, max_depth)
+        grower.grow(limit, max_depth, budget.stop(self._context, limit))
+        rows = budget.choose(grower.probabilities, self._context)
+        return self._plant(rows, min(limit, MENU[place_of(rows)]), max_depth)
+
+    def _catch_up(self) -> None:
+        """Take in what plain steps have emitted."""
+        if self._unread:
+            self._take(self._unread)
+            self._grower.answers = {}
+            self._unread = []
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        """The text has gone on."""
+        for reader in self._readers:
+            reader.feed(tokens)
+        self._grower.tail = [*self._grower.tail, *tokens][-3:]
 
     def _plant(self, rows: int, room: int, max_depth: int) -> TokenTree:
         """The tree of the first ``rows`` nodes, with the window where there is room or it pays more."""
@@ -127,8 +147,33 @@ class AdaptiveDrafter(Drafter):
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        budget = self._budget
+        if self._light:
+            assert budget is not None
+            self._unread += tokens
+        else:
+            self._study(tree, scores, path, tokens)
+        context = self._context
+        self._context += len(tokens)
+        self._emitted += len(tokens)
+        if self._noise:
+            for index in [index for index in self._noise if index < self._emitted]:
+                del self._noise[index]
+        if budget is None:
+            return
+        budget.batch = budget.times.leave(id(self))
+        seconds = perf_counter() - self._start
+        if self._light:
+            budget.learn_plain(context, seconds)
+        elif budget.plain:
+            budget.learn_plain(context, None)
+        else:
+            budget.learn(context, len(tree), self._expected, len(tokens), seconds)
+
+    def _study(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Learn all that a step can teach."""
         grower, explorer = self._grower, self._explorer
-        expected = sum(grower.probabilities)
+        self._expected = sum(grower.probabilities)
         credited = self._learn(path, tokens)
         top = self.config.top if grower.noise is None else self.config.sampled_top
         answers = read_rows(grower, scores, path, self._window_start, top)
@@ -136,20 +181,9 @@ class AdaptiveDrafter(Drafter):
             grower.answers = answers_by_position(grower, answers, len(tokens))
         if explorer is not None and len(tree) > self._window_start:
             explorer.advance(tree.tokens[0], answers, len(tree) - self._window_start, credited)
-        for reader in self._readers:
-            reader.feed(tokens)
-        grower.tail = [*grower.tail, *tokens][-3:]
-        self._emitted += len(tokens)
-        for index in [index for index in self._noise if index < self._emitted]:
-            del self._noise[index]
-        self._offered += expected - 1
+        self._take(tokens)
+        self._offered += self._expected - 1
         self._accepted += len(tokens) - 1
-        if self._budget is not None:
-            budget = self._budget
-            budget.batch = budget.times.leave(id(self))
-            seconds = perf_counter() - self._start
-            budget.learn(self._context, len(tree), expected, len(tokens), seconds)
-        self._context += len(tokens)
 
     def _learn(self, path: Sequence[int], tokens: Sequence[int]) -> int:
         """Judge every proposal at the visited nodes; returns tokens accepted on the window's word."""

@@ -10,6 +10,7 @@ dozens of steps only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import exp
 
@@ -123,24 +124,27 @@ SAMPLED = Fit(
 # fmt: on
 
 
-def _shares(base: float, *features: Features) -> list[float]:
+def _shares(base: float, *features: Features) -> tuple[float, ...]:
     """Probabilities of all combinations, the last feature running quickest."""
-    return [1 / (1 + exp(-base - sum(chosen))) for chosen in product(*features)]
+    return tuple(1 / (1 + exp(-base - sum(chosen))) for chosen in product(*features))
 
 
-def suffix_priors(sampled: bool) -> list[float]:
+@cache
+def suffix_priors(sampled: bool) -> tuple[float, ...]:
     """By order, share, times seen, and whether seen in this text."""
     return _shares(*(SAMPLED if sampled else GREEDY).suffix)
 
 
-def logit_priors(order: int, sampled: bool) -> list[float]:
+@cache
+def logit_priors(order: int, sampled: bool) -> tuple[float, ...]:
     """By height of the best score (sampling only), origin and kind, for one order."""
     base, orders, heights, origins, kinds = (SAMPLED if sampled else GREEDY).logits
     assert (len(kinds), len(heights)) == (KINDS, len(HEIGHTS) + 1 if sampled else 1)
     return _shares(base + orders[order], heights, origins, kinds)
 
 
-def joint_priors(sampled: bool) -> list[float]:
+@cache
+def joint_priors(sampled: bool) -> tuple[float, ...]:
     """By zone, voice, level of S and level of L."""
     fit = SAMPLED if sampled else GREEDY
     zones, voices = fit.joint
