@@ -98,9 +98,12 @@ class LookaheadConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest step: the root, the window and G candidates of N-1 tokens."""
+        """Rows of the largest step: the root, the window and G candidates of N-1 tokens.
+
+        With k levels the window has k (W + N - 1 - k) rows, root included; a narrow one peaks in its warm-up.
+        """
         w, n, g = self.triple
-        return 1 if self.off else w * (n - 1) + g * (n - 1)
+        return max((k * (w + n - 1 - k) for k in range(1, n)), default=1) + g * (n - 1)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
