@@ -130,7 +130,7 @@ def test_the_breaker_trips_early_where_much_is_lost():
     while not budget.plain:
         budget.learn(100, 8, 3.0, 1, STEEP[place_of(8)])
         steps += 1
-    assert steps == 1  # eight rows at this price lose more than one plain step
+    assert steps == 2  # eight rows at this price lose more than a plain step each
     budget = Budget(times_of(FLAT), 64)
     for _ in range(BLOCK - 1):
         budget.learn(100, 8, 1.5, 1, FLAT[place_of(8)])
@@ -214,6 +214,31 @@ def test_never_much_slower_on_text_that_nothing_predicts(clock, per_row):
     Clocked.now = 0.0
     run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, state), 400)])
     assert Clocked.now <= 1.02 * 399
+
+
+def test_a_pause_ends_when_the_text_becomes_predictable(clock):
+    def text(prefix):
+        return unpredictable(prefix) if len(prefix) < 200 else len(prefix) % 7
+
+    target = Clocked(200, text)
+    target.per_row = 0.1
+    state = AdaptiveState(keep=False, times=measure_times(target, 200, repeats=2))
+    Clocked.now = 0.0
+    (generation,) = run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, state), 1000)])
+    assert generation.stats.drafter["plain_steps"] > 100
+    assert Clocked.now < 1.03 * 200 + 0.5 * 800
+
+
+def test_a_sequence_begins_as_the_last_one_ended(clock):
+    target = Clocked(200, unpredictable)
+    target.per_row = 1.0
+    state = AdaptiveState(keep=False, times=measure_times(target, 200, repeats=2))
+    plain = []
+    for _ in range(8):
+        (generation,) = run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, state), 60)])
+        plain.append(generation.stats.drafter["plain_steps"] / generation.stats.steps)
+    assert plain[-1] > plain[0]
+    assert plain[-1] > 0.9
 
 
 def test_measured_times_choose_the_rows(clock):

@@ -23,10 +23,13 @@ AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
 #: What a text may lose before that: plain steps, and a share of the time that it has taken.
-STAKE, SHARE = 1.0, 0.01
+STAKE, SHARE = 1.5, 0.01
+#: Plain steps that probes must gain to end a pause, or may lose in it.
+PROBED = 1.0
 #: Plain steps that earlier gains may stand for.
 CREDIT = 8.0
-LONGEST_PAUSE = 32 * 2**8
+MOST_BACKOFF = 6
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 8, 256
 #: A step that took this many times what its rows could cost at worst was interrupted by something else.
 SPIKE = 3.0
 
@@ -43,6 +46,10 @@ class StepTimes:
         self.bins = bins if bins is not None else {}
         #: By bin: a step of plain decoding, without drafting.
         self.plain = {key: table[0] for key, table in self.bins.items()}
+        #: How often in a row the breaker has tripped of late, whatever the sequence.
+        self.backoff = 0
+        #: What a glance at the candidates of a paused sequence has cost of late, in plain steps.
+        self.glance = 0.1
         self._inside: set[int] = set()
         self._together = 1
 
@@ -169,8 +176,10 @@ class Budget:
     """One sequence's choice of rows, and its circuit breaker.
 
     The breaker goes by time lost against plain decoding. It trips when a text has lost more than ``STAKE`` plain
-    steps and ``SHARE`` of its time so far, or when ``BLOCK`` steps together were not ``AHEAD`` of plain decoding;
-    then the sequence decodes plainly for 32, 64, 128, ... steps, until a block pays again.
+    steps and ``SHARE`` of its time so far, or when ``BLOCK`` steps together were not ``AHEAD`` of plain decoding.
+    Then the sequence decodes plainly for 32, 64, 128, ... steps. Every few of these are drafted all the same if
+    the candidates promise a gain; where such probes gain a plain step together, the pause is over, and where
+    they lose one there are no more of them. A sequence that begins where others were paused begins paused.
 
     Args:
         times: shared by all sequences of a model.
@@ -181,18 +190,22 @@ class Budget:
         self.times = times
         self.max_rows = max_rows
         self.batch = 1
-        self.pause = 0
+        self.pause = BLOCK << times.backoff - 1 if times.backoff > 1 else 0
         self.trips = 0
         self.paused_steps = 0
-        self._backoff = 0
         self._tokens = self._seconds = 0.0
         self._accepted = self._expected = AGREEMENT
-        self._lost = self._spent = 0.0
+        self._lost = self._spent = self._probed = 0.0
         self._block: list[float] = [
             0,
             0.0,
             0.0,
         ]  # steps, what plain decoding would have taken, what they took
+
+    @property
+    def probing(self) -> bool:
+        """Whether a step may be drafted although the sequence is paused."""
+        return self._probed >= 0
 
     @property
     def plain(self) -> bool:
@@ -247,11 +260,18 @@ class Budget:
                     best, best_value = k, value
         return best
 
-    def learn_plain(self, context: int, seconds: float | None) -> None:
-        """A plain step took ``seconds``; None where its candidates were judged too."""
-        if seconds is not None:
-            self.times.learn_plain(self.batch, context, seconds)
-            self._spent += seconds
+    def learn_plain(self, context: int, seconds: float) -> None:
+        """A plain step took ``seconds``."""
+        self.times.learn_plain(self.batch, context, seconds)
+        self._spent += seconds
+        self._rest()
+
+    @property
+    def interval(self) -> int:
+        """Plain steps between two glances at the candidates of a paused sequence: these may cost 1 % together."""
+        return int(min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, self.times.glance / SHARE)))
+
+    def _rest(self) -> None:
         self.pause = max(0, self.pause - 1)
         self.paused_steps += 1
 
@@ -264,11 +284,25 @@ class Budget:
         self._seconds = self._seconds * fade + seconds
         self._accepted = (self._accepted - AGREEMENT) * fade + tokens - 1 + AGREEMENT
         self._expected = (self._expected - AGREEMENT) * fade + expected - 1 + AGREEMENT
-        self._watch(tokens * plain, min(seconds, SPIKE * plain * max(rows, 4)), plain)
+        seconds = min(seconds, SPIKE * plain * max(rows, 4))
+        self._spent += seconds
+        if not self.pause:
+            self._watch(tokens * plain, seconds, plain)
+            return
+        self._rest()
+        loss = max(0.0, seconds / plain - tokens)
+        self.times.glance += 0.3 * (loss - self.times.glance)
+        if rows > 1:
+            self._probed += tokens - seconds / plain
+            if self._probed >= PROBED:
+                self.pause = 0
+                self._probed = self._lost = 0.0
+                self.times.backoff = max(0, self.times.backoff - 1)
+            elif self._probed <= -PROBED:
+                self._probed = -inf
 
     def _watch(self, worth: float, seconds: float, plain: float) -> None:
         """Count what a step was worth in plain decoding's time against what it took."""
-        self._spent += seconds
         self._lost = max(self._lost + seconds - worth, -CREDIT * plain)
         block = self._block
         block[0] += 1
@@ -277,10 +311,11 @@ class Budget:
         full = block[0] >= BLOCK
         behind = full and block[1] < AHEAD * block[2]
         if behind or self._lost > STAKE * plain + SHARE * self._spent:
-            self.pause = min(LONGEST_PAUSE, BLOCK << self._backoff)
-            self._backoff += 1
+            self.pause = BLOCK << self.times.backoff
+            self.times.backoff = min(MOST_BACKOFF, self.times.backoff + 1)
             self.trips += 1
+            self._lost = self._probed = 0.0
         elif full:
-            self._backoff = 0
+            self.times.backoff = 0
         if full or self.pause:
             self._block = [0, 0.0, 0.0]

@@ -21,9 +21,6 @@ from .observe import answers_by_position, read_rows
 from .state import AdaptiveState
 from .suffix import SuffixTrie
 
-#: While the breaker holds, every so many steps the candidates are looked at and judged.
-GLANCE = 8
-
 
 class AdaptiveDrafter(Drafter):
     """One calibrated token tree from every training-free source.
@@ -58,13 +55,11 @@ class AdaptiveDrafter(Drafter):
         grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         self._readers = [reader for reader in (grower.reader, grower.corpus) if reader is not None]
-        for reader in self._readers:
-            reader.feed(prompt)
-            reader.feed([first])
-        grower.tail = [prompt[0], prompt[0], *prompt, first][-3:]
+        grower.tail = [prompt[0]] * 3
         self._emitted = 1
-        #: Emitted by plain steps and not yet taken in, and whether the step under way is such a one.
-        self._unread: list[int] = []
+        #: Not yet taken in: the prompt, later what plain steps have emitted; and how many of these there were.
+        self._unread = [*prompt, first]
+        self._skipped = 0
         self._light = False
         self._context = len(prompt)
         self._noise: dict[int, Any] = {}
@@ -98,22 +93,24 @@ class AdaptiveDrafter(Drafter):
         self._start = perf_counter()
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
+            self._catch_up()
             grower.grow(limit, max_depth)
             return self._plant(len(grower.tokens), limit, max_depth)
         budget.times.enter(id(self))
-        self._light = budget.plain and len(self._unread) < GLANCE
+        self._light = budget.plain and self._skipped < budget.interval
         if self._light:
+            self._skipped += 1
             return TokenTree(self._unread[-1] if self._unread else grower.tail[2])
         self._catch_up()
-        if budget.plain:
-            grower.grow(1, max_depth)
-            return self._plant(1, 1, max_depth)
+        self._skipped = 0
+        if budget.plain and not budget.probing:
+            limit = 1
         grower.grow(limit, max_depth, budget.stop(self._context, limit))
         rows = budget.choose(grower.probabilities, self._context)
         return self._plant(rows, min(limit, MENU[place_of(rows)]), max_depth)
 
     def _catch_up(self) -> None:
-        """Take in what plain steps have emitted."""
+        """Take in what has not been read yet: the prompt, or what plain steps have emitted."""
         if self._unread:
             self._take(self._unread)
             self._grower.answers = {}
@@ -165,8 +162,6 @@ class AdaptiveDrafter(Drafter):
         seconds = perf_counter() - self._start
         if self._light:
             budget.learn_plain(context, seconds)
-        elif budget.plain:
-            budget.learn_plain(context, None)
         else:
             budget.learn(context, len(tree), self._expected, len(tokens), seconds)
 
