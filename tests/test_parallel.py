@@ -227,7 +227,7 @@ def case_two_targets(target):
 
 def case_scaling(target):
     """What ``bench reproduce parallel`` computes in one process is what the ranks really do."""
-    from lookahead.parallel.scaling import record, share_out
+    from lookahead.bench.ranks import record, share_out
 
     (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
     (generation,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])

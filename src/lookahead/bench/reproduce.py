@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..core import METHODS, SettingsError
 from .pictures import COLOURS, colour, new_figure
+from .ranks import parallel
 from .sampling_quality import as_rows, joint_law, same_tokens
 from .scaling import compression_ratio, fit
 from .study import Study
@@ -272,21 +271,6 @@ def end_to_end(study: Study) -> Path:
     ]
     body = [markdown(summary), "", LEGEND]
     return study.page("end-to-end", "End to end (figure 5)", body, differs, figure, records)
-
-
-def parallel(study: Study) -> Path:
-    """Figures 6 and 7: what lookahead parallelism gives.
-
-    Raises:
-        SettingsError: ``lookahead.parallel`` does not offer it.
-    """
-    if find_spec("lookahead.parallel") is not None:
-        offered = getattr(import_module("lookahead.parallel"), "reproduce", None)
-        if offered is not None:
-            return offered(study)
-    raise SettingsError(
-        "lookahead parallelism cannot be measured by this version: lookahead.parallel offers no reproduce(study)"
-    )
 
 
 STUDIES: dict[str, Callable[[Study], Path]] = {

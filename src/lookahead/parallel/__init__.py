@@ -70,10 +70,3 @@ def join(make_target: Callable[[], Target], group: Group, model: Any = None, che
     follow(make_target, group, model)
     group.close()
     raise SystemExit(0)
-
-
-def reproduce(study: Any) -> Any:
-    """What R ranks give, for ``lookahead bench reproduce parallel``; see ``scaling``."""
-    from .scaling import reproduce as page
-
-    return page(study)

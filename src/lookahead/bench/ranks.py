@@ -19,8 +19,10 @@ from time import perf_counter
 from typing import Any
 
 from ..core import Decoder, LookaheadConfig, Request, TokenTree, make_drafter
-from .shard import shard
-from .wire import FRAME, HEAD
+from ..parallel.shard import shard
+from ..parallel.wire import FRAME, HEAD
+from .pictures import colour, new_figure
+from .study import Study
 
 RANKS = (1, 2, 4, 8)
 BASE = (15, 5, 15)
@@ -115,8 +117,8 @@ def step_times(
     return lambda k: float(np.interp(k, list(rows), times))
 
 
-def reproduce(study: Any) -> Path:
-    """The page of ``lookahead bench reproduce parallel``; takes and returns what ``bench.reproduce`` does."""
+def parallel(study: Study) -> Path:
+    """Figures 6 and 7: what lookahead parallelism gives."""
     configs = {ranks: (BASE[0] * ranks, BASE[1], BASE[2] * ranks) for ranks in RANKS}
     names = {ranks: "lookahead:" + ",".join(map(str, config)) for ranks, config in configs.items()}
     prompts = study.prompts(4)
@@ -199,8 +201,6 @@ def _bytes(numbers: int) -> int:
 
 
 def _figure(curves: dict[str, list[float]]) -> Any:
-    from ..bench.pictures import colour, new_figure
-
     figure, axes = new_figure()
     for index, (name, values) in enumerate(curves.items()):
         axes.plot(RANKS, values, label=name, **colour(index))
