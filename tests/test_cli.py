@@ -93,6 +93,10 @@ def test_settings_reach_the_drafter(model):
     assert one == two
     assert one[0] == preset[0] == off[0]
     assert off[1] == 39 < one[1] < preset[1]
+    most = steps("--no-budget", "--max-rows", 12)
+    alone = steps("--no-budget", "--max-rows", 12, "--sources", "suffix", "--window-size", 2)
+    assert most[0] == alone[0] == one[0]
+    assert 39 <= alone[1] < most[1] <= 12 * 39
 
 
 def test_sampling_options_reach_the_engine(model, llm):
@@ -131,7 +135,9 @@ def test_prompt_from_a_file_and_from_stdin(model, llm, tmp_path):
 
 
 def test_compare(model, accept_a_wrong_node):
-    code, _, err = call("generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare")
+    code, _, err = call(
+        "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--lookahead", "5,4,7"
+    )
     assert code == 1
     assert re.search(
         r"NOT equal to plain decoding from token \d+ on, where the two best logits are [\d.e-]+ apart", err
@@ -355,6 +361,10 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
             "--lookahead has no effect",
         ),
         (["--prompt", "x", "--method", "jacobi", "--ngram-size", 4], "--ngram-size has no effect"),
+        (["--prompt", "x", "--max-rows", 5, "--preset", "code"], "--max-rows has no effect .*lookahead"),
+        (["--prompt", "x", "--method", "adaptive", "--guess-set-size", 4], "use --method lookahead"),
+        (["--prompt", "x", "--max-rows", 0], "max_rows must be a whole number between 1 and 512, got 0"),
+        (["--prompt", "x", "--sources", "suffix,stars"], "unknown sources stars; known are suffix"),
         (["--prompt", "x", "--method", "autoregressive", "--compare"], "--compare"),
         (["--prompt", "x", "--max-new-tokens", 0], "max_new_tokens .* at least 1, got 0"),
         (["--prompt", "x", "--max-new-tokens", -3], "got -3"),

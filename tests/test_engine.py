@@ -1,5 +1,6 @@
 """The engine on real (tiny) checkpoints: exact texts, whole characters, stop strings, and every bad input."""
 
+import dataclasses
 import json
 import random
 import re
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lookahead
-from lookahead.core import METHODS, NGramPool, NumericalError, OutOfMemory, SettingsError
+from lookahead.adaptive import AdaptiveConfig, AdaptiveState
+from lookahead.core import (
+    METHODS,
+    LookaheadConfig,
+    NGramPool,
+    NumericalError,
+    OutOfMemory,
+    SettingsError,
+    method_for,
+)
+from lookahead.core.drafters import OWN_SETTINGS
 from lookahead.engine import Options
 from lookahead.engine.options import OptionFields
 from lookahead.engine.text import Detokenizer, TextStream
@@ -38,7 +49,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return lookahead.load(folder)
+    return lookahead.load(folder, method="lookahead")
 
 
 @pytest.fixture
@@ -59,7 +70,9 @@ def refused(match, call, *args, **kwargs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_every_method_gives_the_plain_text(llm, method, kind):
-    ours = llm.generate(PROMPT, method=method, max_new_tokens=60, **KINDS[kind])
+    # With its budget, adaptive may well decode plainly where steps are as small as here.
+    config = {"budget": False} if method == "adaptive" else None
+    ours = llm.generate(PROMPT, method=method, config=config, max_new_tokens=60, **KINDS[kind])
     plain = llm.generate(PROMPT, method="autoregressive", max_new_tokens=60, **KINDS[kind])
     assert ours.tokens == plain.tokens
     assert (ours.text, ours.finish_reason, ours.seed) == (plain.text, "length", plain.seed)
@@ -617,7 +630,63 @@ def test_attention_as_asked(tmp_path, folder):
 
 def test_the_bundled_model_needs_no_argument():
     llm = lookahead.load()
-    result = llm.generate("def add(a, b):", max_new_tokens=24)
+    result = llm.generate("def add(a, b):", max_new_tokens=24, config={"budget": False})
     assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=24, method="autoregressive").tokens
     assert result.text
     assert result.stats.steps < 23
+
+
+# ---------------------------------------------------------------- which method, where none is named
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (None, "adaptive"),
+        ((5, 4, 7), "lookahead"),
+        ("code", "lookahead"),
+        ({"window_size": 5}, "lookahead"),
+        ({"WINDOW_SIZE": 5}, "lookahead"),
+        ({"max_rows": 16}, "adaptive"),
+        ({"max_rows": 16, "window_size": 5}, "adaptive"),
+        (AdaptiveConfig(max_rows=16), "adaptive"),
+    ],
+    ids=str,
+)
+def test_settings_say_which_method_they_are_for(llm, config, method):
+    assert lookahead.LLM(llm.model, config=config).method == method
+    assert method_for(None, config) == method
+    assert method_for("jacobi", config) == "jacobi"
+
+
+def test_adaptive_has_settings_of_its_own_and_the_core_knows_their_names(llm):
+    names = {field.name for field in dataclasses.fields(AdaptiveConfig)}
+    shared = {field.name for field in dataclasses.fields(LookaheadConfig)}
+    assert OWN_SETTINGS["adaptive"] == names - shared
+    refused("takes no .W, N, G., got 5,4,7", lookahead.LLM, llm.model, method="adaptive", config=(5, 4, 7))
+    refused("takes no .W, N, G., got 'code'", llm.generate, "x", method="adaptive", config="code")
+
+
+def test_a_call_may_bring_settings_of_the_other_kind(llm):
+    adaptive = lookahead.LLM(llm.model, llm.tokenizer)
+    plain = adaptive.generate(PROMPT, max_new_tokens=40, method="autoregressive", ignore_eos=True)
+    for one in (llm, adaptive):
+        for config in ((5, 4, 7), {"budget": False, "max_rows": 16}):
+            result = one.generate(PROMPT, max_new_tokens=40, config=config, ignore_eos=True)
+            assert result.tokens == plain.tokens
+            assert max(result.stats.rows_per_step) == (
+                16 if isinstance(config, dict) else pytest.approx(31, abs=14)
+            )
+
+
+def test_a_pool_says_which_method_it_is_for_and_a_state_serves_several_prompts(llm):
+    adaptive = lookahead.LLM(llm.model, llm.tokenizer, config={"budget": False})
+    pool, state = NGramPool(7), AdaptiveState({"budget": False})
+    prompts = [PROMPT, PROMPT[10:], PROMPT]
+    plain = adaptive.generate(prompts, max_new_tokens=40, method="autoregressive")
+    assert adaptive.generate(PROMPT, max_new_tokens=40, pool=pool).tokens == plain[0].tokens
+    assert len(pool)
+    one_by_one = adaptive.generate(prompts, max_new_tokens=40, pool=state, batch_size=1)
+    together = adaptive.generate(prompts, max_new_tokens=40, pool=AdaptiveState({"budget": False}))
+    assert [r.tokens for r in one_by_one] == [r.tokens for r in together] == [r.tokens for r in plain]
+    assert one_by_one[2].stats.steps < one_by_one[0].stats.steps  # it has learnt

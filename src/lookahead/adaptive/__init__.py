@@ -7,7 +7,7 @@ from .budget import Budget, StepTimes
 from .config import SOURCES, AdaptiveConfig
 from .drafter import AdaptiveDrafter
 from .state import AdaptiveState, warm_state
-from .times import load_times, measure_times, model_key, save_times, times_of
+from .times import load_times, measure_times, model_key, save_times, times_for, times_of
 
 __all__ = [
     "SOURCES",
@@ -20,6 +20,7 @@ __all__ = [
     "measure_times",
     "model_key",
     "save_times",
+    "times_for",
     "times_of",
     "warm_state",
 ]

@@ -74,19 +74,24 @@ class AdaptiveConfig:
 
     @classmethod
     def of(cls, value: Any = None, **overrides: Any) -> AdaptiveConfig:
-        """Make settings from None, such settings, a mapping of them, or ``LookaheadConfig``.
+        """Make settings from None, such settings, or a mapping of them.
 
-        A ``LookaheadConfig`` describes a fixed step; of it only the seed is taken over.
+        Raises:
+            SettingsError: an unknown name, a value out of range, or a (W, N, G), which describes a fixed step.
         """
         known = {field.name for field in fields(cls)}
-        if value is None or isinstance(value, LookaheadConfig):
-            base = cls(seed=value.seed) if value is not None else cls()
+        if value is None:
+            base = cls()
         elif isinstance(value, cls):
             base = value
         elif isinstance(value, Mapping):
             base, overrides = cls(), {**value, **overrides}
         else:
-            base = cls(seed=LookaheadConfig.of(value).seed)
+            given = ",".join(map(str, value.triple)) if isinstance(value, LookaheadConfig) else repr(value)
+            raise SettingsError(
+                f"adaptive chooses the rows of a step itself and takes no (W, N, G), got {given}; "
+                "leave it out, or use method lookahead"
+            )
         unknown = set(overrides) - known
         if unknown:
             raise SettingsError(

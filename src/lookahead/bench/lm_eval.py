@@ -22,7 +22,8 @@ class HFLookahead(HFLM):
     """``hf`` of lm-evaluation-harness, whose texts are generated with lookahead.
 
     Args:
-        method: a drafting method of ``lookahead.core.METHODS``.
+        method: a drafting method of ``lookahead.core.METHODS``; by default "adaptive", or "lookahead" where
+            ``lookahead`` is given.
         lookahead: (W, N, G) as "W/N/G", because the harness splits its arguments at commas; or a preset.
         **keywords: those of ``hf``.
 
@@ -31,12 +32,12 @@ class HFLookahead(HFLM):
     """
 
     def __init__(
-        self, *args: Any, method: str = "lookahead", lookahead: str | None = None, **keywords: Any
+        self, *args: Any, method: str | None = None, lookahead: str | None = None, **keywords: Any
     ) -> None:
         if lookahead is not None:
             lookahead = str(lookahead).replace("/", ",")
         self.method = method
-        self.lookahead = LookaheadConfig.of(lookahead)
+        self.lookahead = None if lookahead is None else LookaheadConfig.of(lookahead)
         self.stats: list[Stats] = []
         keywords.setdefault("device", "cpu")
         super().__init__(*args, **keywords)

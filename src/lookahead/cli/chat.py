@@ -27,12 +27,15 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_new_tokens: opt.MaxNewTokens = 512,
     stop: opt.Stop = None,
-    method: opt.Method = "lookahead",
+    method: opt.Method = None,
     lookahead: opt.Triple = None,
     window_size: opt.WindowSize = None,
     ngram_size: opt.NgramSize = None,
     guess_set_size: opt.GuessSetSize = None,
     preset: opt.Preset = None,
+    max_rows: opt.MaxRows = None,
+    sources: opt.Sources = None,
+    no_budget: opt.NoBudget = False,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -48,7 +51,9 @@ def chat(
     """Talk with a model; answers stream as tokens are accepted."""
     from .generate import check_options
 
-    config = opt.settings(method, lookahead, window_size, ngram_size, guess_set_size, preset)
+    method, config = opt.settings(
+        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
+    )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or None,

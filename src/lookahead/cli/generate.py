@@ -45,12 +45,15 @@ def generate(
     max_new_tokens: opt.MaxNewTokens = 128,
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEos = False,
-    method: opt.Method = "lookahead",
+    method: opt.Method = None,
     lookahead: opt.Triple = None,
     window_size: opt.WindowSize = None,
     ngram_size: opt.NgramSize = None,
     guess_set_size: opt.GuessSetSize = None,
     preset: opt.Preset = None,
+    max_rows: opt.MaxRows = None,
+    sources: opt.Sources = None,
+    no_budget: opt.NoBudget = False,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -81,7 +84,9 @@ def generate(
     _check_flags(input_ is not None, flags, as_json, color)
     if compare and method == "autoregressive":
         raise SettingsError("--compare sets a method beside plain decoding; --method autoregressive is that")
-    config = opt.settings(method, lookahead, window_size, ngram_size, guess_set_size, preset)
+    method, config = opt.settings(
+        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
+    )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or None,

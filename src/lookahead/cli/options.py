@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import METHODS, PRESETS, LookaheadConfig, SettingsError
+from ..core import DEFAULT_METHOD, METHODS, PRESETS, LookaheadConfig, SettingsError
 from ..core.drafters import OWN_SETTINGS
 
 if TYPE_CHECKING:
@@ -20,7 +20,14 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A directory or a hub id; without it the bundled model.", metavar="[MODEL]"),
 ]
-Method = Annotated[str, typer.Option(help="How to draft.", metavar="|".join(METHODS), rich_help_panel=DRAFT)]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How to draft; {DEFAULT_METHOD} unless W, N or G are given.",
+        metavar="|".join(METHODS),
+        rich_help_panel=DRAFT,
+    ),
+]
 Triple = Annotated[
     str | None,
     typer.Option(
@@ -32,6 +39,23 @@ NgramSize = Annotated[int | None, typer.Option(help="N: tokens of an n-gram.", r
 GuessSetSize = Annotated[int | None, typer.Option(help="G: candidates per step.", rich_help_panel=DRAFT)]
 Preset = Annotated[
     str | None, typer.Option(help="Settings by name.", metavar="|".join(PRESETS), rich_help_panel=DRAFT)
+]
+MaxRows = Annotated[
+    int | None, typer.Option(help="Rows of a step at most (adaptive).", rich_help_panel=DRAFT)
+]
+Sources = Annotated[
+    str | None,
+    typer.Option(
+        help="Where drafts come from (adaptive): suffix, logits, ngrams, jacobi, corpus.",
+        metavar="LIST",
+        rich_help_panel=DRAFT,
+    ),
+]
+NoBudget = Annotated[
+    bool,
+    typer.Option(
+        "--no-budget", help="Always --max-rows, whatever they cost (adaptive).", rich_help_panel=DRAFT
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above 0 samples.", rich_help_panel=SAMPLE)]
@@ -57,57 +81,72 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let the model's own code run.", rich_help_panel=MACHINE)
 ]
 
-#: Methods that (W, N, G) say nothing to, and what of it they take.
+#: What a method takes of the drafting options; one that is not named takes (W, N, G).
+FIXED = ("--lookahead", "--preset", "--window-size", "--ngram-size", "--guess-set-size")
 TAKES: dict[str, tuple[str, ...]] = {
     "autoregressive": (),
     "prompt-lookup": (),
     "jacobi": ("--window-size",),
-    **dict.fromkeys(OWN_SETTINGS, ()),
+    "adaptive": ("--window-size", "--ngram-size", "--max-rows", "--sources", "--no-budget"),
 }
 
 
 def settings(
-    method: str,
+    method: str | None,
     triple: str | None = None,
     window_size: int | None = None,
     ngram_size: int | None = None,
     guess_set_size: int | None = None,
     preset: str | None = None,
-) -> LookaheadConfig | None:
-    """(W, N, G) from the options, None for a method with settings of its own kind.
+    max_rows: int | None = None,
+    sources: str | None = None,
+    no_budget: bool = False,
+) -> tuple[str, Any]:
+    """(method, its settings) from the options; no settings where the library is to choose.
 
-    What contradicts itself is refused by name.
+    Where no method is named, W, N or G ask for lookahead. What contradicts itself is refused by name.
 
     Raises:
         SettingsError: contradictory options, unknown names, values out of range.
     """
-    if method not in METHODS:
+    if method is not None and method not in METHODS:
         raise SettingsError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
-    sizes = {
-        "--window-size": window_size,
-        "--ngram-size": ngram_size,
-        "--guess-set-size": guess_set_size,
-    }
-    given = [name for name, value in sizes.items() if value is not None]
-    whole = [name for name, value in (("--lookahead", triple), ("--preset", preset)) if value is not None]
-    if triple is not None and (given or preset is not None):
-        other = given[0] if given else "--preset"
+    values = {
+        "--lookahead": triple, "--preset": preset, "--window-size": window_size, "--ngram-size": ngram_size,
+        "--guess-set-size": guess_set_size, "--max-rows": max_rows, "--sources": sources,
+        "--no-budget": no_budget or None,
+    }  # fmt: skip
+    given = [name for name, value in values.items() if value is not None]
+    if method is None:
+        only_fixed = set(given) - set(TAKES[DEFAULT_METHOD])
+        shared = set(given) <= set(FIXED) and given
+        method = "lookahead" if only_fixed or shared else DEFAULT_METHOD
+    takes = TAKES.get(method, FIXED)
+    for name in given:
+        if name not in takes:
+            other = next(
+                (other for other in ("lookahead", "adaptive") if name in TAKES.get(other, FIXED)), ""
+            )
+            raise SettingsError(
+                f"{name} has no effect with --method {method}; leave it out or use --method {other}"
+            )
+    sized = [name for name in given if name in FIXED and name not in ("--lookahead", "--preset")]
+    if triple is not None and (sized or preset is not None):
+        other = sized[0] if sized else "--preset"
         raise SettingsError(f"--lookahead and {other} cannot be given together; use one of them")
-    ignored = [name for name in whole + given if name not in TAKES.get(method, (name,))]
-    if ignored:
-        raise SettingsError(
-            f"{ignored[0]} has no effect with --method {method}; leave it out or use --method lookahead"
-        )
     if preset is not None and preset not in PRESETS:
         raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    if method in OWN_SETTINGS or not (whole or given):
-        return None  # the library chooses by device
-    return LookaheadConfig.of(
-        triple or preset,
-        window_size=window_size,
-        ngram_size=ngram_size,
-        guess_set_size=guess_set_size,
-    )
+    if not given:
+        return method, None
+    sizes = {"window_size": window_size, "ngram_size": ngram_size}
+    if method not in OWN_SETTINGS:
+        return method, LookaheadConfig.of(triple or preset, **sizes, guess_set_size=guess_set_size)
+    own = sizes | {
+        "max_rows": max_rows,
+        "sources": None if sources is None else tuple(filter(None, sources.replace("+", ",").split(","))),
+        "budget": False if no_budget else None,
+    }
+    return method, {name: value for name, value in own.items() if value is not None}
 
 
 def load_model(model: str | None, **keywords: Any) -> LLM:

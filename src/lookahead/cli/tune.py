@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -57,7 +58,7 @@ def tune(
         points.append({"batch": batch, "context": context, "rows": count, "ms": round(seconds * 1e3, 3)})
 
     times = measure_times(
-        target, llm.vocabulary, sizes["--rows"], sizes["--contexts"], sizes["--batches"], repeats, note
+        target, llm.vocabulary, sizes["--rows"], sizes["--contexts"], sizes["--batches"], repeats, note, inf
     )
     if not points:
         raise SettingsError("--contexts must hold a length that the model can take, got " + contexts)

@@ -48,12 +48,15 @@ def verify(
         ),
     ] = "plain",
     max_new_tokens: opt.MaxNewTokens = 64,
-    method: opt.Method = "lookahead",
+    method: opt.Method = None,
     lookahead: opt.Triple = None,
     window_size: opt.WindowSize = None,
     ngram_size: opt.NgramSize = None,
     guess_set_size: opt.GuessSetSize = None,
     preset: opt.Preset = None,
+    max_rows: opt.MaxRows = None,
+    sources: opt.Sources = None,
+    no_budget: opt.NoBudget = False,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -86,11 +89,15 @@ def verify(
         raise SettingsError(
             "--method autoregressive is plain decoding itself; compare it with --reference generate"
         )
-    config = opt.settings(method, lookahead, window_size, ngram_size, guess_set_size, preset)
+    method, config = opt.settings(
+        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
+    )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
+    if method == "adaptive":  # the most drafting, not what pays: it is the drafts that are examined
+        config = {"budget": False} | (config or {})
     check_options(options)
     prompts = _prompts(prompt, input_)
     llm = opt.load_model(
@@ -141,7 +148,7 @@ def _as_json(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[st
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "device": str(llm.model.device),
         "method": llm.method,
-        "lookahead": None if opt.TAKES.get(llm.method) == () else list(llm.config.triple),
+        "lookahead": list(llm.config.triple) if opt.TAKES.get(llm.method, opt.FIXED) == opt.FIXED else None,
         "reference": reference,
         "probe": llm.probe.mode,
         "equal": sum(c.equal for c in comparisons),

@@ -10,7 +10,7 @@ Read in this order: ``tree``, ``verify``, ``decode``, then ``pool``, ``window`` 
 from .config import OFF, PRESETS, LookaheadConfig
 from .decode import Decoder, Generation, Request, Stats, Step, decode
 from .drafter import Drafter
-from .drafters import METHODS, make_drafter
+from .drafters import DEFAULT_METHOD, METHODS, make_drafter, method_for
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
 from .pool import NGramPool, PoolStats
 from .target import Scores, Target
@@ -19,6 +19,7 @@ from .verify import speculative_sample, verify
 from .window import Window
 
 __all__ = [
+    "DEFAULT_METHOD",
     "METHODS",
     "OFF",
     "PRESETS",
@@ -41,6 +42,7 @@ __all__ = [
     "Window",
     "decode",
     "make_drafter",
+    "method_for",
     "speculative_sample",
     "verify",
 ]

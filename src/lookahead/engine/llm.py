@@ -12,8 +12,18 @@ from typing import Any, Unpack
 
 import torch
 
-from ..core import Decoder, Generation, LookaheadConfig, LookaheadError, Request, SettingsError, Stats, Step
-from ..core.drafters import OWN_SETTINGS, make_drafter
+from ..core import (
+    Decoder,
+    Generation,
+    LookaheadConfig,
+    LookaheadError,
+    NGramPool,
+    Request,
+    SettingsError,
+    Stats,
+    Step,
+)
+from ..core.drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from .options import OptionFields, Options
 from .prompts import Prompt, as_list, encode
@@ -117,7 +127,8 @@ class LLM:
     Args:
         model: a transformers causal language model in eval mode.
         tokenizer: None where there is none; prompts are then token ids.
-        method, config: how to draft unless a call says otherwise.
+        method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
+            where ``config`` is a (W, N, G).
         probe: the verdict of ``lookahead.targets.probe``; None takes it now.
         name: for people.
         tokenizer_error: why there is no tokenizer.
@@ -131,7 +142,7 @@ class LLM:
         model: Any,
         tokenizer: Any = None,
         *,
-        method: str = "lookahead",
+        method: str | None = None,
         config: Any = None,
         probe: Any = None,
         name: str = "",
@@ -143,13 +154,14 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.team: Any = None
-        self.method = method
+        self._path: str | None = None
+        self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
-        own = method in OWN_SETTINGS and config is not None
-        if config is None:
-            config = LookaheadConfig.for_device(model.device.type)
-        self.config = config if own else LookaheadConfig.of(config)
-        make_drafter(method, self.config)
+        if self.method not in OWN_SETTINGS:
+            given = config if config is not None else LookaheadConfig.for_device(model.device.type)
+            config = LookaheadConfig.of(given)
+        self.config = config
+        make_drafter(self.method, self.config)
         self.probe = probe if probe is not None else take_probe(model)
         self.name = name or type(model).__name__
 
@@ -258,7 +270,7 @@ class LLM:
         chosen = Options.of(options)
         if not isinstance(batch_size, int) or batch_size < 1:
             raise SettingsError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-        if chosen.pool is not None and len(prompts) > 1:
+        if isinstance(chosen.pool, NGramPool) and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
         if seeds is not None and len(seeds) != len(prompts):
             raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
@@ -296,22 +308,35 @@ class LLM:
                 assert entry.generation is not None
                 decoder.cancel(entry.generation)
 
+    def _method_of(self, options: Options) -> str:
+        """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
+        if options.method is not None:
+            return options.method
+        if options.config is None and options.pool is None:
+            return self.method
+        kind = method_for(None, options.config, options.pool)
+        return self.method if (kind in OWN_SETTINGS) == (self.method in OWN_SETTINGS) else kind
+
     def _config_of(self, method: str, given: Any) -> Any:
         """Settings for a method: those of the call, or else those of ``load`` where they are of its kind."""
         if given is not None or method == self.method:
             return self.config if given is None else given
-        return self.config if isinstance(self.config, LookaheadConfig) else None
+        if method in OWN_SETTINGS:
+            return None
+        if isinstance(self.config, LookaheadConfig):
+            return self.config
+        return LookaheadConfig.for_device(self.model.device.type)
 
     def _adaptive_state(self, config: Any) -> Any:
         """Cold, but with the step times of this model on this machine: kept ones, or measured now, once."""
-        from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, model_key, times_of
+        from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, times_for
 
         settings = AdaptiveConfig.of(config)
-        if not settings.budget or self.probe.mode != "tree":
+        if not settings.budget:
             return AdaptiveState(settings, keep=False)
-        target = self.target()
-        key = model_key(self.model, str(getattr(target, "path", "")))
-        times = times_of(key, lambda: measure_times(target, self.vocabulary))
+        if self._path is None:
+            self._path = str(getattr(self.target(), "path", ""))
+        times = times_for(self.model, self._path, lambda: measure_times(self.target(), self.vocabulary))
         return AdaptiveState(settings, keep=False, times=times)
 
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
@@ -323,14 +348,16 @@ class LLM:
             raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
         process = options.process(len(ids), eos, self.tokenizer, self.model.device)
-        method = options.method if options.method is not None else self.method
+        method = self._method_of(options)
         if options.pool is not None and method not in KEEPS_STATE:
             raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
         config = self._config_of(method, options.config)
         pool = options.pool
-        if pool is None and method == "adaptive":
+        if pool is None and method == "adaptive" and self.probe.mode == "tree":
             pool = self._adaptive_state(config)
         drafter = make_drafter(method, config, self.vocabulary, pool)
+        if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
+            drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:
             noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, self.model.device)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core import LookaheadError, SettingsError, make_drafter
+from ..core import LookaheadError, SettingsError, make_drafter, method_for
 from .llm import LLM
 
 #: Where the model that comes with the package lies.
@@ -34,7 +34,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     config: Any = None,
-    method: str = "lookahead",
+    method: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     threads: int | None = None,
@@ -48,8 +48,9 @@ def load(
         path_or_id: a directory, a hub id, or None for the bundled model.
         dtype: of the weights; "auto" keeps what the checkpoint names.
         device: "cpu", "cuda", "cuda:1", ...; None takes a GPU where there is one.
-        config: (W, N, G) and the rest, anything ``LookaheadConfig.of`` takes.
-        method: how to draft unless a call says otherwise; a name in ``lookahead.core.METHODS``.
+        config: (W, N, G) and the rest, anything ``LookaheadConfig.of`` takes; or settings of adaptive.
+        method: how to draft unless a call says otherwise; a name in ``lookahead.core.METHODS``. None is
+            "adaptive", or "lookahead" where ``config`` is a (W, N, G).
         revision: of a hub id.
         trust_remote_code: let the model's own code run.
         threads: of torch on the CPU, for the whole process; None leaves it.
@@ -62,7 +63,9 @@ def load(
         SettingsError: whatever of this cannot be honoured.
         OutOfMemory: the probe did not fit.
     """
-    make_drafter(method, config)  # what is wrong with these is an error before anything is read
+    make_drafter(
+        method_for(method, config), config
+    )  # what is wrong with these is an error before anything is read
     group, device = _start_ranks(parallel, device)
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:

@@ -55,8 +55,9 @@ class Options:
 
     Attributes:
         max_new_tokens: at least 1; the model's context may end the text earlier.
-        method: a name in ``lookahead.core.METHODS``; None for the one given to ``load``.
-        config: anything ``LookaheadConfig.of`` takes; None for the one given to ``load``.
+        method: a name in ``lookahead.core.METHODS``; None for the one given to ``load``, or for the one that
+            ``config`` is for.
+        config: anything ``LookaheadConfig.of`` takes, or settings of adaptive; None for the one given to ``load``.
         temperature: 0 is greedy, above 0 samples.
         top_k, top_p, min_p, typical_p: which tokens a draw may take; need a temperature above 0.
         repetition_penalty: above 0, 1 is neutral. no_repeat_ngram_size: at least 1.
@@ -67,8 +68,8 @@ class Options:
             seed + i.
         stop: strings that end the text and are not part of it.
         ignore_eos: go on past the model's end tokens.
-        pool: what the method keeps across calls, one prompt at a time: an ``NGramPool`` for "lookahead", a
-            ``lookahead.adaptive.AdaptiveState`` for "adaptive".
+        pool: what the method keeps across calls: an ``NGramPool`` for "lookahead", one prompt at a time, or an
+            ``lookahead.adaptive.AdaptiveState`` for "adaptive", which the prompts of a list share.
     """
 
     max_new_tokens: int = 128

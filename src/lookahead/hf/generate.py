@@ -8,15 +8,16 @@ order. Options that cannot be honoured are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..core import Decoder, Drafter, NGramPool, Request, SettingsError, Stats, make_drafter
+from ..core import Decoder, Drafter, Request, SettingsError, Stats, make_drafter, method_for
 from ..core.config import LookaheadConfig
+from ..core.drafters import OWN_SETTINGS
 from ..targets.probe import make_target, probe
 from ..targets.transformers import TransformersTarget
 from .refusals import caller_arguments, refuse
@@ -40,7 +41,7 @@ def generate(
     window_size: int | None = None,
     ngram_size: int | None = None,
     guess_set_size: int | None = None,
-    pool: NGramPool | None = None,
+    pool: Any = None,
     stats: list[Stats] | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -54,10 +55,11 @@ def generate(
         input_ids: prompts, shape (B, L), left-padded.
         logits_processor, stopping_criteria, generation_config: as transformers prepares them.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
-        method: a drafting method, "lookahead" by default.
-        lookahead_config: anything that ``LookaheadConfig.of`` takes.
+        method: a drafting method; by default "adaptive", or "lookahead" where a (W, N, G) is given.
+        lookahead_config: anything that ``LookaheadConfig.of`` takes, or settings of adaptive.
         window_size, ngram_size, guess_set_size: W, N and G.
-        pool: an n-gram pool to keep across calls; one sequence at a time.
+        pool: what to keep across calls: an n-gram pool for lookahead, one sequence at a time, or an
+            ``AdaptiveState`` for adaptive.
         stats: a list that receives one ``Stats`` per sequence.
         **model_kwargs: what transformers prepared for its own loop.
 
@@ -77,15 +79,14 @@ def generate(
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
     if lookahead_config is None:
         lookahead_config = getattr(config, "lookahead_config", None)
-    if lookahead_config is None and window_size is ngram_size is guess_set_size is None:
-        lookahead_config = LookaheadConfig.for_device(model.device.type)
-    settings = LookaheadConfig.of(
+    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    name, settings = _drafting(
+        method or getattr(config, "lookahead_method", None),
         lookahead_config,
-        window_size=window_size,
-        ngram_size=ngram_size,
-        guess_set_size=guess_set_size,
+        {key: value for key, value in sizes.items() if value is not None},
+        pool,
+        model.device.type,
     )
-    name = method or getattr(config, "lookahead_method", None) or "lookahead"
 
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
@@ -114,6 +115,8 @@ def generate(
         for b in range(batch)
     ]
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    if pool is None and name == "adaptive":
+        pool = _cold_state(model, settings, str(getattr(target, "path", "")))
 
     def drafter(row: Row) -> Drafter:
         made = make_drafter(name, settings, target.vocabulary, pool)
@@ -159,6 +162,39 @@ def generate(
         logits=_by_time([row.logits for row in rows]),
         past_key_values=cache,
     )
+
+
+def _drafting(
+    method: str | None, config: Any, sizes: dict[str, int], pool: Any, device: str
+) -> tuple[str, Any]:
+    """(method, its settings) from what was given; the device's (W, N, G) where none was."""
+    name = method_for(method, config if config is not None or not sizes else sizes, pool)
+    if name not in OWN_SETTINGS:
+        if config is None and not sizes:
+            config = LookaheadConfig.for_device(device)
+        return name, LookaheadConfig.of(config, **sizes)
+    if not sizes:
+        return name, config
+    if config is not None and not isinstance(config, Mapping):
+        raise SettingsError(
+            f"{next(iter(sizes))} and lookahead_config cannot be given together to {name}; use one of them"
+        )
+    return name, {**(config or {}), **sizes}
+
+
+def _cold_state(model: PreTrainedModel, config: Any, path: str) -> Any:
+    """Nothing of earlier texts, but the step times of this model on this machine, measured once."""
+    from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, times_for
+
+    settings = AdaptiveConfig.of(config)
+    if not settings.budget:
+        return AdaptiveState(settings, keep=False)
+
+    def measure() -> Any:
+        target = make_target(model)
+        return measure_times(target, target.vocabulary)
+
+    return AdaptiveState(settings, keep=False, times=times_for(model, path, measure))
 
 
 def _go_on_to(

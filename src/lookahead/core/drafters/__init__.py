@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 from ..config import LookaheadConfig
 from ..drafter import Drafter
 from ..errors import SettingsError
+from ..pool import NGramPool
 from .autoregressive import AutoregressiveDrafter
 from .jacobi import JacobiDrafter
 from .lookahead import LookaheadDrafter
 from .prompt_lookup import PromptLookupDrafter
 
 __all__ = [
+    "DEFAULT_METHOD",
     "METHODS",
     "AutoregressiveDrafter",
     "JacobiDrafter",
     "LookaheadDrafter",
     "PromptLookupDrafter",
     "make_drafter",
+    "method_for",
 ]
 
 
@@ -40,8 +43,28 @@ METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
     "prompt-lookup": lambda config, vocabulary, pool: PromptLookupDrafter(),
     "adaptive": _adaptive,
 }
-#: Methods with settings of their own, which are not a (W, N, G).
-OWN_SETTINGS = frozenset({"adaptive"})
+#: Methods with settings of their own, which are not a (W, N, G) -> the names that only these have.
+OWN_SETTINGS: dict[str, frozenset[str]] = {
+    "adaptive": frozenset(
+        {"max_rows", "budget", "sources", "suffix_order", "top", "sampled_top", "max_entries"}
+    )
+}
+#: How to draft where neither a method nor settings are named.
+DEFAULT_METHOD = "adaptive"
+
+
+def method_for(method: str | None, config: Any = None, pool: Any = None) -> str:
+    """``method``; where it is None the one that such settings or such a pool are for."""
+    if method is not None:
+        return method
+    if isinstance(pool, NGramPool):
+        return "lookahead"
+    if config is None:
+        return DEFAULT_METHOD
+    if isinstance(config, Mapping):
+        names = frozenset(config)
+        return next((name for name, own in OWN_SETTINGS.items() if names & own), "lookahead")
+    return "lookahead" if isinstance(config, (LookaheadConfig, str, tuple, list)) else DEFAULT_METHOD
 
 
 def make_drafter(method: str, config: Any = None, vocabulary: int = 0, pool: Any = None) -> Drafter:
@@ -50,7 +73,7 @@ def make_drafter(method: str, config: Any = None, vocabulary: int = 0, pool: Any
     Args:
         method: a name in ``METHODS``.
         config: anything that ``LookaheadConfig.of`` takes, and (1, 1, 0) makes every method plain decoding;
-            "adaptive" also takes a ``lookahead.adaptive.AdaptiveConfig`` or a mapping of its settings.
+            "adaptive" takes a ``lookahead.adaptive.AdaptiveConfig`` or a mapping of its settings.
         vocabulary: V, for guesses at random; 0 takes them from the prompt only.
         pool: what a method keeps across calls: an ``NGramPool`` for lookahead, a
             ``lookahead.adaptive.AdaptiveState`` for adaptive.
