@@ -13,7 +13,8 @@ from lookahead.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.adaptive.budget import AHEAD, BLOCK, MENU, from_points, place_of
+from lookahead.adaptive.budget import AHEAD, BLOCK, SHARE, STAKE
+from lookahead.adaptive.costs import MENU, from_points, place_of, slopes
 from lookahead.adaptive.times import times_file
 from lookahead.core import Request, SettingsError, make_drafter
 from lookahead.testing import FakeTarget, run
@@ -101,7 +102,7 @@ def test_the_breaker_trips_backs_off_and_recovers():
         for step in range(BLOCK):
             if budget.plain:
                 return step
-            budget._watch(gain * FLAT[place_of(32)], FLAT[place_of(32)], FLAT[0])
+            budget._watch(gain * FLAT[place_of(32)], FLAT[place_of(32)], FLAT[0], 100)
         return BLOCK
 
     def sit_out():
@@ -130,11 +131,51 @@ def test_the_breaker_trips_early_where_much_is_lost():
     while not budget.plain:
         budget.learn(100, 8, 3.0, 1, STEEP[place_of(8)])
         steps += 1
-    assert steps == 2  # eight rows at this price lose more than a plain step each
+    assert steps == 1  # eight rows at this price lose more than a plain step
     budget = Budget(times_of(FLAT), 64)
     for _ in range(BLOCK - 1):
         budget.learn(100, 8, 1.5, 1, FLAT[place_of(8)])
     assert not budget.plain
+
+
+@pytest.mark.parametrize("table", [FLAT, STEEP, KNEE], ids=["flat", "steep", "knee"])
+def test_a_step_never_plays_with_more_than_the_stake(table):
+    budget = Budget(times_of(table), 64)
+    hopeful, plain, lost = falling(0.98, 0.99), table[0], 0.0
+    for step in range(2000):
+        if budget.plain and step % 8:
+            budget.learn_plain(100, plain)
+            continue
+        stop = budget.stop(100, 64)
+        rows = budget.choose(hopeful, 100)
+        assert next((k for k in range(1, 64) if hopeful[k] < stop[k]), 64) >= rows
+        seconds = table[place_of(rows)]
+        assert seconds - plain <= budget.stake(budget.times.plain_of(1, 100)) + 1e-9
+        budget.learn(100, rows, sum(hopeful[:rows]), 1, seconds)  # and nothing ever comes of it
+        lost += seconds - plain
+    assert lost <= STAKE * plain + SHARE * budget._spent + 1e-9
+
+
+def test_slopes_are_the_cheapest_way_on():
+    rng = random.Random(3)
+    for _ in range(50):
+        table = [rng.random()]
+        while len(table) < len(MENU):
+            table.append(table[-1] + rng.choice([0.0, rng.random(), 20 * rng.random()]))
+        most = rng.choice(MENU[3:])
+        last = place_of(most)
+        for i, slope in enumerate(slopes(table, most)):
+            ways = [(table[j] - table[i]) / (MENU[j] - MENU[i]) for j in range(i + 1, last + 1)]
+            assert slope == pytest.approx(min(ways, default=float("inf")))
+
+
+def test_plain_steps_are_taken_in_together():
+    one, many = times_of(FLAT), times_of(FLAT)
+    for _ in range(16):
+        one.learn_plain(1, 100, 0.02)
+    many.learn_plain(1, 100, 0.02, 16)
+    assert FLAT[0] < one.plain_of(1, 100) < 0.02
+    assert one.plain_of(1, 100) == pytest.approx(many.plain_of(1, 100))
 
 
 def test_step_times_follow_a_slower_machine_and_ignore_a_spike():
@@ -261,7 +302,10 @@ def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
     times = times_of(KNEE)
     path = save_times("model A", times)
     assert path.is_relative_to(tmp_path)
+    times.plain[0, 0] = 0.007
+    save_times("model A", times)
     assert load_times("model A").bins == times.bins
+    assert load_times("model A").plain == {(0, 0): 0.007}
     assert load_times("model B") is None
     times_file("model A").write_text('{"menu": 3}')
     with pytest.raises(SettingsError, match="delete it or run lookahead tune"):

@@ -3,8 +3,9 @@
 Knows numpy and the core; no torch, no model. docs/adaptive.md explains it.
 """
 
-from .budget import Budget, StepTimes
+from .budget import Budget
 from .config import SOURCES, AdaptiveConfig
+from .costs import StepTimes
 from .drafter import AdaptiveDrafter
 from .state import AdaptiveState, warm_state
 from .times import load_times, measure_times, model_key, save_times, times_for, times_of

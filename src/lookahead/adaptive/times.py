@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from ..core import SettingsError, Target, TokenTree
-from .budget import MENU, StepTimes, from_points
+from .costs import MENU, StepTimes, from_points
 
 #: Rows and contexts of the short calibration.
 SHORT_ROWS = (1, 4, 16, 64)
@@ -48,7 +48,7 @@ def measure_times(
     rng = random.Random(0)
     times = StepTimes()
     target.prefill([(0, [0])])
-    longest = target.depth_limit(0) - (repeats + 1) * len(rows)
+    longest = target.depth_limit(0) - (repeats + 1) * (len(rows) + 1)
     target.release(0)
     for batch in batches:
         for context in (context for context in contexts if context < longest):
@@ -65,19 +65,24 @@ def measure_times(
                     points[count] = median(spent[1:])
                     if progress is not None:
                         progress(batch, context, count, points[count])
+                root = TokenTree(rng.randrange(vocabulary))
+                plain = min(_step(target, slots, root, plain=True) for _ in range(repeats + 1))
             finally:
                 for slot in slots:
                     target.release(slot)
-            times.bins[StepTimes.bin_of(batch, context)] = from_points(points)
+            key = StepTimes.bin_of(batch, context)
+            times.bins[key] = from_points(points)
+            times.plain[key] = min(plain, times.bins[key][0])
     return times
 
 
-def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
+def _step(target: Target, slots: Sequence[int], tree: TokenTree, plain: bool = False) -> float:
     start = perf_counter()
     scores = target.forward([(slot, tree) for slot in slots])
     for score in scores:
         score.best(0)
-        score.top(tree.read_nodes(), 8)
+        if not plain:
+            score.top(tree.read_nodes(), 8)
     target.commit([(slot, [0]) for slot in slots])
     return perf_counter() - start
 
