@@ -3,6 +3,7 @@
 Outputs are filled with NaN before each run, and so is all of the cache that no row may see.
 """
 
+import functools
 import importlib
 import random
 
@@ -17,9 +18,11 @@ DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["sdpa", "triton"])
+@pytest.fixture(params=["sdpa", "sdpa-live", "triton", "flash"])
 def attend(request, monkeypatch):
-    if request.param == "triton":
+    if request.param == "sdpa-live":  # lengths that must not be read on the host
+        return functools.partial(attention.get("sdpa"), read_lengths=False)
+    if request.param != "sdpa":
         if not attention._has_triton():
             pytest.skip("triton is not installed")
         module = importlib.import_module("lookahead.attention.triton")
@@ -28,7 +31,7 @@ def attend(request, monkeypatch):
             "_empty",
             lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
         )
-        return module.attend
+        return importlib.import_module(f"lookahead.attention.{request.param}").attend
     return attention.get("sdpa")
 
 
@@ -172,7 +175,7 @@ def test_bits_are_packed_as_they_are_read():
 
 def test_what_cannot_be_computed_is_refused():
     with pytest.raises(SettingsError, match="must be auto or one of"):
-        attention.get("flash")
+        attention.get("flex")
     given = problem(size=300)
     for name in ("sdpa", "triton") if attention._has_triton() else ("sdpa",):
         with pytest.raises(SettingsError, match="head sizes must be 1 to 256"):

@@ -1,12 +1,19 @@
 """The step in buckets of rows over a static cache: the same text; capture itself needs a GPU."""
 
+import functools
+import gc
+import importlib
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lookahead import attention
 from lookahead.attention.register import enable
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets.graphed import BUCKETS, GraphedTarget, bucket_of, buffer_size, fill
-from lookahead.targets.probe import make_target
+from lookahead.targets.graphable import graphable
+from lookahead.targets.graphed import BUCKETS, GraphedTarget, bucket_of, buffer_size, fill, forget
+from lookahead.targets.probe import _sample_tree, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -70,13 +77,14 @@ def test_same_logits_as_the_ordinary_pass(model):
         assert (both[0] - both[1]).abs().max() < 1e-4
 
 
+def cannot_be_captured(self, target, tree, length):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
 def test_a_step_that_cannot_be_captured_goes_the_ordinary_way(model, monkeypatch):
     from lookahead.targets import graphed
 
-    def fails(self, tree, length):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(graphed._Pass, "run", fails)
+    monkeypatch.setattr(graphed._Pass, "run", cannot_be_captured)
     target = GraphedTarget(model, make_target(model, path="transformers").facts)
     target.prefill([(0, PROMPTS[0])])
     with pytest.warns(RuntimeWarning, match="cannot be captured .*going on without graphs"):
@@ -88,3 +96,188 @@ def test_a_step_that_cannot_be_captured_goes_the_ordinary_way(model, monkeypatch
 def test_it_needs_the_tree_attention():
     with pytest.raises(SettingsError, match="enable"):
         GraphedTarget(tiny_model("llama"))
+
+
+# ---- chosen by make_target
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHOSEN = ("llama", "qwen3", "mistral-sliding", "gemma2", "phi3", "mixtral", "deepseek-v3", "gpt-oss")
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_the_forced_path_gives_the_text_of_plain_decoding(family):
+    model = tiny_model(family, initializer_range=0.1).to(DEVICE)
+    before = model.config._attn_implementation
+    target = make_target(model, path="graphed")
+    assert target.path == "graphed"
+    assert "attention by" in target.reason
+    generations = assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 40)
+    generations += assert_same_as_autoregressive(target, PROMPTS, "prompt-lookup", None, 30)
+    assert target.passes
+    assert sum(g.stats.accepted for g in generations) > 0
+    assert model.config._attn_implementation == before
+    # The same text as on the ordinary path; and the model is as it was for whoever else uses it.
+    (plain,) = assert_same_as_autoregressive(
+        make_target(model, path="transformers"), PROMPTS[:1], "autoregressive", None, 40
+    )
+    assert plain.tokens == generations[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "a bias by distance"),
+        ("llama-dynamic-ntk", "dynamic positions"),
+        ("falcon", "does not take attention functions"),
+        ("mamba", "cannot evaluate a token tree"),
+    ],
+)
+def test_models_that_cannot_take_it_are_refused_by_name(family, reason):
+    with pytest.raises(SettingsError, match=f"graphed path is not there for this model.*{reason}"):
+        make_target(tiny_model(family), path="graphed")
+
+
+def test_what_a_captured_pass_would_pass_by_is_refused():
+    model = tiny_model("llama")
+    handle = model.model.layers[0].register_forward_hook(lambda *given: None)
+    with pytest.raises(SettingsError, match="has hooks"):
+        make_target(model, path="graphed")
+    handle.remove()
+    assert make_target(model, path="graphed").path == "graphed"
+
+
+def test_a_gpu_takes_it_without_being_asked(monkeypatch):
+    from lookahead.targets import graphable as module
+
+    monkeypatch.setattr(module, "on_gpu", lambda model: True)
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    assert make_target(model).path == "graphed"
+    assert make_target(model, path="transformers").path == "transformers"
+
+
+@pytest.mark.parametrize("how", ["refused", "wrong"])
+def test_it_falls_back_and_says_so_once(how, monkeypatch):
+    from lookahead.targets import graphable as module
+    from lookahead.targets import graphed
+
+    monkeypatch.setattr(module, "on_gpu", lambda model: True)
+    if how == "refused":
+        monkeypatch.setattr(graphed._Pass, "run", cannot_be_captured)
+    else:
+        honest = graphed.fill
+
+        def wrong(buffer, tree, length, bucket):
+            honest(buffer, tree, length, bucket)
+            buffer[1 + bucket] += len(tree) > 1  # the root's depth
+
+        monkeypatch.setattr(graphed, "fill", wrong)
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    named = "cannot be captured" if how == "refused" else "logits there differ"
+    with pytest.warns(RuntimeWarning, match=f"steps are not captured: .*{named}"):
+        target = make_target(model)
+    assert target.path == "transformers"
+    assert named in target.reason
+    again = make_target(model)  # a second warning would be an error here
+    assert_same_as_autoregressive(again, PROMPTS, "lookahead", (5, 4, 7), 20)
+
+
+@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
+    def broken(*args, **named):
+        raise RuntimeError("no such instruction on this card")
+
+    monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
+    monkeypatch.setattr(attention, "_told", set())
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    facts = probe(model).facts
+    with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
+        verdict = graphable(model, facts, _sample_tree, "triton")
+    assert "attention by sdpa" in verdict.reason
+    target = GraphedTarget(model, facts, 64, verdict.attention)
+    assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+
+
+class _NothingRead(TorchDispatchMode):
+    """Finds what a capture does not allow: a value read on the host, or made there."""
+
+    FORBIDDEN = frozenset(
+        {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal", "bincount"}
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.removeprefix("aten::") not in self.FORBIDDEN, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [*CHOSEN, "gemma3", "olmo2", "cohere2", "qwen3-moe"])
+def test_nothing_is_read_on_the_host_inside_a_pass(family):
+    model = tiny_model(family, initializer_range=0.1).to(DEVICE)
+    facts = probe(model).facts
+    verdict = graphable(model, facts, _sample_tree)
+    verdict.attention.attend = functools.partial(attention.get("sdpa"), read_lengths=False)
+    target = GraphedTarget(model, facts, 64, verdict.attention)
+    target.prefill([(0, PROMPTS[0])])
+    tree = _sample_tree(3, 96)
+    target.forward([(0, tree)])
+    one = target.passes[0, bucket_of(len(tree))]
+    with _NothingRead():
+        one.evaluate(target)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), _NothingRead():
+        int(torch.ones(1, device=DEVICE))  # the watch works
+
+
+def test_cache_and_passes_are_taken_over_by_the_next_target(model):
+    facts = make_target(model, path="transformers").facts
+    forget(model)
+    first = GraphedTarget(model, facts)
+    cache = first.cache
+    assert_same_as_autoregressive(first, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+    other = GraphedTarget(model, facts)  # while the first is in use
+    assert other.cache is not cache
+    del first
+    gc.collect()
+    second = GraphedTarget(model, facts)
+    assert second.cache is cache
+    assert second.passes
+    assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
+    assert_same_as_autoregressive(second, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+    del second, other
+    gc.collect()
+    weight = model.model.norm.weight
+    weight.data = weight.data.clone()  # graphs read the weights where they lay
+    assert GraphedTarget(model, facts).cache is not cache
+
+
+def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
+    facts = make_target(model, path="transformers").facts
+    forget(model)
+    with torch.inference_mode():
+        assert_same_as_autoregressive(
+            GraphedTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 40
+        )
+    gc.collect()
+    assert_same_as_autoregressive(GraphedTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
+
+
+def test_logits_outlive_the_next_step(model):
+    target = GraphedTarget(model, make_target(model, path="transformers").facts)
+    target.prefill([(0, PROMPTS[0])])
+    (scores,) = target.forward([(0, TokenTree(3))])
+    row, best = scores.row(0), scores.row(0).clone()
+    target.commit([(0, [0])])
+    target.forward([(0, TokenTree(9))])
+    assert torch.equal(row, best)
+
+
+def test_nan_is_named(model):
+    from lookahead.core import NumericalError
+
+    target = GraphedTarget(model, make_target(model, path="transformers").facts)
+    target.prefill([(0, PROMPTS[0])])
+    norm = model.model.norm.weight
+    kept = norm.detach().clone()
+    norm.data.fill_(torch.nan)
+    (scores,) = target.forward([(0, TokenTree(3))])
+    norm.data.copy_(kept)
+    with pytest.raises(NumericalError, match="logits are NaN"):
+        scores.best(0)

@@ -20,6 +20,7 @@ Row i of a step sees the committed prefix, its ancestors among the step's rows, 
     naive    the definition, with a mask; any dtype, float64 included
     sdpa     prefix without a mask, tree part by its bits, merged by log-sum-exp; every device
     triton   the same split over the context in one kernel; NVIDIA GPUs
+    flash    the prefix by torch's stock flash kernel, the tree part by ours; NVIDIA GPUs
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ import torch
 
 from ..core.errors import SettingsError
 
-__all__ = ["BACKENDS", "Attend", "get", "pack_bits", "unpack_bits"]
+__all__ = ["BACKENDS", "Attend", "Guarded", "get", "name_of", "pack_bits", "unpack_bits"]
 
 Attend = Callable[..., torch.Tensor]
-BACKENDS = ("naive", "sdpa", "triton")
+BACKENDS = ("naive", "sdpa", "triton", "flash")
+_KERNELS = ("triton", "flash")
 #: Largest head size of any backend.
 LARGEST_HEAD = 256
 _told: set[str] = set()
@@ -56,12 +58,19 @@ def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
         raise SettingsError(
             f"the attention backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
         )
-    if name == "triton" and not _has_triton():
+    if name in _KERNELS and not _has_triton():
         raise SettingsError(
-            "the attention backend triton needs the package triton; pip install triton, or use sdpa"
+            f"the attention backend {name} needs the package triton; pip install triton, or use sdpa"
         )
     attend: Attend = import_module(f".{name}", __package__).attend
-    return _guarded(attend) if name == "triton" else attend
+    return Guarded(name, attend) if name in _KERNELS else attend
+
+
+def name_of(attend: Attend) -> str:
+    """Which backend computes: "triton", or "sdpa" where that has taken a kernel's place."""
+    if isinstance(attend, Guarded):
+        return attend.name if not attend.broken else "sdpa"
+    return attend.__module__.rsplit(".", 1)[-1]
 
 
 def _has_triton() -> bool:
@@ -70,36 +79,48 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _guarded(attend: Attend) -> Attend:
-    """The kernel, with sdpa for the shapes that this card cannot compile."""
-    from .sdpa import attend as fallback
+class Guarded:
+    """A kernel, with sdpa for the shapes that this card cannot compile.
 
-    broken: set[tuple[Any, ...]] = set()
+    Attributes:
+        broken: the shapes (dtype, head sizes, key heads) that sdpa computes.
+    """
 
-    def guarded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    def __init__(self, name: str, attend: Attend) -> None:
+        self.name = name
+        self.broken: set[tuple[Any, ...]] = set()
+        self._attend = attend
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
         shape = (query.dtype, query.shape[-1], value.shape[-1], key.shape[1])
-        if shape not in broken:
+        if shape not in self.broken:
             try:
-                return attend(query, key, value, *rest, **named)
+                return self._attend(query, key, value, *rest, **named)
             except SettingsError:
                 raise
             except Exception as error:  # a compiler fails in many ways; the reason is told
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                broken.add(shape)
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-                if reason not in _told:
-                    _told.add(reason)
-                    warnings.warn(
-                        f"the attention kernel does not run here for head size {query.shape[-1]} in "
-                        f"{str(query.dtype).removeprefix('torch.')} ({type(error).__name__}: {reason}); "
-                        "using sdpa, with the same result",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                self.broken.add(shape)
+                self._tell(query, error)
+        from .sdpa import attend as fallback
+
         return fallback(query, key, value, *rest, **named)
 
-    return guarded
+    def _tell(self, query: torch.Tensor, error: Exception) -> None:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        if reason in _told:
+            return
+        _told.add(reason)
+        warnings.warn(
+            f"the attention kernel does not run here for head size {query.shape[-1]} in "
+            f"{str(query.dtype).removeprefix('torch.')} ({type(error).__name__}: {reason}); "
+            "using sdpa, with the same result",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def pack_bits(ancestors: Sequence[Sequence[int]], rows: int) -> torch.Tensor:

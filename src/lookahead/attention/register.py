@@ -4,10 +4,15 @@ A model whose attention implementation is ``NAME`` calls us in every layer; what
 bits, depths, live lengths) is set for the length of one pass. No mask is made at all: transformers skips its
 masks for a name that has no mask function. Models that ignore the setting are found by their flag and by
 counting calls, because ``set_attn_implementation`` says nothing there.
+
+``enable`` changes the model until it is set otherwise; ``prepare`` leaves it as it is, for passes that take the
+tree attention for their own length (``TreeAttention.switched``).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +22,7 @@ from typing import Any
 import torch
 
 from ..core.errors import SettingsError
-from . import Attend, get, pack_bits
+from . import Attend, get, name_of, pack_bits
 
 NAME = "lookahead_tree"
 #: Rows per block of a prefill that torch's own kernels cannot take (soft-capping, sinks, windows).
@@ -31,11 +36,37 @@ class TreeAttention:
     Attributes:
         attend: the backend.
         calls: layers evaluated so far.
+        lock: held while the model is switched over.
     """
 
     attend: Attend
     calls: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _step: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def backend(self) -> str:
+        """The backend that computes; sdpa where a kernel did not compile."""
+        return name_of(self.attend)
+
+    @contextmanager
+    def switched(self, model: Any) -> Iterator[None]:
+        """The model calls this attention inside, and the one that it had before and after.
+
+        One thread at a time: what runs on the model elsewhere meanwhile must not need a mask.
+        """
+        with self.lock:
+            before = [(config, config._attn_implementation) for config in _configs(model)]
+            last, _known[model] = _known.get(model), self
+            try:
+                for config, _ in before:
+                    config._attn_implementation = NAME
+                yield
+            finally:
+                for config, name in before:  # a config sets those inside it, which come behind it
+                    config._attn_implementation = name
+                if last is not None:
+                    _known[model] = last
 
     @contextmanager
     def step(
@@ -70,6 +101,7 @@ class TreeAttention:
             _active.reset(token)
 
 
+_known: weakref.WeakKeyDictionary[Any, TreeAttention] = weakref.WeakKeyDictionary()
 _active: ContextVar[TreeAttention | None] = ContextVar("tree_attention", default=None)
 
 
@@ -152,9 +184,20 @@ def enable(model: Any, backend: str = "auto") -> TreeAttention:
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks; it is left as it was.
     """
+    tree_attention = prepare(model, backend)
+    model.set_attn_implementation(NAME)
+    _known[model] = tree_attention
+    return tree_attention
+
+
+def prepare(model: Any, backend: str = "auto") -> TreeAttention:
+    """The tree attention for a model that stays as it is; see ``TreeAttention.switched``. Arguments as above.
+
+    Raises:
+        SettingsError: the model ignores attention functions, or attends in chunks.
+    """
     from transformers import AttentionInterface
 
-    attend = get(backend, model.device)
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None):
@@ -164,13 +207,12 @@ def enable(model: Any, backend: str = "auto") -> TreeAttention:
             f"{name} does not take attention functions (its class lacks _supports_attention_backend); use sdpa"
         )
     AttentionInterface.register(NAME, forward)
-    before = model.config._attn_implementation
-    tree_attention = TreeAttention(attend)
-    model.set_attn_implementation(NAME)
+    tree_attention = TreeAttention(get(backend, model.device))
     layers = len(getattr(config, "layer_types", None) or range(config.num_hidden_layers))
     try:
         with (
             torch.no_grad(),
+            tree_attention.switched(model),
             tree_attention.step([[1]], torch.zeros(1, 1), [0], model.device),
         ):
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
@@ -178,16 +220,29 @@ def enable(model: Any, backend: str = "auto") -> TreeAttention:
     except SettingsError:
         calls = 0
     if calls != layers:
-        model.set_attn_implementation(before)
         raise SettingsError(
             f"{name} called the tree attention in {calls} of its {layers} layers, so its steps would be silently "
             "wrong; use sdpa"
         )
     tree_attention.calls = 0
-    model._lookahead_attention = tree_attention
     return tree_attention
 
 
 def enabled(model: Any) -> TreeAttention | None:
-    """The tree attention of a model that ``enable`` has seen and that still uses it, else None."""
-    return getattr(model, "_lookahead_attention", None) if model.config._attn_implementation == NAME else None
+    """The tree attention of a model that has it in force, else None."""
+    return _known.get(model) if model.config._attn_implementation == NAME else None
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs of a model and its parts, outer ones first, each once."""
+    found = {id(model.config): model.config}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    for config in list(found.values()):
+        for key in config.sub_configs:
+            part = getattr(config, key, None)
+            if part is not None:
+                found.setdefault(id(part), part)
+    return list(found.values())

@@ -5,6 +5,9 @@
 Grouped heads become rows of one head, so the cache is read once. The prefix goes to torch's own flash kernel
 where there is one with a log-sum-exp, else it is taken block by block. With a sliding window, keys that all
 rows see go the same way, and the few at its edge, which only some rows see, join the tree part.
+
+Lengths that lie on a device are not read back, because a captured graph must not wait for one. They are
+honoured by a mask over the whole cache then: slower, and right wherever torch runs.
 """
 
 from __future__ import annotations
@@ -31,9 +34,21 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    read_lengths: bool | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes. One sequence after the other."""
+    """See the package for arguments and shapes. One sequence after the other.
+
+    Args:
+        read_lengths: whether the lengths may be read on the host; None allows it where they lie there.
+    """
     check(query, key, value, words)
+    if read_lengths is None:
+        read_lengths = not torch.is_tensor(lengths) or lengths.device.type == "cpu"
+    if not read_lengths:
+        return _whole_cache(
+            query, key, value, lengths, words, depths,
+            scale if scale is not None else query.shape[-1] ** -0.5, window, softcap, sinks,
+        )  # fmt: skip
     _, heads, rows, size = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -67,6 +82,44 @@ def attend(
             out = out * torch.sigmoid(total - sink)[..., None]
         outputs.append(out.view(heads, rows, -1).to(query.dtype))
     return torch.stack(outputs)
+
+
+def _whole_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    words: torch.Tensor,
+    depths: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """All columns of the cache, with a mask (B, Q, C) made on the device; nothing is read back."""
+    batch, heads, rows, _ = query.shape
+    kv_heads, group = key.shape[1], heads // key.shape[1]
+    # A column's place among the step's rows; negative in the prefix, rows or more where nothing is yet.
+    place = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None].long()  # (B, C)
+    row = place.clamp(0, rows - 1)
+    own = unpack_bits(words).gather(2, row[:, None].expand(-1, rows, -1))
+    live = place < rows
+    seen = (place < 0)[:, None] | (own & live[:, None])
+    if window:
+        at = torch.where(place < 0, place, depths.long().gather(1, row))
+        seen &= depths[:, :, None] - at[:, None] < window
+    folded = query.reshape(batch, kv_heads, group * rows, -1)
+    scores = (folded @ key.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen.repeat(1, group, 1)[:, None], float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, rows)
+        scores = torch.cat([scores, extra.reshape(batch, kv_heads, -1, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    # What lies behind the rows is no number that anybody wrote, and 0 times NaN is NaN.
+    out = weights @ value.masked_fill(~live[:, None, :, None], 0)
+    return out.reshape(batch, heads, rows, -1)
 
 
 def _visible_to_all(length: int, depths: torch.Tensor, window: int) -> tuple[int, int]:

@@ -6,13 +6,13 @@ cache is read once. Parts 0 .. P - 1 are stretches of the committed prefix and u
 itself: per 32 rows one word of ancestor bits per query row, held in registers. The second launch merges the
 parts by log-sum-exp and adds the sinks.
 
-Lengths and bits are read on the device, so that one captured graph serves a bucket of context lengths; parts
-behind the live length cost next to nothing.
+Lengths and bits are read on the device, so that one captured graph serves all lengths of a capacity: the number
+of parts is fixed by the grid, and each program works out its own stretch from the live length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.con
 def _parts(
     query, key, value, lengths, words, depths, partial, totals,
     q_b, q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c,
-    scale, softcap, window, parts, kv_heads, rows, width, chunk,
+    scale, softcap, window, parts, kv_heads, rows, width,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -68,12 +68,13 @@ def _parts(
     if UPCAST:
         q = q.to(tl.float32)
     depth = tl.load(depths + b * rows + row, mask=live, other=0)
-    key += b.to(tl.int64) * k_b + h * k_h
-    value += b.to(tl.int64) * v_b + h * v_h
+    key += b.to(tl.int64) * k_b + h.to(tl.int64) * k_h
+    value += b.to(tl.int64) * v_b + h.to(tl.int64) * v_h
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     if part < parts:
+        chunk = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
         start = part * chunk
         end = tl.minimum(start + chunk, length)
         if WINDOW:
@@ -119,12 +120,14 @@ def _parts(
                 k, v = k.to(tl.float32), v.to(tl.float32)
             scores = _score(q, k, scale, softcap, SOFTCAP, PRECISION)
             best, total, acc = _absorb(scores, seen, v, best, total, acc, PRECISION)
-    total = tl.where(total == 0.0, 1.0, total)  # a row that saw nothing here: its best is -inf, which says so
+    # A row that saw nothing here: its best is -inf, which says so, and nothing else is written.
+    saw = live & (best > float("-inf"))
+    total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     place = (pair * (parts + 1) + part) * GROUP * rows + member
     tl.store(totals + place, best + tl.log2(total), mask=live)
     tl.store(
-        partial + place.to(tl.int64)[:, None] * DV + dv[None, :], acc, mask=live[:, None] & (dv < DV)[None, :]
+        partial + place.to(tl.int64)[:, None] * DV + dv[None, :], acc, mask=saw[:, None] & (dv < DV)[None, :]
     )
 
 
@@ -168,43 +171,25 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    longest: int | None = None,
+    tuning: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes.
+    """See the package for arguments and shapes. Lengths on the device are not read back.
 
     Args:
-        longest: bound on the lengths, where they lie on the device and must not be read (a captured graph);
-            None takes the cache's columns less the rows.
+        tuning: tile sizes in place of those of ``blocks``, and "parts" in place of ``split``'s.
     """
     check(query, key, value, words)
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
-    device = query.device
-    batch, heads, rows, size = query.shape
-    kv_heads, columns, value_size = key.shape[1], key.shape[2], value.shape[-1]
+    batch, heads, rows, value_size = *query.shape[:3], value.shape[-1]
+    kv_heads, columns = key.shape[1], key.shape[2]
     group = heads // kv_heads
-    # Only the last axis must be dense; the others are walked by stride.
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
-    words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
-    longest = longest if longest is not None else columns - rows
-    block = blocks(group * rows, size, value_size, query.element_size())
+    block = blocks(group * rows, query.shape[-1], value_size, query.element_size()) | dict(tuning or {})
     tiles = triton.cdiv(group * rows, block["BLOCK_M"])
-    parts, chunk = split(longest, batch * kv_heads * tiles, block["BLOCK_N"], _processors(device))
-    partial = _empty((batch * kv_heads, parts + 1, group * rows, value_size), torch.float32, device)
-    totals = _empty((batch * kv_heads, parts + 1, group * rows), torch.float32, device)
-    out = _empty((batch, heads, rows, value_size), query.dtype, device)
-    dims = {"D": size, "DV": value_size, "BLOCK_D": _dots(size), "BLOCK_DV": _dots(value_size)}
-    _parts[(parts + 1, tiles, batch * kv_heads)](
-        query, key, value, lengths, words, depths, partial, totals,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        scale if scale is not None else size**-0.5, softcap, window,
-        parts, kv_heads, rows, words.shape[2], chunk,
-        GROUP=group, **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
-        UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
-    )  # fmt: skip
+    wanted = split(columns - rows, batch * kv_heads * tiles, block["BLOCK_N"], _processors(query.device))
+    parts = block.pop("parts", wanted)
+    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=query.device)
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    partial, totals = _launch(query, key, value, lengths, words, depths, scale, window, softcap, parts, block)
+    out = _empty((batch, heads, rows, value_size), query.dtype, query.device)
     _merge[(group * rows, batch * kv_heads)](
         partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, rows,
         *out.stride()[:3],
@@ -212,6 +197,52 @@ def attend(
         BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
     )  # fmt: skip
     return out
+
+
+def tree_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    words: torch.Tensor,
+    depths: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's own rows alone: output (B Hkv, 1, G Q, Dv) and base-2 log-sum-exp (B Hkv, 1, G Q), fp32."""
+    group = query.shape[1] // key.shape[1]
+    block = blocks(group * query.shape[2], query.shape[-1], value.shape[-1], query.element_size())
+    return _launch(query, key, value, lengths, words, depths, scale, 0, 0.0, 0, block)
+
+
+def _launch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor,
+    words: torch.Tensor, depths: torch.Tensor, scale: float, window: int, softcap: float,
+    parts: int, block: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Every part's output (B Hkv, parts + 1, G Q, Dv) and base-2 log-sum-exp (B Hkv, parts + 1, G Q), fp32."""
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
+    device = query.device
+    batch, heads, rows, size = query.shape
+    kv_heads, value_size = key.shape[1], value.shape[-1]
+    group = heads // kv_heads
+    # Only the last axis must be dense; the others are walked by stride.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
+    tiles = triton.cdiv(group * rows, block["BLOCK_M"])
+    partial = _empty((batch * kv_heads, parts + 1, group * rows, value_size), torch.float32, device)
+    totals = _empty((batch * kv_heads, parts + 1, group * rows), torch.float32, device)
+    dims = {"D": size, "DV": value_size, "BLOCK_D": _dots(size), "BLOCK_DV": _dots(value_size)}
+    _parts[(parts + 1, tiles, batch * kv_heads)](
+        query, key, value, lengths, words, depths, partial, totals,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        scale, softcap, window, parts, kv_heads, rows, words.shape[2],
+        GROUP=group, **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
+    )  # fmt: skip
+    return partial, totals
 
 
 def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:
@@ -230,13 +261,10 @@ def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[st
     }
 
 
-def split(longest: int, programs: int, block_n: int, processors: int) -> tuple[int, int]:
-    """(parts of the prefix, keys of a part): about two programs per processor, no part under 4 blocks."""
-    least = 4 * block_n
+def split(longest: int, programs: int, block_n: int, processors: int) -> int:
+    """Parts of a prefix: about two programs per processor, no part under 4 blocks at the longest."""
     wanted = max(1, 2 * processors // max(1, programs))
-    parts = max(1, min(wanted, triton.cdiv(max(1, longest), least), 128))
-    chunk = triton.cdiv(triton.cdiv(max(1, longest), parts), block_n) * block_n
-    return triton.cdiv(max(1, longest), chunk), chunk
+    return max(1, min(wanted, triton.cdiv(max(1, longest), 4 * block_n), 64))
 
 
 def _dots(size: int) -> int:

@@ -123,6 +123,11 @@ class TreeCache(Cache):
             self._storage[group] = new
         self.slots, self.capacity = new_slots, new_capacity
 
+    def clear(self) -> None:
+        """All numbers are 0 again, in the same memory."""
+        for storage in self._storage.values():
+            storage.zero_()
+
     def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Placement:
         """Say where the next pass writes; reserves the room."""
         self.reserve(max(slots) + 1, max(lengths) + rows)

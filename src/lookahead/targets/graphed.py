@@ -6,13 +6,18 @@ step (token ids, depths, ancestor bits, the live length) lies in one buffer of i
 device once per step, and one copy brings the argmaxes back. Rows up to the bucket's size are padded with
 rows that see the root alone; the cache is handed to attention whole, with its live length on the device.
 
-Needs the tree attention (``attention.register.enable``), which reads the length there. One sequence at a
+A bucket's first step runs uncaptured, which sets up libraries and compiles kernels; its second is captured.
+Cache and graphs outlive their target: the next target of the same model takes them over, so that a short text
+does not pay for capturing anew. One such arena per model is kept while none is in use.
+
+Needs the tree attention (``attention.register``), which reads the length on the device. One sequence at a
 time; several go the ordinary way. On a CPU the same code runs without capture, which is how it is tested.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +25,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.register import enabled
+from ..attention.register import TreeAttention, enabled
 from ..core import SettingsError, TokenTree
+from .cache import TreeCache
 from .scores import LogitsBatch, LogitsRows
 from .transformers import ModelFacts, TransformersTarget, _memory_errors
 
 #: Rows of a captured pass. Up to 64 by eights: a tile of a matrix product has 8 or 16 rows.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+#: Tokens of a cache to begin with; where it grows, passes are captured anew.
+CAPACITY = 1024
 
 
 def bucket_of(rows: int) -> int | None:
@@ -69,125 +79,212 @@ class _Placement:
     width: int
 
 
+class _StepLogits(LogitsBatch):
+    """Logits whose argmaxes were taken in the pass itself: (1, Q), -1 for NaN."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        super().__init__(logits)
+        self._tokens = tokens
+
+    def _all_best(self) -> torch.Tensor:
+        return self._tokens
+
+
 class _Pass:
     """The forward pass of one bucket in one slot, captured where there is a GPU."""
 
-    def __init__(self, target: GraphedTarget, slot: int, bucket: int) -> None:
-        self.target = target
+    def __init__(self, slot: int, bucket: int, device: torch.device) -> None:
         self.bucket = bucket
         self.slot = slot
-        device = target.model.device
-        pin = device.type == "cuda"
-        self.host = torch.zeros(buffer_size(bucket), dtype=torch.int32, pin_memory=pin)
+        self.on_gpu = device.type == "cuda"
+        self.host = torch.zeros(buffer_size(bucket), dtype=torch.int32, pin_memory=self.on_gpu)
         self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
         self.columns = torch.arange(bucket, device=device)
         self.slots = torch.tensor([[slot]], device=device)
+        self.copied = torch.cuda.Event() if self.on_gpu else None
         self.graph: Any = None
-        self.logits: torch.Tensor | None = None
+        self.results: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.steps = 0
 
-    def run(self, tree: TokenTree, length: int) -> torch.Tensor:
-        """Logits (1, bucket, V)."""
-        # The last step's copy has been read before its logits came back, so the buffer is free.
+    def run(self, target: GraphedTarget, tree: TokenTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (1, Q, V) and argmaxes (1, Q) of the tree's rows, in memory of their own."""
+        if self.copied is not None:
+            self.copied.synchronize()  # the last step's copy may still be under way where nobody read its logits
         fill(self.host, tree, length, self.bucket)
         self.numbers.copy_(self.host, non_blocking=True)
-        if self.numbers.device.type != "cuda":
-            return self._evaluate()
-        if self.graph is None:
-            self._capture()
-        self.graph.replay()
-        assert self.logits is not None
-        return self.logits
+        if self.copied is not None:
+            self.copied.record()
+        self.steps += 1
+        if not self.on_gpu or self.steps == 1:
+            results = self.evaluate(target)
+        else:
+            if self.graph is None:
+                self._capture(target)
+            self.graph.replay()
+            results = self.results
+        assert results is not None
+        # Cloned, because the next replay writes to the same place.
+        return results[0][:, : len(tree)].clone(), results[1][:, : len(tree)].clone()
 
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries and kernels set themselves up outside of the graph
-                self._evaluate()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=self.target.memory_pool):
-            self.logits = self._evaluate()
+    def _capture(self, target: GraphedTarget) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on allocating meanwhile; only this one is watched.
+        with torch.cuda.graph(graph, pool=target.arena.memory_pool, capture_error_mode="thread_local"):
+            self.results = self.evaluate(target)
+        self.graph = graph
 
-    def _evaluate(self) -> torch.Tensor:
-        """Everything that is captured: from the numbers to the logits."""
-        target, rows = self.target, self.bucket
+    def evaluate(self, target: GraphedTarget) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
+        rows, cache = self.bucket, target.cache
         length, ids, depths, words = self.numbers.split([1, rows, rows, rows * _width(rows)])
-        cache = target.cache
         at = (length + self.columns)[None].long()
         cache.placement = _Placement([self.slot], [0], rows, (self.slots, at), cache.capacity)
-        positions = (length + depths)[None].long()
-        attention = enabled(target.model)
-        assert attention is not None
         keywords: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if target.facts.takes_positions:
-            keywords["position_ids"] = positions
-        with torch.no_grad(), attention.within(words.view(1, rows, -1), depths[None], length):
-            return target.model(input_ids=ids[None].long(), return_dict=True, **keywords).logits
+            keywords["position_ids"] = (length + depths)[None].long()
+        attention = target.attention
+        with (
+            torch.no_grad(),
+            attention.switched(target.model),
+            attention.within(words.view(1, rows, -1), depths[None], length),
+        ):
+            logits = target.model(input_ids=ids[None].long(), return_dict=True, **keywords).logits
+        values, tokens = logits.max(dim=-1)
+        return logits, tokens.masked_fill(values.isnan(), -1)
+
+
+class _Arena:
+    """What outlives a target: the cache, and the passes captured over it. Knows no model, so it keeps none."""
+
+    def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
+        self.weights = _weights(model)
+        self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
+        self.passes: dict[tuple[int, int], _Pass] = {}
+        self.memory_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.sound = True
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Room in the cache; where that moves it, passes are captured anew."""
+        room = self.cache.slots, self.cache.capacity
+        self.cache.reserve(slots, capacity)
+        if (self.cache.slots, self.cache.capacity) != room:
+            self.passes.clear()
+
+
+_idle: weakref.WeakKeyDictionary[Any, list[_Arena]] = weakref.WeakKeyDictionary()
+
+
+def _weights(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Where the weights lie: captured passes read them there."""
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+def _take_arena(model: PreTrainedModel, facts: ModelFacts, capacity: int) -> _Arena:
+    idle = _idle.setdefault(model, [])
+    while idle:
+        arena = idle.pop()
+        if arena.weights == _weights(model):
+            arena.cache.clear()
+            arena.reserve(1, capacity)
+            return arena
+    return _Arena(model, facts, capacity)
+
+
+def _give_back(model: weakref.ref[Any], arena: _Arena) -> None:
+    held = model()
+    if held is not None and arena.sound and not _idle.setdefault(held, []):
+        _idle[held].append(arena)
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Free the cache and the captured passes that are kept for a model's next target."""
+    _idle.pop(model, None)
 
 
 class GraphedTarget(TransformersTarget):
     """``TransformersTarget`` with captured passes. Same logits, up to the arithmetic.
 
     Args:
-        model: has the tree attention enabled.
+        model: a causal language model.
         facts: what is known of it.
         capacity: tokens per slot to begin with; when storage grows, passes are captured anew.
+        attention: from ``attention.register.prepare``; None takes what ``enable`` has put in force.
+        reason: one line that says why this path was taken.
     """
 
     path = "graphed"
 
-    def __init__(self, model: PreTrainedModel, facts: ModelFacts | None = None, capacity: int = 1024) -> None:
-        if enabled(model) is None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts | None = None,
+        capacity: int = CAPACITY,
+        attention: TreeAttention | None = None,
+        reason: str = "",
+    ) -> None:
+        attention = attention if attention is not None else enabled(model)
+        if attention is None:
             raise SettingsError(
                 "captured passes need the tree attention; call lookahead.attention.register.enable(model) first"
             )
-        super().__init__(model, facts, capacity)
-        self.refused = False
-        self.passes: dict[tuple[int, int], _Pass] = {}
-        self.memory_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-        self._captured_for = (self.cache.slots, self.cache.capacity)
+        self.model = model
+        self.facts = facts if facts is not None else ModelFacts(model)
+        self.attention = attention
+        self.reason = reason
+        self.refused = ""
+        # Memory that inference mode made could not be written outside of it, and it is to be used again.
+        with torch.inference_mode(False):
+            self.arena = _take_arena(model, self.facts, capacity)
+        self.cache = self.arena.cache
+        self.lengths = {}
+        self._pending = {}
+        weakref.finalize(self, _give_back, weakref.ref(model), self.arena)
+
+    @property
+    def passes(self) -> dict[tuple[int, int], _Pass]:
+        """By slot and bucket."""
+        return self.arena.passes
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+        with torch.inference_mode(False), self.attention.lock, _memory_errors("the cache of a prompt"):
+            for slot, prompt in prompts:
+                self.arena.reserve(slot + 1, len(prompt))
+        with self.attention.lock:
+            return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        bucket = bucket_of(max(len(tree) for _, tree in trees))
-        if (
-            self.refused
-            or len(trees) > 1
-            or bucket is None
-            or self.facts.alibi is not None
-            or self.facts.rope_type
-        ):
-            return super().forward(trees)
-        ((slot, tree),) = trees
-        with _memory_errors(f"a step of {bucket} rows"):
+        rows = max(len(tree) for _, tree in trees)
+        bucket = bucket_of(rows)
+        with torch.inference_mode(False), self.attention.lock:
             # Padding is written too, so the room is the bucket's.
-            self.cache.reserve(slot + 1, self.lengths[slot] + bucket)
-            room = (self.cache.slots, self.cache.capacity)
-            if room != self._captured_for:
-                self.passes.clear()
-                self._captured_for = room
+            with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+                for slot, _ in trees:
+                    self.arena.reserve(slot + 1, self.lengths[slot] + (bucket or rows))
+            unfit = self.refused or self.facts.alibi is not None or self.facts.rope_type
+            if unfit or len(trees) > 1 or bucket is None:
+                return super().forward(trees)
+            ((slot, tree),) = trees
             one = self.passes.get((slot, bucket))
             if one is None:
-                one = self.passes[slot, bucket] = _Pass(self, slot, bucket)
+                one = self.passes[slot, bucket] = _Pass(slot, bucket, self.model.device)
             try:
-                logits = one.run(tree, self.lengths[slot])
+                with _memory_errors(f"a step of {bucket} rows"):
+                    logits, tokens = one.run(self, tree, self.lengths[slot])
             except RuntimeError as error:
-                if one.graph is not None and one.logits is not None:
+                if one.graph is not None or isinstance(error, torch.OutOfMemoryError):
                     raise  # not the capture
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 self._refuse(error)
                 return super().forward(trees)
         self._pending[slot] = tree
-        return [LogitsRows(LogitsBatch(logits), 0)]
+        return [LogitsRows(_StepLogits(logits, tokens), 0)]
 
     def _refuse(self, error: RuntimeError) -> None:
         """A model or backend that cannot be captured goes the ordinary way from now on."""
-        self.refused = True
+        self.refused = (str(error).splitlines() or [""])[0][:160]
+        self.arena.sound = False
         self.passes.clear()
-        first_line = (str(error).splitlines() or [""])[0][:160]
         warnings.warn(
-            f"this model's step cannot be captured ({first_line}); going on without graphs, with the same result",
+            f"this model's step cannot be captured ({self.refused}); going on without graphs, with the same result",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -75,26 +75,36 @@ def make_target(
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
     Args:
-        path: "lean" or "transformers" to force one of the two tree targets, which are each other's twins.
+        path: "lean", "graphed" or "transformers" to force one of the tree targets, which are each other's twins.
+            "auto" takes lean on a CPU and graphed on a CUDA device, where the model allows it.
         weights: "int8" for the lean path with weights as bytes: faster, and no longer the model's own outputs.
 
     Raises:
         SettingsError: the forced path is not there for this model.
     """
+    from . import graphable
+    from .graphed import CAPACITY, GraphedTarget
     from .lean import LeanTarget, lean_model
 
-    if path not in ("auto", "lean", "transformers"):
-        raise SettingsError(f"path must be 'auto', 'lean' or 'transformers', got {path!r}")
-    if weights not in ("same", "int8") or (weights == "int8" and path == "transformers"):
+    if path not in ("auto", "lean", "graphed", "transformers"):
+        raise SettingsError(f"path must be 'auto', 'lean', 'graphed' or 'transformers', got {path!r}")
+    if weights not in ("same", "int8") or (weights == "int8" and path in ("graphed", "transformers")):
         raise SettingsError(f"weights must be 'same', or 'int8' on the lean path, got {weights!r}")
     found = probe(model)
     reason = found.reason
-    if found.mode == "tree" and found.facts is not None and path != "transformers":
+    is_tree = found.mode == "tree" and found.facts is not None
+    if is_tree and (path == "graphed" or (path == "auto" and weights == "same" and graphable.on_gpu(model))):
+        captured = graphable.graphable(model, found.facts, _sample_tree)
+        if captured.attention is not None:
+            room = max(capacity, CAPACITY)
+            return GraphedTarget(model, found.facts, room, captured.attention, captured.reason)
+        reason = captured.reason
+    elif is_tree and path != "transformers":
         verdict = lean_model(model, found.facts, _sample_tree, weights)
         if verdict.lean is not None:
             return LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
         reason = verdict.reason
-    if path == "lean" or weights == "int8" or (path == "transformers" and found.mode != "tree"):
+    if path in ("lean", "graphed") or weights == "int8" or (path == "transformers" and found.mode != "tree"):
         what = "int8" if weights == "int8" else path
         raise SettingsError(f"the {what} path is not there for this model: {reason}; use path='auto'")
     target = TransformersTarget(model, found.facts, capacity) if found.mode == "tree" else PlainTarget(model)
