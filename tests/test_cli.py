@@ -123,6 +123,7 @@ def test_json(model, llm):
     assert record["text"] == llm.generate(PROMPT, max_new_tokens=20).text
     assert record["compare"]["equal"] is True
     assert record["compare"]["plain_steps"] == record["new_tokens"] - 1
+    assert record["stats"]["path"] == llm.target().path
     assert set(record["stats"]["seconds"]) >= {"prefill", "draft", "forward", "verify", "commit"}
 
 

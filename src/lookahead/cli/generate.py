@@ -230,6 +230,7 @@ def summary(llm: LLM, result: Result) -> str:
         f"{stats.new_tokens} tokens in {stats.steps} steps ({stats.compression_ratio:.2f} a step) · "
         f"{spent:.2f} s · {stats.new_tokens / max(spent, 1e-9):.1f} tokens/s · "
         f"{result.finish_reason}{seed} · {llm.method} · {_dtype(llm)}"
+        + (f" · {stats.path} path" if stats.path else "")
     )
 
 

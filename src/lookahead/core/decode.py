@@ -76,6 +76,7 @@ class Stats:
         rows_per_step: steps by their number of rows.
         seconds: wall time by phase while this sequence was in it; sequences that share a pass share it.
         drafter: figures of the drafting method's own.
+        path: what evaluated the steps, by the target's own name; "" where it has none.
     """
 
     prompt_tokens: int = 0
@@ -88,6 +89,7 @@ class Stats:
     rows_per_step: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafter: dict[str, float] = field(default_factory=dict)
+    path: str = ""
 
     @property
     def compression_ratio(self) -> float:
@@ -129,6 +131,7 @@ class Stats:
             "rows_per_step": {str(k): v for k, v in sorted(self.rows_per_step.items())},
             "seconds": dict(self.seconds),
             "drafter": dict(self.drafter),
+            "path": self.path,
         }
 
 
@@ -183,6 +186,7 @@ class Decoder:
         """Let a sequence join at the next step."""
         generation = Generation(request)
         generation.stats.prompt_tokens = len(request.prompt)
+        generation.stats.path = getattr(self.target, "path", "")
         self._waiting.append(generation)
         return generation
 
