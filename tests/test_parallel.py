@@ -540,12 +540,23 @@ def test_what_cannot_start_is_said():
 def test_a_missing_backend_and_a_split_model_are_refused_by_name():
     import torch
 
-    from lookahead.parallel.group import _backend
+    from lookahead.parallel.group import _check_backend, _choose_backend
     from lookahead.parallel.group import compare as compare_ranks
 
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="'nccl' needs an NVIDIA GPU"):
-            _backend("nccl")
+            _check_backend("nccl")
+    own, shared, none = (
+        [[1, 7, 3], [1, 7, 4], [1, 8, 3]],
+        [[1, 7, 3], [1, 7, 4], [1, 7, 3]],
+        [[1, 7, 3], [0, 0, 0]],
+    )
+    assert _choose_backend(None, own) == _choose_backend("nccl", own) == "nccl"
+    assert _choose_backend("gloo", own) == "gloo"
+    for places, named in ((shared, "ranks 0 and 2 share one GPU"), (none, "rank 1 has no NVIDIA GPU")):
+        assert _choose_backend(None, places) == "gloo"
+        with pytest.raises(SettingsError, match=f"nccl.*{named}"):
+            _choose_backend("nccl", places)
 
     class Split(FakeTarget):
         class model:
@@ -553,6 +564,54 @@ def test_a_missing_backend_and_a_split_model_are_refused_by_name():
 
     with pytest.raises(SettingsError, match="split over 2 ranks by tensor parallelism"):
         compare_ranks(None, Split())
+
+
+def split_by_tensors(rank, folder):
+    """A model that transformers itself has spread over the ranks."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from lookahead import parallel
+    from lookahead.targets.probe import make_target
+
+    group = parallel.start("gloo", 60.0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size,), mesh_dim_names=("tp",))
+    os.environ["LOCAL_RANK"] = str(rank)
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.to_local().numel() == weight.numel() // 2  # it is really split
+    parallel.join(functools.partial(make_target, model), group, model)
+
+
+def test_tensor_parallelism_is_refused_by_name(tmp_path):
+    from lookahead.testing import tiny_model
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    for what, text, _ in launch(2, split_by_tensors, str(tmp_path)):
+        assert what == "SettingsError", text
+        assert "split over 2 ranks by tensor parallelism" in text
+
+
+def test_the_timeout_is_the_users():
+    import lookahead
+
+    arguments = ["generate", "--prompt", "def f", "--max-new-tokens", "2", "--parallel-timeout"]
+    for what, code, _ in launch(2, command_line, [*arguments, "0"], 0):
+        assert (what, code) == ("left", 2)
+    with pytest.raises(SettingsError, match="parallel_timeout goes with parallel"):
+        lookahead.load(parallel_timeout=5)
+
+
+def timeout_of(rank):
+    import lookahead
+
+    team = lookahead.load(parallel="lookahead", parallel_timeout=33.0).team
+    team.close()
+    return team.group.timeout
+
+
+def test_load_hands_the_timeout_on():
+    assert [outcome[:2] for outcome in launch(2, timeout_of)] == [("done", 33.0), ("left", 0)]
 
 
 def write_jobs(path):

@@ -64,6 +64,7 @@ def generate(
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
+    parallel_timeout: opt.ParallelTimeout = None,
     revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     compare: Annotated[
@@ -95,6 +96,7 @@ def generate(
     keywords = {
         "dtype": dtype, "device": device, "threads": threads, "revision": revision,
         "trust_remote_code": trust_remote_code, "method": method, "config": config,
+        "parallel_timeout": parallel_timeout,
     }  # fmt: skip
     opt.follow(model, **keywords)
     if input_ is not None:

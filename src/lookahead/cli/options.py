@@ -76,6 +76,13 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MACHINE)]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.", rich_help_panel=MACHINE)]
+ParallelTimeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Under torchrun: seconds of silence after which a rank counts as hung; 120 without it.",
+        rich_help_panel=MACHINE,
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Of a hub id.", rich_help_panel=MACHINE)]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let the model's own code run.", rich_help_panel=MACHINE)
@@ -151,6 +158,8 @@ def settings(
 
 def load_model(model: str | None, **keywords: Any) -> LLM:
     """``lookahead.load`` without the progress bars and log lines of transformers."""
+    if keywords.get("parallel_timeout") is not None and ranks() == 1:
+        raise SettingsError("--parallel-timeout is for processes that torchrun starts; leave it out without it")
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -41,6 +41,7 @@ def load(
     local_files_only: bool = False,
     attention: str | None = None,
     parallel: str | None = None,
+    parallel_timeout: float | None = None,
 ) -> LLM:
     """Load a decoder-only language model and probe it.
 
@@ -58,6 +59,8 @@ def load(
         attention: "sdpa" or "eager"; None takes what transformers takes for the model.
         parallel: "lookahead" spreads every step over the processes that torchrun started
             (``lookahead.parallel``). This then returns on rank 0 only: the other ranks work for it and exit.
+        parallel_timeout: seconds of silence after which rank 0 ends and names the silent rank; the other ranks
+            end within twice that. None takes 120.
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
@@ -66,7 +69,7 @@ def load(
     make_drafter(
         method_for(method, config), config
     )  # what is wrong with these is an error before anything is read
-    group, device = _start_ranks(parallel, device)
+    group, device = _start_ranks(parallel, device, parallel_timeout)
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:
         if not isinstance(threads, int) or threads < 1:
@@ -101,16 +104,18 @@ def load(
     return llm
 
 
-def _start_ranks(parallel: str | None, device: Any) -> tuple[Any, Any]:
+def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
     """(the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
     if parallel is None:
+        if timeout is not None:
+            raise SettingsError(f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it")
         return None, device
     if parallel != "lookahead":
         raise SettingsError(f"parallel must be 'lookahead' or None, got {parallel!r}")
-    from ..parallel import local_device, start
+    from ..parallel import TIMEOUT, local_device, start
 
-    group = start()
-    return group, device if device is not None else local_device()
+    device = device if device is not None else local_device()
+    return start(timeout=timeout if timeout is not None else TIMEOUT, device=_device(device)), device
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -7,7 +7,9 @@ checksum of the parameters, because nothing later would show it but wrong text.
 from __future__ import annotations
 
 import os
+import platform
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -67,21 +69,24 @@ def local_device() -> str:
     return f"cuda:{index}"
 
 
-def start(backend: str | None = None, timeout: float = TIMEOUT) -> Group:
+def start(
+    backend: str | None = None, timeout: float = TIMEOUT, device: str | torch.device | None = None
+) -> Group:
     """Join the other ranks; to be called once by every process.
 
     Args:
         backend: what carries rows of logits, "gloo" or "nccl"; by default nccl where it is present and every
             rank has a GPU of its own.
-        timeout: seconds of silence after which a rank counts as hung.
+        timeout: seconds of silence after which rank 0 counts a rank as hung; the others end within twice that.
+        device: where this rank has its model; None for ``local_device()``.
 
     Raises:
-        SettingsError: not started by torchrun, or a backend that is not there.
+        SettingsError: not started by torchrun, a backend that is not there, or GPUs that ranks share under nccl.
         LookaheadError: the ranks did not all appear in time.
     """
-    if timeout <= 0:
+    if not 0 < timeout < float("inf"):
         raise SettingsError(f"the timeout must be a positive number of seconds, got {timeout}")
-    backend = _backend(backend)
+    _check_backend(backend)
     owns = not dist.is_initialized()
     if owns:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -98,6 +103,12 @@ def start(backend: str | None = None, timeout: float = TIMEOUT) -> Group:
             ) from error
     rank, size = dist.get_rank(), dist.get_world_size()
     span = timedelta(seconds=timeout)
+    where = torch.device(device if device is not None else local_device())
+    if where.type == "cuda":
+        torch.cuda.set_device(
+            where
+        )  # nccl takes the current device, which is the first one until this is said
+    backend = _choose_backend(backend, _gather(place_of(where)))
     rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
     links = {}
     for other in range(1, size):
@@ -110,20 +121,60 @@ def start(backend: str | None = None, timeout: float = TIMEOUT) -> Group:
     return Group(rank, size, links, backend, timeout, owns)
 
 
-def _backend(backend: str | None) -> str:
+def place_of(device: torch.device) -> list[int]:
+    """What tells one rank's device from another's: (nccl could be used, machine, GPU)."""
+    if device.type != "cuda":
+        return [0, 0, 0]
+    properties = torch.cuda.get_device_properties(device)
+    name = str(getattr(properties, "uuid", device.index))
+    return [int(dist.is_nccl_available()), _stable(platform.node()), _stable(name)]
+
+
+def _gather(numbers: list[int]) -> list[list[int]]:
+    """The numbers of every rank, on every rank."""
+    every = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    try:
+        dist.all_gather(every, torch.tensor(numbers))
+    except RuntimeError as error:
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        raise LookaheadError(f"a rank ended while the ranks were finding each other: {first_line}") from error
+    return [one.tolist() for one in every]
+
+
+def _choose_backend(backend: str | None, places: Sequence[Sequence[int]]) -> str:
+    """What carries rows of logits; all ranks come to the same answer.
+
+    Args:
+        places: ``place_of`` every rank's device.
+    """
+    problem = ""
+    for rank, place in enumerate(places):
+        twin = next((other for other in range(rank) if list(places[other]) == list(place)), None)
+        if not place[0]:
+            problem = f"rank {rank} has no NVIDIA GPU with nccl"
+        elif twin is not None:
+            problem = f"ranks {twin} and {rank} share one GPU"
+        if problem:
+            break
+    if backend == "nccl" and problem:
+        raise SettingsError(
+            f"backend 'nccl' needs a GPU of its own for every rank, and {problem}; use 'gloo', "
+            "or start one process per GPU"
+        )
+    return backend or ("gloo" if problem else "nccl")
+
+
+def _check_backend(backend: str | None) -> None:
     if not dist.is_available():
         raise SettingsError("this build of torch has no torch.distributed; install one that has")
-    if backend is None:
-        return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if backend not in ("gloo", "nccl"):
+    if backend not in (None, "gloo", "nccl"):
         raise SettingsError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-    if backend == "gloo" and not dist.is_gloo_available():
+    if not dist.is_gloo_available():
         raise SettingsError("backend 'gloo' is not in this build of torch; install one that has it")
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise SettingsError(
             "backend 'nccl' needs an NVIDIA GPU and a CUDA build of torch; use 'gloo' on a CPU"
         )
-    return backend
 
 
 def compare(group: Group, target: Any, model: Any = None) -> None:
@@ -210,6 +261,9 @@ def _stable(text: str) -> int:
 
 def _refuse_split_models(model: Any) -> None:
     split = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None) or 1
+    for parameter in model.parameters() if isinstance(model, torch.nn.Module) else ():
+        mesh = getattr(parameter, "device_mesh", None)  # a distributed tensor, whoever made it
+        split = max(split, mesh.size() if mesh is not None else 1)
     if isinstance(split, int) and split > 1:
         raise SettingsError(
             f"lookahead parallelism needs the whole model on every rank, and this one is split over {split} "
