@@ -614,6 +614,21 @@ def test_load_hands_the_timeout_on():
     assert [outcome[:2] for outcome in launch(2, timeout_of)] == [("done", 33.0), ("left", 0)]
 
 
+def test_a_row_that_never_comes_over_nccl_names_the_rank(monkeypatch):
+    import torch
+
+    from lookahead.parallel import RankError, wire
+
+    class Lost:
+        def is_completed(self):
+            return False
+
+    monkeypatch.setattr(wire.dist, "irecv", lambda *given, **named: Lost())
+    link = wire.Link(3, None, 0.05, rows="nccl")
+    with pytest.raises(RankError, match=r"rank 3 did not answer within 0\.05 s"):
+        link.receive_row(torch.zeros(4))
+
+
 def write_jobs(path):
     lines = [{"id": n, "input_ids": [11 + n, 40, 7 + n, 90, 40, 7]} for n in range(4)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -636,6 +651,7 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
         "generate",
     ]
     options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-new-tokens", "24"]
+    options += ["--lookahead", "5,4,7"]
     done = subprocess.run(
         [*command, *options, "--batch-size", "3"], capture_output=True, text=True, timeout=200, check=False
     )

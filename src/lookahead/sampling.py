@@ -19,6 +19,7 @@ import torch
 
 from .core.decode import Choose, greedy
 from .core.errors import NumericalError, SettingsError
+from .core.tree import TokenTree
 
 __all__ = ["Chooser", "Process", "SeededNoise", "gumbel", "make_choose"]
 
@@ -92,6 +93,8 @@ class SeededNoise:
     ) -> None:
         self.seed = seed
         self.temperature = temperature
+        #: Whether noise may be drawn while the device evaluates a step, at no cost.
+        self.overlaps = torch.device(device if device is not None else "cpu").type != "cpu"
         self._start = start
         self._vocabulary = vocabulary
         self._device = device
@@ -154,6 +157,13 @@ class Chooser:
             )
         self._append(token)
         return token
+
+    def meanwhile(self, tree: TokenTree) -> None:
+        """Draw the noise of every position that the step may emit, while a device evaluates it."""
+        if self.noise is not None and self.noise.overlaps:
+            first = self.position - self._start
+            for index in range(first, first + max(tree.depths) + 1):
+                self.noise.at(index)
 
     def _processed(self, row: torch.Tensor) -> torch.Tensor:
         assert self._ids is not None

@@ -24,7 +24,8 @@ from .target import Scores, Target
 from .tree import TokenTree
 from .verify import verify
 
-#: (scores, node) -> the target's own token there. Asked exactly once per emitted token, in order.
+#: (scores, node) -> the target's own token there. Asked exactly once per emitted token, in order. It may have a
+#: method ``meanwhile(tree)``, as a drafter has.
 Choose = Callable[[Scores, int], int]
 PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
@@ -279,6 +280,8 @@ class Decoder:
             drafted = perf_counter()
             try:
                 scores = self.target.forward([(g.slot, t) for g, t in zip(running, trees, strict=True)])
+                for g, tree in zip(running, trees, strict=True):
+                    self._meanwhile(g.request, tree)
                 spent = {"draft": drafted - start, "forward": perf_counter() - drafted}
                 return trees, scores, spent
             except OutOfMemory as error:
@@ -295,6 +298,14 @@ class Decoder:
                         stacklevel=4,
                     )
                 self.max_rows = rows // 2
+
+    @staticmethod
+    def _meanwhile(request: Request, tree: TokenTree) -> None:
+        """What needs no logits; a device that runs by itself is still computing them."""
+        ahead = getattr(request.choose, "meanwhile", None)
+        if ahead is not None:
+            ahead(tree)
+        request.drafter.meanwhile(tree)
 
     def _walk(self, generation: Generation, tree: TokenTree, scores: Scores) -> Step | None:
         request = generation.request

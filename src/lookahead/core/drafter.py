@@ -50,6 +50,13 @@ class Drafter(ABC):
         A drafter may rank its candidates with it. The output does not depend on whether it does.
         """
 
+    def meanwhile(self, tree: TokenTree) -> None:  # noqa: B027
+        """Called between the launch of a step and the first look at its logits.
+
+        On a device that runs by itself (CUDA) this time is free: the place for what does not depend on the
+        step's result. ``observe`` follows for the same tree, unless the sequence ends with the step.
+        """
+
     def stats(self) -> dict[str, float]:
         """Figures of this method's own, by name."""
         return {}

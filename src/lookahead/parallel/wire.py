@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -104,7 +105,14 @@ class Link:
         """Receive a row of the shape, dtype and device of ``like``."""
         if self._rows is not None:
             row = torch.empty_like(like)
-            dist.recv(row, self.peer, group=self._rows)
+            work = dist.irecv(row, self.peer, group=self._rows)
+            # The device would wait without end for a peer that dies now; the host looks and gives up.
+            end = monotonic() + self.timeout
+            while not work.is_completed():
+                if monotonic() > end:
+                    raise self._blame(RuntimeError("timed out"))
+                sleep(0)
+            work.wait()
             self.received += row.numel() * row.element_size()
             return row
         data = self._take(torch.empty(like.numel() * like.element_size(), dtype=torch.uint8))

@@ -1,0 +1,114 @@
+"""What runs between the launch of a step and the first look at its logits: its place, and that no text changes."""
+
+import pytest
+import torch
+
+from lookahead.core import LookaheadConfig, Request, make_drafter
+from lookahead.core.decode import greedy
+from lookahead.core.drafters import LookaheadDrafter
+from lookahead.sampling import SeededNoise, make_choose
+from lookahead.testing import FakeTarget, run
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3]]
+
+
+class Launching(FakeTarget):
+    """Notes when a step is launched and when its logits are first read."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def forward(self, trees):
+        scores = super().forward(trees)
+        self.log.append("launch")
+        for one, (_, tree) in zip(scores, trees, strict=True):
+            self._note_reads(one, tree)
+        return scores
+
+    def _note_reads(self, scores, tree):
+        honest = scores.best
+
+        def best(node):
+            self.log.append("read")
+            return honest(node)
+
+        scores.best = best
+
+
+class Busy(LookaheadDrafter):
+    """Does what it can while the device works, and says which tree that was."""
+
+    def meanwhile(self, tree):
+        self.log.append("meanwhile")
+        self.seen = tree
+
+    def observe(self, tree, scores, path, tokens):
+        assert self.seen is tree
+        super().observe(tree, scores, path, tokens)
+
+
+def decode(make, log=None):
+    requests = []
+    for prompt in PROMPTS:
+        drafter = make()
+        drafter.log = log
+        requests.append(Request(prompt, drafter, 40, greedy))
+    return [g.tokens for g in run(Launching(log) if log is not None else FakeTarget(), requests)]
+
+
+def test_it_runs_between_launch_and_read():
+    log = []
+    texts = decode(lambda: Busy(LookaheadConfig(5, 4, 5), 32), log)
+    assert texts == decode(lambda: make_drafter("autoregressive"))
+    steps = "".join(word[0] for word in log).split("l")[1:]
+    assert len(steps) > 5
+    for step in steps:
+        sequences = step.count("m")
+        assert sequences in (1, 2)
+        assert step[:sequences] == "m" * sequences
+        assert "r" in step[sequences:]
+        assert "m" not in step[sequences:]
+
+
+def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
+    def text(overlaps):
+        noise = SeededNoise(7, len(PROMPTS[0]), 32)
+        assert not noise.overlaps  # on a CPU there is nothing to hide it behind
+        noise.overlaps = overlaps
+        drawn = []
+        at = noise.at
+        noise.at = lambda index: (drawn.append(index), at(index))[1]
+        choose = make_choose(PROMPTS[0], None, noise)
+        target = Tensors()
+        (generation,) = run(target, [Request(PROMPTS[0], make_drafter("lookahead", (5, 4, 5)), 40, choose)])
+        return generation, drawn
+
+    plain, asked = text(False)
+    ahead, asked_ahead = text(True)
+    assert ahead.tokens == plain.tokens
+    assert ahead.stats.accepted > 0
+    assert asked == list(range(40))
+    assert len(asked_ahead) > len(asked)
+
+
+class Tensors(FakeTarget):
+    """Rows as tensors, as a model gives them; a best token that stands out, so that drafts are accepted."""
+
+    def prefill(self, prompts):
+        return self._as_tensors(super().prefill(prompts))
+
+    def forward(self, trees):
+        return self._as_tensors(super().forward(trees))
+
+    def _as_tensors(self, scores):
+        for one in scores:
+            honest = one.row
+            one.row = lambda node, honest=honest: 8 * torch.tensor(honest(node))
+        return scores
+
+
+def test_the_device_decides():
+    assert SeededNoise(1, 2, 8, device="meta").overlaps
+    with pytest.raises(TypeError):
+        SeededNoise()
