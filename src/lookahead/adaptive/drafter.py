@@ -1,7 +1,8 @@
 """The adaptive drafter: grows a tree, reads every row of the answer, and learns what its proposals are worth.
 
 The parts: ``suffix``, ``logits``, ``explorer`` and ``observe`` are the sources, ``calibration`` prices what
-they propose, ``grow`` builds the tree, ``budget`` says how many rows pay, ``state`` is what may be kept.
+they propose, ``grow`` builds the tree, ``budget`` says how many rows pay, ``state`` is what may be kept. These
+have compiled twins (``twins``): ``compiled`` is the code, ``arrays`` its memory, ``compiled_grower`` the seam.
 """
 
 from __future__ import annotations
@@ -13,13 +14,9 @@ from typing import Any
 from ..core import Drafter, Scores, SettingsError, TokenTree
 from ..core.drafter import UNLIMITED_ROWS, Noise
 from .budget import MENU, Budget, place_of
-from .config import SOURCES, AdaptiveConfig
+from .config import AdaptiveConfig
 from .explorer import Explorer
-from .grow import Grower, Proposals
-from .logits import KINDS, WINDOW
-from .observe import answers_by_position, read_rows
 from .state import AdaptiveState
-from .suffix import SuffixTrie
 
 
 class AdaptiveDrafter(Drafter):
@@ -29,9 +26,16 @@ class AdaptiveDrafter(Drafter):
         config: anything that ``AdaptiveConfig.of`` takes; None takes the state's.
         vocabulary: V; 0 takes the largest token seen plus one, which makes keys of contexts ambiguous.
         state: what is kept from request to request; None begins cold.
+        compiled: without a state, whether numba's code drafts; see ``AdaptiveState``.
     """
 
-    def __init__(self, config: Any = None, vocabulary: int = 0, state: AdaptiveState | None = None) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        vocabulary: int = 0,
+        state: AdaptiveState | None = None,
+        compiled: bool | None = None,
+    ) -> None:
         if state is not None and not isinstance(state, AdaptiveState):
             raise SettingsError(f"adaptive keeps an AdaptiveState across calls, got {type(state).__name__}")
         if config is None and state is not None:
@@ -39,6 +43,7 @@ class AdaptiveDrafter(Drafter):
         self.config = AdaptiveConfig.of(config)
         self.vocabulary = vocabulary
         self.state = state
+        self._compiled = compiled if state is None else state.twins.compiled
         self._sampling: Noise | None = None
 
     def use_noise(self, noise: Noise | None) -> None:
@@ -47,14 +52,18 @@ class AdaptiveDrafter(Drafter):
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
         config = self.config
         kept = self.state is not None and self.state.keep
-        state = self.state if self.state is not None and kept else AdaptiveState(config)
+        state = self.state if kept else AdaptiveState(config, compiled=self._compiled)
+        assert state is not None
         vocabulary = max(self.vocabulary, max(prompt) + 1, first + 1)
-        self._grower = grower = Grower(
-            state.tables(self._sampling is not None), vocabulary, {s: s in config.sources for s in SOURCES}
-        )
-        grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
+        if state.largest >= vocabulary:
+            raise SettingsError(
+                f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has "
+                f"{vocabulary}"
+            )
+        twins, sampled = state.twins, self._sampling is not None
+        self._grower = grower = twins.grower(state.tables(sampled), vocabulary, config, sampled)
+        grower.reader = twins.trie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
-        self._readers = [reader for reader in (grower.reader, grower.corpus) if reader is not None]
         grower.tail = [prompt[0]] * 3
         self._emitted = 1
         #: Not yet taken in: the prompt, later what plain steps have emitted; and how many of these there were.
@@ -67,15 +76,12 @@ class AdaptiveDrafter(Drafter):
             grower.noise = self._noise_below
             grower.temperature = max(self._sampling.temperature, 1e-3)
         self._explorer = (
-            Explorer(config.window_size, config.ngram_size, prompt, vocabulary, eos, config.seed)
+            Explorer(config.window_size, config.ngram_size, prompt, eos, config.seed)
             if config.window_size
             else None
         )
-        if self._explorer is not None and grower.use["ngrams"]:
-            grower.ngrams = self._explorer.ngrams
         times = self.state.times if self.state is not None else state.times
         self._budget = Budget(times, config.max_rows) if config.budget else None
-        self._credit = dict.fromkeys((*SOURCES, "window"), 0)
         self._offered = 0.0
         self._accepted = 0
 
@@ -112,15 +118,9 @@ class AdaptiveDrafter(Drafter):
     def _catch_up(self) -> None:
         """Take in what has not been read yet: the prompt, or what plain steps have emitted."""
         if self._unread:
-            self._take(self._unread)
-            self._grower.answers = {}
+            self._grower.take(self._unread)
+            self._grower.forget_answers()
             self._unread = []
-
-    def _take(self, tokens: Sequence[int]) -> None:
-        """The text has gone on."""
-        for reader in self._readers:
-            reader.feed(tokens)
-        self._grower.tail = [*self._grower.tail, *tokens][-3:]
 
     def _plant(self, rows: int, room: int, max_depth: int) -> TokenTree:
         """The tree of the first ``rows`` nodes, with the window where there is room or it pays more."""
@@ -169,59 +169,19 @@ class AdaptiveDrafter(Drafter):
         """Learn all that a step can teach."""
         grower, explorer = self._grower, self._explorer
         self._expected = sum(grower.probabilities)
-        credited = self._learn(path, tokens)
-        top = self.config.top if grower.noise is None else self.config.sampled_top
-        answers = read_rows(grower, scores, path, self._window_start, top)
-        if grower.use["jacobi"]:
-            grower.answers = answers_by_position(grower, answers, len(tokens))
+        answers, credited = grower.study(scores, path, tokens, self._window_start)
         if explorer is not None and len(tree) > self._window_start:
-            explorer.advance(tree.tokens[0], answers, len(tree) - self._window_start, credited)
-        self._take(tokens)
+            rows = len(tree) - self._window_start
+            grower.close(explorer.advance(tree.tokens[0], answers, rows, credited))
+        grower.take(tokens)
         self._offered += self._expected - 1
         self._accepted += len(tokens) - 1
 
-    def _learn(self, path: Sequence[int], tokens: Sequence[int]) -> int:
-        """Judge every proposal at the visited nodes; returns tokens accepted on the window's word."""
-        grower = self._grower
-        calibrations = grower.tables.calibrations
-        last, credited = path[-1], 0
-        for node, truth in zip(path, tokens, strict=True):
-            seen = grower.proposals(node)
-            proposed, cells, order, kinds, matched, buckets, recalled, marks = seen
-            right = proposed.index(truth) if truth in proposed else -1
-            calibrations.joint.learn(cells, right)
-            if kinds:
-                calibrations.logits[order].learn(kinds, right)
-            if matched:
-                calibrations.suffix.learn(buckets, matched.index(truth) if truth in matched else -1)
-            if recalled:
-                calibrations.corpus.learn(marks, recalled.index(truth) if truth in recalled else -1)
-            if node != last:
-                name = self._witness(node, truth, seen, right)
-                self._credit[name] += 1
-                credited += name in ("window", "ngrams")
-        return credited
-
-    def _witness(self, node: int, truth: int, seen: Proposals, right: int) -> str:
-        """The source on whose word an accepted token was drafted; the most telling one of several."""
-        _, _, _, kinds, matched, _, recalled, _ = seen
-        if matched and matched[0] == truth:
-            return "suffix"
-        if recalled and recalled[0] == truth:
-            return "corpus"
-        if 0 <= right < len(kinds):
-            return "window" if kinds[right] // KINDS % 3 == WINDOW else "logits"
-        if truth in matched:
-            return "suffix"
-        if truth in recalled:
-            return "corpus"
-        if truth in self._grower.ngrams.get(self._grower.pair(node), ()):
-            return "ngrams"
-        return "jacobi" if right >= 0 else "window"
-
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the budget's figures."""
-        figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in self._credit.items()}
+        figures: dict[str, float] = {
+            f"accepted_by_{name}": count for name, count in self._grower.credit.items()
+        }
         figures["expected_acceptance"] = self._offered
         figures["acceptance"] = self._accepted
         if self._explorer is not None:

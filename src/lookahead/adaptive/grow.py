@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
-from ..core import TokenTree
+from ..core import Scores, TokenTree
 from .calibration import NOTHING, SILENT, STATES, SURE, VOICE_NGRAM, VOICES
 from .logits import under_noise
-from .state import Tables
+from .observe import answers_by_position, judge, keep_ngram, read_rows
 from .suffix import Reader, SuffixTrie
+from .tables import Tables
 
 VOICE = STATES * STATES
 ZONE = VOICES * VOICE
@@ -41,14 +42,19 @@ Proposals = tuple[list[int], list[int], int, Said, Said, Said, Said, Said]
 
 
 class Grower:
-    """One sequence's view of the sources; the caller moves it along with the text.
+    """One sequence's view of the sources; ``CompiledGrower`` has the same methods.
+
+    Args:
+        tables: what is learned. vocabulary: V. use: whether each source may propose.
+        top: tokens kept of each evaluated row.
 
     Attributes, by node of the tree that was grown last, rows in order of falling probability:
         tokens, parents, depths, probabilities
     """
 
-    def __init__(self, tables: Tables, vocabulary: int, use: Mapping[str, bool]) -> None:
+    def __init__(self, tables: Tables, vocabulary: int, use: Mapping[str, bool], top: int = 8) -> None:
         self.tables = tables
+        self.top = top
         self.vocabulary = vocabulary
         self.use = dict(use)
         self.tail = [0, 0, 0]
@@ -62,7 +68,45 @@ class Grower:
         #: Depth -> noise of the token chosen under nodes of that depth; None when greedy.
         self.noise: Any = None
         self.temperature = 1.0
+        #: Accepted tokens by the source on whose word they were drafted.
+        self.credit = dict.fromkeys((*use, "window"), 0)
         self._floor = 0.0
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """The text has gone on."""
+        for reader in (self.reader, self.corpus):
+            if reader is not None:
+                reader.feed(tokens)
+        self.tail = [*self.tail, *tokens][-3:]
+
+    def forget_answers(self) -> None:
+        """The last step's answers say nothing of the next position."""
+        self.answers = {}
+
+    def study(
+        self, scores: Scores, path: Sequence[int], tokens: Sequence[int], window: int
+    ) -> tuple[Sequence[int], int]:
+        """Learn all that a step can teach.
+
+        Args:
+            scores: of the tree that was grown. path, tokens: accepted rows, emitted tokens.
+            window: first row of the window.
+
+        Returns:
+            The target's own token by node, as far as it can be told; tokens accepted on the window's word.
+        """
+        credited = judge(self, path, tokens)
+        answers = read_rows(self, scores, path, window)
+        if self.use["jacobi"]:
+            self.answers = answers_by_position(self, answers, len(tokens))
+        return answers, credited
+
+    def close(self, ngrams: Sequence[Sequence[int]]) -> None:
+        """The window has closed n-grams."""
+        if self.use["ngrams"]:
+            for ngram in ngrams:
+                for i in range(2, len(ngram)):
+                    keep_ngram(self.ngrams, ngram[i - 2] * self.vocabulary + ngram[i - 1], ngram[i])
 
     def grow(self, rows: int, max_depth: int, stop: Sequence[float] | None = None) -> None:
         """Grow to at most ``rows`` nodes. With ``stop``: end when row k's probability is below stop[k]."""
@@ -78,6 +122,7 @@ class Grower:
         self.probabilities = probabilities = [1.0]
         self._pairs = pairs = [self.tail[1] * self.vocabulary + self.tail[2]]
         self._seen: dict[int, Proposals] = {}
+        self._places: list[dict[int, int]] = []
         self._ask = self._asker()
         if max_depth < 1:
             return True
@@ -122,6 +167,11 @@ class Grower:
         if rows < len(self.tokens):
             for column in (self.tokens, self.parents, self.depths, self.probabilities, self._pairs):
                 del column[rows:]
+            # Others may add rows under these numbers.
+            known: dict[int, Any]
+            for known in (self._seen, *self._places):
+                for node in [node for node in known if node >= rows]:
+                    del known[node]
 
     def adopt(self, tree: TokenTree) -> None:
         """Take over the rows that others have added to the tree."""
@@ -223,6 +273,7 @@ class Grower:
             reader.mark,
         )
         places = {0: reader.state}
+        self._places.append(places)
 
         def place(node: int) -> int:
             above = parents[node]
@@ -231,6 +282,8 @@ class Grower:
             return found
 
         def match(node: int) -> tuple[Said, Said]:
+            if not reader.current:  # another text has filled the trie since
+                return NONE
             return rank(places[node] if node in places else place(node), mark)
 
         return match
@@ -240,7 +293,9 @@ class Grower:
         seen = self._seen[node] = self._ask(node)
         estimate = self.tables.calibrations.joint.estimate
         values = [estimate[cell] for cell in seen[1]]
-        total = sum(values)
+        total = 0.0
+        for value in values:  # not sum(), which from Python 3.12 on rounds differently
+            total += value
         scale = -probability if total <= SURE else -probability * SURE / total
         least = floor / probability
         if least < LEAST:

@@ -68,7 +68,7 @@ class LogitCache:
 
 def greedy_entries(ids: Any, odds: Any, path: Sequence[int], window: int) -> list[Entry]:
     """Entries of all rows from (n, k) best tokens and log-odds; the window's rows begin at ``window``."""
-    kinds = BIN_OF[np.minimum(odds * -FINE, 255.0).astype(np.intp)]
+    kinds = BIN_OF[np.fmin(odds * -FINE, 255.0).astype(np.intp)]
     best = kinds[:, 1].copy() if kinds.shape[1] > 1 else BINS // 2
     kinds += BINS + KINDS * REJECTED
     kinds[:, 0] = best
@@ -76,7 +76,7 @@ def greedy_entries(ids: Any, odds: Any, path: Sequence[int], window: int) -> lis
     kinds[window:] += KINDS * (WINDOW - REJECTED)
     for node in path:
         kinds[node] -= KINDS * ((REJECTED if node < window else WINDOW) - ON_PATH)
-    counts = (odds > FURTHEST).sum(axis=1).tolist()
+    counts = np.maximum((odds > FURTHEST).sum(axis=1), 1).tolist()
     width = kinds.shape[1]
     packed = kinds.tobytes()
     # Tuples of numbers and bytes: the garbage collector need not walk them.
@@ -102,7 +102,7 @@ def under_noise(entry: Entry, noise: Any, temperature: float) -> Entry:
     """(tokens, buckets) of a sampled entry at one position, the best score under its noise first."""
     ids, odds, origin = entry
     scores = odds / temperature + noise[ids]
-    order = scores.argsort()[::-1][:SAMPLED_KEEP]
+    order = (-scores).argsort(kind="stable")[:SAMPLED_KEEP]
     ranked = scores[order]
     best = ranked[0]
     lags = np.searchsorted(EDGES, best - ranked)

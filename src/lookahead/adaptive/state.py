@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +16,17 @@ import numpy as np
 
 from ..core import SettingsError
 from .budget import StepTimes
-from .calibration import Calibration
 from .config import AdaptiveConfig
-from .logits import ORDERS, LogitCache
-from .priors import joint_priors, logit_priors, suffix_priors
-from .suffix import SuffixTrie
+from .suffix import SHIFT
+from .twins import Twins
 
 FORMAT = 1
 #: Largest file that ``load`` reads, and most scopes that ``warm_state`` keeps.
 LARGEST_FILE = 1 << 30
 MOST_SCOPES = 64
-
-
-class Calibrations:
-    """The buckets of one way of decoding, greedy or sampled."""
-
-    def __init__(self, sampled: bool) -> None:
-        self.logits = [Calibration(logit_priors(order, sampled)) for order in range(ORDERS)]
-        self.suffix = Calibration(suffix_priors(sampled))
-        self.corpus = Calibration(suffix_priors(sampled))
-        self.joint = Calibration(joint_priors(sampled))
-
-    def all(self) -> list[Calibration]:
-        """In the order in which they are saved."""
-        return [*self.logits, self.suffix, self.corpus, self.joint]
-
-
-class Tables:
-    """Logits and calibrations of one way of decoding: greedy and sampled rows are kept differently."""
-
-    def __init__(self, config: AdaptiveConfig, sampled: bool) -> None:
-        self.logits = LogitCache(config.max_entries)
-        self.calibrations = Calibrations(sampled)
+#: What is saved of a table of the logit cache, and the widest entry that is read.
+PARTS = ("keys", "ids", "values", "origins")
+WIDEST = 64
 
 
 class AdaptiveState:
@@ -56,19 +36,38 @@ class AdaptiveState:
         config: anything that ``AdaptiveConfig.of`` takes.
         keep: keep text and calibrations from request to request; otherwise only step times are shared.
         times: step times to begin with.
+        compiled: whether numba's code drafts or pure Python, which drafts the same; None takes what is there.
     """
 
-    def __init__(self, config: Any = None, keep: bool = True, times: StepTimes | None = None) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        keep: bool = True,
+        times: StepTimes | None = None,
+        compiled: bool | None = None,
+    ) -> None:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
         self.times = times if times is not None else StepTimes()
-        self.corpus = SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
-        self._tables: dict[bool, Tables] = {}
+        self._compiled = compiled
+        self._tables: dict[bool, Any] = {}
+        #: The largest token in what was loaded from a file.
+        self.largest = -1
 
-    def tables(self, sampled: bool) -> Tables:
+    @cached_property
+    def twins(self) -> Twins:
+        """Pure or compiled."""
+        return Twins(self._compiled)
+
+    @cached_property
+    def corpus(self) -> Any:
+        """Suffix trie of the texts of all requests."""
+        return self.twins.trie(self.config.suffix_order, 4 * self.config.max_entries)
+
+    def tables(self, sampled: bool) -> Any:
         """Those of greedy or of sampled decoding."""
         if sampled not in self._tables:
-            self._tables[sampled] = Tables(self.config, sampled)
+            self._tables[sampled] = self.twins.tables(self.config, sampled)
         return self._tables[sampled]
 
     def save(self, path: str | Path) -> None:
@@ -80,7 +79,8 @@ class AdaptiveState:
         for sampled, tables in self._tables.items():
             name = "sampled" if sampled else "greedy"
             for order, table in enumerate(tables.logits.tables):
-                arrays |= _pack(f"{name}.{order}", table)
+                parts = table.arrays() if self.twins.compiled else _arrays(table)
+                arrays |= {f"{name}.{order}.{part}": array for part, array in zip(PARTS, parts, strict=True)}
             for number, calibration in enumerate(tables.calibrations.all()):
                 arrays[f"{name}.hits.{number}"] = np.array(calibration.hits)
                 arrays[f"{name}.trials.{number}"] = np.array(calibration.trials)
@@ -88,13 +88,19 @@ class AdaptiveState:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def load(cls, path: str | Path, config: Any = None, times: StepTimes | None = None) -> AdaptiveState:
-        """Read what ``save`` wrote.
+    def load(
+        cls,
+        path: str | Path,
+        config: Any = None,
+        times: StepTimes | None = None,
+        compiled: bool | None = None,
+    ) -> AdaptiveState:
+        """Read what ``save`` wrote, whichever twin it was.
 
         Raises:
             SettingsError: the file is too large, of another format, or not such a file.
         """
-        state = cls(config, times=times)
+        state = cls(config, times=times, compiled=compiled)
         size = Path(path).stat().st_size
         if size > LARGEST_FILE:
             raise SettingsError(f"a saved state may have {LARGEST_FILE} bytes at most, {path} has {size}")
@@ -112,15 +118,33 @@ class AdaptiveState:
                     )
                 for name, sampled in (("greedy", False), ("sampled", True)):
                     if f"{name}.hits.0" in arrays:
-                        _unpack(arrays, name, state.tables(sampled), sampled)
+                        state._unpack(arrays, name, sampled)
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"{path} is no saved state of the adaptive drafter: {error}") from error
         return state
 
+    def _unpack(self, arrays: Any, name: str, sampled: bool) -> None:
+        tables = self.tables(sampled)
+        for order, table in enumerate(tables.logits.tables):
+            parts = keys, ids, values, origins = [arrays[f"{name}.{order}.{part}"] for part in PARTS]
+            _check(*parts, 0 if sampled else len(tables.calibrations.logits[order].priors))
+            self.largest = max(self.largest, int(ids.max(initial=-1)))
+            if self.twins.compiled:
+                table.fill(*parts)
+            else:
+                table.update(zip(keys.tolist(), _entries(ids, values, origins, sampled), strict=True))
+        for number, calibration in enumerate(tables.calibrations.all()):
+            hits, trials = arrays[f"{name}.hits.{number}"], arrays[f"{name}.trials.{number}"]
+            if hits.shape != (len(calibration.priors),) or trials.shape != hits.shape:
+                raise ValueError("another number of buckets")
+            if not (np.isfinite(trials).all() and (hits >= 0).all() and (hits <= trials).all()):
+                raise ValueError("hits must lie between 0 and trials")
+            calibration.load(hits.tolist(), trials.tolist())
 
-def _pack(name: str, table: dict[int, Any]) -> dict[str, Any]:
+
+def _arrays(table: dict[int, Any]) -> tuple[Any, Any, Any, Any]:
     """One table of the logit cache as arrays; rows of unequal length are padded with -1."""
     keys = np.array(list(table), dtype=np.int64)
     width = max((len(entry[0]) for entry in table.values()), default=1)
@@ -132,45 +156,47 @@ def _pack(name: str, table: dict[int, Any]) -> dict[str, Any]:
         values[row, : len(entry[1])] = list(entry[1])
         if len(entry) > 2:
             origins[row] = entry[2]
-    return {
-        f"{name}.keys": keys,
-        f"{name}.ids": ids,
-        f"{name}.values": values,
-        f"{name}.origins": origins,
-    }
+    return keys, ids, values, origins
 
 
-def _unpack(arrays: Any, name: str, tables: Tables, sampled: bool) -> None:
-    for order, table in enumerate(tables.logits.tables):
-        keys, ids, values, origins = (
-            arrays[f"{name}.{order}.{part}"] for part in ("keys", "ids", "values", "origins")
-        )
-        if not len(keys) == len(ids) == len(values) == len(origins) or ids.shape != values.shape:
-            raise ValueError("arrays of unequal length")
-        entries: Any
-        if sampled:
-            entries = zip(ids, values, origins.tolist(), strict=True)
-        else:
-            size = len(tables.calibrations.logits[order].priors)
-            kinds = values.astype(np.int64)
-            if kinds.size and not 0 <= kinds.min() <= kinds.max() < size:
-                raise ValueError("a bucket is out of range")
-            entries = _trim(ids, kinds)
-        table.update(zip(keys.tolist(), entries, strict=True))
-    for number, calibration in enumerate(tables.calibrations.all()):
-        hits, trials = arrays[f"{name}.hits.{number}"], arrays[f"{name}.trials.{number}"]
-        if hits.shape != (len(calibration.priors),) or trials.shape != hits.shape:
-            raise ValueError("another number of buckets")
-        if not (np.isfinite(hits).all() and (hits >= 0).all() and (hits <= trials).all()):
-            raise ValueError("hits must lie between 0 and trials")
-        calibration.load(hits.tolist(), trials.tolist())
+def _check(keys: Any, ids: Any, values: Any, origins: Any, buckets: int) -> None:
+    """Raise ValueError unless these are the arrays of a table; ``buckets`` is 0 where values are log-odds."""
+    if [part.ndim for part in (keys, ids, values, origins)] != [1, 2, 2, 1]:
+        raise ValueError("arrays of other dimensions")
+    if [part.dtype.kind for part in (keys, ids, values, origins)] != list("iifi"):
+        raise ValueError("arrays of another type")
+    if not len(keys) == len(ids) == len(values) == len(origins) or ids.shape != values.shape:
+        raise ValueError("arrays of unequal length")
+    if not 1 <= ids.shape[1] <= WIDEST:
+        raise ValueError(f"entries of {ids.shape[1]} tokens")
+    if not len(keys):
+        return
+    if keys.min() < 0 or len(np.unique(keys)) < len(keys):
+        raise ValueError("keys must be different, and not negative")
+    here = ids >= 0
+    if (
+        ids.min() < -1
+        or ids.max() >= 1 << SHIFT
+        or not here[:, 0].all()
+        or (here[:, 1:] > here[:, :-1]).any()
+    ):
+        raise ValueError("token ids out of range")
+    if not 0 <= origins.min() <= origins.max() <= 2:
+        raise ValueError("an origin is out of range")
+    if buckets and not 0 <= values.min() <= values.max() < buckets:
+        raise ValueError("a bucket is out of range")
+    if not buckets and not (values <= 0).all():
+        raise ValueError("log-odds must not be above 0")
 
 
-def _trim(ids: Any, kinds: Any) -> list[Any]:
-    """Entries without the padding."""
+def _entries(ids: Any, values: Any, origins: Any, sampled: bool) -> list[Any]:
+    """Entries as the pure twin keeps them, without the padding."""
     counts = (ids >= 0).sum(axis=1).tolist()
-    rows = zip(ids.tolist(), kinds.astype(np.uint8), counts, strict=True)
-    return [(tuple(tokens[:count]), row[:count].tobytes()) for tokens, row, count in rows]
+    if sampled:
+        rows = zip(ids, values, origins.tolist(), counts, strict=True)
+        return [(tokens[:count], odds[:count], origin) for tokens, odds, origin, count in rows]
+    kept = zip(ids.tolist(), values.astype(np.uint8), counts, strict=True)
+    return [(tuple(tokens[:count]), row[:count].tobytes()) for tokens, row, count in kept]
 
 
 _states: OrderedDict[str, AdaptiveState] = OrderedDict()

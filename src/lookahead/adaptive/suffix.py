@@ -107,7 +107,12 @@ class Reader:
     @property
     def state(self) -> int:
         """The longest context of the text's end that has been followed by something."""
-        return self.trie.followed(self._active[-1])
+        return self.trie.followed(self._active[-1]) if self.current else 0
+
+    @property
+    def current(self) -> bool:
+        """Whether the trie has not started afresh since this text was last fed to it."""
+        return self._nodes is self.trie.nodes
 
     def feed(self, tokens: Iterable[int]) -> None:
         """The text goes on."""
