@@ -36,11 +36,11 @@ def attend(request, monkeypatch):
 
 
 def problem(
-    rows=5, lengths=(37,), heads=4, kv_heads=2, size=64, value_size=None, dtype=torch.float32, seed=0
+    rows=5, lengths=(37,), heads=4, kv_heads=2, size=64, value_size=None, dtype=torch.float32, seed=0, spare=3
 ):
     """Random tensors and random trees; what must not be seen is NaN."""
     numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    batch, capacity = len(lengths), max(lengths) + rows + 3
+    batch, capacity = len(lengths), max(lengths) + rows + spare
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
@@ -105,6 +105,45 @@ def test_a_context_of_32k(attend):
     given = problem(rows=3, lengths=(32_701,), heads=1, kv_heads=1, dtype=torch.float16)
     given["query"] *= 3  # so that single keys of the far past weigh
     assert_matches(attend, given)
+
+
+@pytest.mark.parametrize("length", [0, 3, 64, 300])
+def test_a_cache_with_far_more_room_than_text(attend, length):
+    """A captured graph serves all lengths of a capacity."""
+    assert_matches(attend, problem(rows=5, lengths=(length,), spare=2000 - length))
+
+
+@pytest.mark.parametrize("window", [1, 700, 5000, 40_000])
+def test_windows_over_long_contexts(attend, window):
+    given = problem(rows=3, lengths=(9000,), heads=1, kv_heads=1, dtype=torch.bfloat16)
+    given["query"] *= 3
+    assert_matches(attend, given, window=window)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("size", [80, 256])
+def test_everything_at_once(attend, size, dtype):
+    given = problem(34, (150,), 2, 1, size, dtype=dtype, seed=size)
+    sinks = torch.tensor([-2.0, 3.0], device=DEVICE)
+    assert_matches(attend, given, window=90, softcap=20.0, sinks=sinks, scale=0.11)
+
+
+TUNINGS = [
+    {"parts": 1},
+    {"parts": 7},
+    {"parts": 20},
+    {"BLOCK_M": 16, "BLOCK_N": 32},
+    {"BLOCK_N": 128, "parts": 3},
+]
+
+
+@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+def test_tile_sizes_change_nothing(tuning, monkeypatch):
+    module = importlib.import_module("lookahead.attention.triton")
+    tuned = functools.partial(module.attend, tuning=tuning)
+    assert_matches(tuned, problem(rows=11, lengths=(333, 4), kv_heads=1, dtype=torch.float16))
+    assert_matches(tuned, problem(rows=11, lengths=(333, 4), kv_heads=1, dtype=torch.float16), window=50)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 17, 32, 64, 500])

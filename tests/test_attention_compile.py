@@ -16,16 +16,18 @@ from lookahead import attention
 CASES = {
     "bf16-128-sm90": ("bf16", 128, False, 90, 227),
     "bf16-80-window-softcap-sm80": ("bf16", 80, True, 80, 163),
+    "bf16-256-sm90": ("bf16", 256, False, 90, 227),
+    "fp16-64-sinks-sm80": ("fp16", 64, True, 80, 163),
 }
 POINTERS = {"lengths": "*i32", "words": "*i32", "depths": "*i32", "partial": "*fp32", "totals": "*fp32"}
 
 
-def compiled(kernel, constants, capability, dtype, **options):
+def compiled(kernel, constants, capability, dtype, others=(), **options):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    typed = POINTERS | dict.fromkeys(("query", "key", "value", "out", "sinks"), f"*{dtype}")
+    typed = POINTERS | dict.fromkeys(("query", "key", "value", "out", "sinks"), f"*{dtype}") | dict(others)
     typed |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     source = ASTSource(
@@ -50,6 +52,13 @@ def main(case):
     merge = compiled(module._merge, constants, capability, dtype)
     assert parts.asm["cubin"]
     assert merge.asm["cubin"]
+    from lookahead.attention import flash
+
+    constants = {"GROUP": 4, "DV": size, "BLOCK_DV": padded, "SINKS": extras}
+    typed = {"prefix": f"*{dtype}", "prefix_total": "*fp32", "tree": "*fp32", "tree_total": "*fp32"}
+    assert compiled(flash._join, constants, capability, dtype, typed).asm["cubin"]
+    if capability >= 90:
+        assert "wgmma" in parts.asm["ptx"]  # the matrix unit of such a card, not that of the one before
     print(f"{case}: {parts.metadata.shared} bytes of shared memory")
     assert parts.metadata.shared <= shared * 1024
 
