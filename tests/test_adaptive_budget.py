@@ -108,7 +108,7 @@ def test_the_breaker_trips_backs_off_and_recovers():
     def sit_out():
         count = 0
         while budget.plain:
-            budget.learn_plain(100, FLAT[0])
+            budget.learn_plain(100, 1, FLAT[0])
             count += 1
         return count
 
@@ -144,7 +144,7 @@ def test_a_step_never_plays_with_more_than_the_stake(table):
     hopeful, plain, lost = falling(0.98, 0.99), table[0], 0.0
     for step in range(2000):
         if budget.plain and step % 8:
-            budget.learn_plain(100, plain)
+            budget.learn_plain(100, 1, plain)
             continue
         stop = budget.stop(100, 64)
         rows = budget.choose(hopeful, 100)
@@ -202,17 +202,13 @@ def test_bins_of_context_and_batch():
 
 
 def test_sequences_in_one_pass_are_counted():
-    times = StepTimes()
-    times.enter(1)
-    assert times.leave(1) == 1
-    for drafter in (1, 2, 3):
-        times.enter(drafter)
-    assert [times.leave(drafter) for drafter in (1, 2, 3)] == [3, 3, 3]
-    times.enter(1)
-    assert times.leave(1) == 1
-    times.enter(1)  # and never left
-    times.enter(1)
-    assert times.leave(1) == 1
+    target = FakeTarget(32)
+    state = AdaptiveState(keep=False, times=times_of(FLAT))
+    drafters = [AdaptiveDrafter(None, 32, state) for _ in range(3)]
+    run(target, [Request([1, 2, 3], drafter, 20) for drafter in drafters[:1]])
+    assert drafters[0]._budget.batch == 1
+    run(target, [Request([1, 2, 3], drafter, 40) for drafter in drafters])
+    assert {drafter._budget.batch for drafter in drafters} == {3}
 
 
 def test_points_become_a_table():

@@ -33,8 +33,6 @@ MOST_BACKOFF = 6
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 8, 256
 #: A step that took this many times what its rows could cost at worst was interrupted by something else.
 SPIKE = 3.0
-#: Plain steps whose times are taken in together.
-FOLD = 16
 
 
 class Budget:
@@ -63,7 +61,6 @@ class Budget:
         self._gained = self._spent = self._probed = 0.0
         #: Steps of this block, what plain decoding would have taken for their tokens, what they took.
         self._block: tuple[int, float, float] = (0, 0.0, 0.0)
-        self._folding: tuple[int, float] = (0, 0.0)
 
     @property
     def plain(self) -> bool:
@@ -75,15 +72,10 @@ class Budget:
         """Tokens emitted over tokens expected of late, beyond the one that is certain."""
         return self._accepted / self._expected
 
-    @property
-    def interval(self) -> int:
-        """Plain steps between two glances at the candidates of a paused sequence: these may cost 1 % together."""
-        return int(min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, self.times.glance / SHARE)))
-
-    @property
-    def probing(self) -> bool:
-        """Whether a step may be drafted although the sequence is paused."""
-        return True
+    def rest(self) -> int:
+        """Plain steps to make before the next look at candidates: 0, or enough that looking costs 1 %."""
+        interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, self.times.glance / SHARE))
+        return min(self.pause, int(interval))
 
     def rate(self, plain_seconds: float) -> float:
         """lambda: tokens per second of late, at least plain decoding's."""
@@ -134,20 +126,15 @@ class Budget:
                     best, best_value = k, value
         return best
 
-    def learn_plain(self, context: int, seconds: float) -> None:
-        """A plain step took ``seconds``."""
+    def learn_plain(self, context: int, steps: int, seconds: float) -> None:
+        """``steps`` plain steps took ``seconds`` together."""
         self._spent += seconds
-        self._rest()
-        steps, together = self._folding
-        if steps + 1 < FOLD and self.pause:
-            self._folding = steps + 1, together + seconds
-            return
-        self._folding = 0, 0.0
-        self.times.learn_plain(self.batch, context, (together + seconds) / (steps + 1), steps + 1)
+        self._rested(steps)
+        self.times.learn_plain(self.batch, context, seconds / steps, steps)
 
-    def _rest(self) -> None:
-        self.pause = max(0, self.pause - 1)
-        self.paused_steps += 1
+    def _rested(self, steps: int) -> None:
+        self.pause = max(0, self.pause - steps)
+        self.paused_steps += steps
 
     def learn(self, context: int, rows: int, expected: float, tokens: int, seconds: float) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected, in ``seconds``."""
@@ -166,7 +153,7 @@ class Budget:
         self._spent += seconds
         self._gained = min(CREDIT * plain, self._gained + worth - seconds)
         if self.pause:
-            self._rest()
+            self._rested(1)
             self._probed += worth - seconds
             self.times.glance += 0.3 * (max(0.0, seconds - worth) / plain - self.times.glance)
             if self._probed >= PROBED * plain:

@@ -27,6 +27,7 @@ class StepTimes:
         plain: by bin, a step of plain decoding, without drafting.
         backoff: how often in a row the breaker has tripped of late, whatever the sequence.
         glance: what a look at the candidates of a paused sequence has cost of late, in plain steps.
+        drafts: how many drafts were made by all that share these times; each makes one a round.
     """
 
     def __init__(
@@ -37,9 +38,8 @@ class StepTimes:
         self.bins = bins if bins is not None else {}
         self.plain = {key: table[0] for key, table in self.bins.items()} | (plain or {})
         self.backoff = 0
-        self.glance = 0.1
-        self._inside: set[int] = set()
-        self._together = 1
+        self.glance = 0.3
+        self.drafts = 0
 
     @staticmethod
     def bin_of(batch: int, context: int) -> tuple[int, int]:
@@ -101,18 +101,6 @@ class StepTimes:
         for i in range(place + 1, len(table)):
             if table[i] < value:
                 table[i] = value
-
-    def enter(self, drafter: int) -> None:
-        """A sequence begins a step. Steps of several sequences in one pass overlap, and so show themselves."""
-        if drafter in self._inside:  # a round that was never finished
-            self._inside.clear()
-        self._inside.add(drafter)
-        self._together = max(self._together, len(self._inside)) if len(self._inside) > 1 else 1
-
-    def leave(self, drafter: int) -> int:
-        """The sequence has ended its step; how many sequences were in it."""
-        self._inside.discard(drafter)
-        return self._together
 
     def as_dict(self) -> dict[str, list[float]]:
         """Plain values for JSON: by "batch,context" the seconds of a plain step, then those of ``MENU``."""

@@ -66,10 +66,9 @@ class AdaptiveDrafter(Drafter):
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         grower.tail = [prompt[0]] * 3
         self._emitted = 1
-        #: Not yet taken in: the prompt, later what plain steps have emitted; and how many of these there were.
+        #: Not yet taken in: the prompt, later what plain steps have emitted.
         self._unread = [*prompt, first]
-        self._skipped = 0
-        self._light = False
+        self._last = first
         self._context = len(prompt)
         self._noise: dict[int, Any] = {}
         if self._sampling is not None:
@@ -81,7 +80,12 @@ class AdaptiveDrafter(Drafter):
             else None
         )
         times = self.state.times if self.state is not None else state.times
+        self._times = times
+        self._drafts = times.drafts
         self._budget = Budget(times, config.max_rows) if config.budget else None
+        #: Plain steps still to come before candidates are looked at; those made since, and their seconds.
+        self._rest = self._budget.rest() if self._budget is not None else 0
+        self._rested, self._rest_seconds = 0, 0.0
         self._offered = 0.0
         self._accepted = 0
 
@@ -95,22 +99,20 @@ class AdaptiveDrafter(Drafter):
         return noise
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        grower, budget = self._grower, self._budget
         self._start = perf_counter()
+        before, self._drafts = self._drafts, self._times.drafts + 1
+        self._times.drafts = self._drafts
+        if self._rest:  # as little as can be: after a forward pass even this code comes from slow memory
+            return TokenTree(self._last)
+        grower, budget = self._grower, self._budget
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
             self._catch_up()
             grower.grow(limit, max_depth)
             return self._plant(len(grower.tokens), limit, max_depth)
-        budget.times.enter(id(self))
-        self._light = budget.plain and self._skipped < budget.interval
-        if self._light:
-            self._skipped += 1
-            return TokenTree(self._unread[-1] if self._unread else grower.tail[2])
+        # Drafters that share step times draft once a round each.
+        budget.batch = self._drafts - before
         self._catch_up()
-        self._skipped = 0
-        if budget.plain and not budget.probing:
-            limit = 1
         grower.grow(limit, max_depth, budget.stop(self._context, limit))
         rows = budget.choose(grower.probabilities, self._context)
         return self._plant(rows, min(limit, MENU[place_of(rows)]), max_depth)
@@ -144,26 +146,35 @@ class AdaptiveDrafter(Drafter):
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        budget = self._budget
-        if self._light:
-            assert budget is not None
+        if self._rest:
             self._unread += tokens
-        else:
-            self._study(tree, scores, path, tokens)
-        context = self._context
+            self._last = tokens[-1]
+            self._rest -= 1
+            self._rested += 1
+            self._rest_seconds += perf_counter() - self._start
+            if not self._rest:
+                self._wake()
+            return
+        self._study(tree, scores, path, tokens)
+        budget, context = self._budget, self._context
         self._context += len(tokens)
         self._emitted += len(tokens)
+        self._last = tokens[-1]
         if self._noise:
             for index in [index for index in self._noise if index < self._emitted]:
                 del self._noise[index]
-        if budget is None:
-            return
-        budget.batch = budget.times.leave(id(self))
-        seconds = perf_counter() - self._start
-        if self._light:
-            budget.learn_plain(context, seconds)
-        else:
-            budget.learn(context, len(tree), self._expected, len(tokens), seconds)
+        if budget is not None:
+            budget.learn(context, len(tree), self._expected, len(tokens), perf_counter() - self._start)
+            self._rest = budget.rest()
+
+    def _wake(self) -> None:
+        """Plain steps are over, or the text is: count them."""
+        steps, self._rested = self._rested, 0
+        if steps and self._budget is not None:
+            self._budget.learn_plain(self._context, steps, self._rest_seconds)
+            self._context += steps
+            self._emitted += steps
+            self._rest_seconds = 0.0
 
     def _study(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learn all that a step can teach."""
@@ -177,8 +188,19 @@ class AdaptiveDrafter(Drafter):
         self._offered += self._expected - 1
         self._accepted += len(tokens) - 1
 
+    @property
+    def estimates(self) -> list[float]:
+        """Of the last tree's own nodes (the window's come behind): the estimated probability of each path."""
+        return [] if self._rest else list(self._grower.probabilities)
+
+    @property
+    def resting(self) -> bool:
+        """Whether this step is a plain one, because drafts have not paid of late."""
+        return bool(self._rest)
+
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the budget's figures."""
+        self._wake()
         figures: dict[str, float] = {
             f"accepted_by_{name}": count for name, count in self._grower.credit.items()
         }
