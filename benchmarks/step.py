@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Line:
     attention: float
     difference: float
     rounds: int
+    layout: str
 
     @property
     def other(self) -> float:
@@ -128,15 +129,20 @@ def measure(
             difference = _difference(naive, lean, tree)
             if not difference <= AGREE[dtype]:
                 raise SystemExit(f"{shape} {dtype} {context} {k}: the paths differ by {difference:.3g}")
-            parts = [
-                lambda tree=tree: naive.forward([(0, tree)]),
-                lambda tree=tree: lean.forward([(0, tree)]),
-                _linears(lean, k),
-                _attention(lean, context, k),
-            ]
-            times = _paired(parts, rounds)
+            times, shares = _paired(naive, lean, tree, rounds)
+            parts = [share * times[1] for share in shares]
             line = Line(
-                shape, dtype, context, k, *times[:2], floor, k * per_row, *times[2:], difference, rounds
+                shape,
+                dtype,
+                context,
+                k,
+                *times,
+                floor,
+                k * per_row,
+                *parts,
+                difference,
+                rounds,
+                lean.lean.layout,
             )
             lines.append(line)
             print(row(line), flush=True)
@@ -154,53 +160,28 @@ def _difference(naive: Any, lean: Any, tree: TokenTree) -> float:
     )
 
 
-def _linears(target: LeanTarget, k: int) -> Callable[[], Any]:
-    """The linears of one step alone, on inputs of the right shape."""
-    model = target.lean
-    hidden, attended = model.embedding.shape[1], model.heads * model.head_size
-    x = torch.randn(k, hidden).to(model.dtype)
-    a = torch.randn(k, attended).to(model.dtype)
-    inner = torch.randn(k, target.facts.config.intermediate_size).to(model.dtype)
+def _paired(naive: Any, lean: Any, tree: TokenTree, rounds: int) -> tuple[list[float], list[float]]:
+    """Median milliseconds of a step on each path; shares of products and attention in the lean one.
 
-    def run() -> None:
-        with torch.inference_mode():
-            for layer in model.layers:
-                layer.qkv.of(x)
-                layer.output.plus(a, x)
-                layer.gate_up.of(x)
-                layer.down.plus(inner, x)
-            model.head.of(x)
-
-    return run
-
-
-def _attention(target: LeanTarget, context: int, k: int) -> Callable[[], Any]:
-    """Attention of one step alone."""
-    from lookahead.targets.lean.forward import Attention
-
-    model, cache = target.lean, target.cache
-    tree = sample_tree(k, target.vocabulary)
-    block = target._block(0, context, [context + d for d in tree.depths], tree)
-    query = torch.randn(k, model.heads, model.head_size)
-
-    def run() -> None:
-        with torch.inference_mode():
-            attend = Attention(model, [block], cache)
-            for index, layer in enumerate(model.layers):
-                attend(index, layer.window, query)
-
-    return run
-
-
-def _paired(calls: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median milliseconds of each call; the calls take turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    for _ in range(rounds):
-        for call, mine in zip(calls, times, strict=True):
-            mine.append(_seconds(call) * 1e3)
-    return [statistics.median(mine) for mine in times]
+    The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
+    in decoding as here, but on one path alone they are no concern of the other: a pause lies between.
+    """
+    times: list[list[float]] = [[], []]
+    shares: list[tuple[float, float]] = []
+    for _ in range(3):
+        for target, mine in zip((naive, lean), times, strict=True):
+            sleep(0.05)
+            for turn in range(2 + -(-rounds // 3)):
+                start = perf_counter()
+                target.forward([(0, tree)])[0].best(0)
+                if turn >= 2:
+                    mine.append((perf_counter() - start) * 1e3)
+            if target is lean:
+                shares.append(getattr(lean.lean, "shares", (float("nan"),) * 3)[:2])
+    return (
+        [statistics.median(mine) for mine in times],
+        [statistics.median(part) for part in zip(*shares, strict=True)],
+    )
 
 
 def _seconds(call: Callable[[], Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree, make_drafter
-from lookahead.targets.lean import REGISTRY, LeanTarget, Spec, register
+from lookahead.targets.lean import REGISTRY, LeanModel, LeanTarget, Spec, register
 from lookahead.targets.lean.linear import PlainLinear
 from lookahead.targets.probe import make_target
 from lookahead.testing import assert_same_as_autoregressive, run
@@ -275,22 +276,31 @@ def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_path_is_refused() -> None:
-    with pytest.raises(SettingsError, match="'auto', 'lean' or 'transformers'"):
+    with pytest.raises(SettingsError, match="path must be 'auto', 'lean'"):
         make_target(tiny(), path="fast")
 
 
-def test_without_onednn_the_lean_path_still_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("onednn", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral-sliding", "qwen3", "smollm3"])
+def test_without_numba_the_torch_twin_agrees(
+    family: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lookahead.targets.lean import forward
 
-    monkeypatch.setattr(forward, "best_kind", lambda dtype: (PlainLinear, "plain weights: forced"))
-    model = tiny("qwen2")
+    if not onednn:
+        monkeypatch.setattr(forward, "best_kind", lambda dtype: (PlainLinear, "plain weights: forced"))
+    monkeypatch.setitem(sys.modules, "lookahead.targets.lean.native", None)  # as where numba is not there
+    model = tiny(family)
     lean, naive = make_target(model), make_target(model, path="transformers")
-    assert "plain weights" in lean.reason
+    assert isinstance(lean.lean, LeanModel)
+    assert "pip install numba" in lean.reason
+    assert onednn or "plain weights" in lean.reason
     for target in (lean, naive):
         target.prefill([(0, prompt(9))])
     tree = branched(3)
     a, b = (target.forward([(0, tree)])[0] for target in (lean, naive))
     assert worst(a, b, tree.read_nodes()) < 2e-5
+    assert_same_as_autoregressive(lean, [prompt(12, 1)], "lookahead", None, 20, vocabulary=VOCABULARY)
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")

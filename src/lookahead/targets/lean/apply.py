@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +13,11 @@ from transformers import PreTrainedModel
 from ...core import TokenTree
 from ..transformers import ModelFacts, TransformersTarget
 from .forward import LeanModel
-from .specs import NotLean, read
+from .specs import ModelParts, NotLean, read
 from .target import LeanTarget
+
+if TYPE_CHECKING:
+    from .native import NativeModel
 
 #: Largest tolerated difference of the two paths' logits, in standard deviations of the logits.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -30,7 +33,7 @@ class Verdict:
         difference: of the two paths' logits, in their standard deviations; NaN where none was taken.
     """
 
-    lean: LeanModel | None
+    lean: LeanModel | NativeModel | None
     reason: str
     difference: float = float("nan")
 
@@ -82,7 +85,7 @@ def _judge(
     if weights == "int8" and not torch.cpu._is_vnni_supported():
         return Verdict(None, "weights as int8 need a processor with VNNI")
     try:
-        lean = LeanModel(read(model, facts.config), weights)
+        lean = _build(read(model, facts.config), weights)
     except NotLean as error:
         return Verdict(None, str(error))
     difference = _difference(TransformersTarget(model, facts, 32), LeanTarget(lean, facts, 32), trees)
@@ -98,6 +101,24 @@ def _judge(
     return Verdict(
         lean, f"{name} on CPU, {lean.layout} (difference {difference:.1e} standard deviations)", difference
     )
+
+
+def _build(parts: ModelParts, weights: str) -> LeanModel | NativeModel:
+    """The compiled pass where it can be had, else its torch twin with the reason in ``layout``."""
+    if weights == "int8":
+        return LeanModel(parts, weights)
+    try:
+        from .native import NativeModel
+    except ImportError:
+        lean = LeanModel(parts)
+        lean.layout += "; pip install numba for compiled passes"
+        return lean
+    try:
+        return NativeModel(parts)
+    except RuntimeError as error:  # numba found no folder to keep compiled code in, say
+        lean = LeanModel(parts)
+        lean.layout += f"; no compiled passes ({str(error).splitlines()[0][:80]})"
+        return lean
 
 
 def _difference(naive: TransformersTarget, lean: LeanTarget, trees: Callable[[int, int], TokenTree]) -> float:

@@ -16,11 +16,18 @@ import torch
 class LeanCache:
     """Preallocated keys and values of many sequences; capacity and slots grow by doubling."""
 
-    def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int = 256) -> None:
+    def __init__(
+        self,
+        layers: int,
+        key_heads: int,
+        head_size: int,
+        capacity: int = 256,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.key_heads = key_heads
         self.slots = 1
         self.capacity = capacity
-        self.storage = torch.zeros(layers, 1, 2 * key_heads, capacity, head_size, dtype=torch.float32)
+        self.storage = torch.zeros(layers, 1, 2 * key_heads, capacity, head_size, dtype=dtype)
 
     def nbytes(self) -> int:
         """Bytes held."""

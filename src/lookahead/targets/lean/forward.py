@@ -19,34 +19,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from ..masks import tree_bits
 from .cache import LeanCache
-from .kernels import Norm, NumbaKernels, Seen, TorchKernels, Turns, best_kernels
+from .kernels import Norm, TorchKernels, Turns, best_kernels
+from .layout import Block, PlainScores, RotaryTable, head_norms, joined, paired
 from .linear import Int8Linear, Linear, PackedLinear, PlainLinear, best_kind
 from .specs import LayerParts, LinearParts, ModelParts, NormParts
-
-#: Up to this many products per thread of torch's, one row's attention is quicker on one thread.
-ONE_THREAD = 600_000
-FAR = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One sequence's share of a pass.
-
-    Attributes:
-        slot: its place in the cache.
-        length: T, committed tokens.
-        rows: how many, behind those of the blocks before.
-        masks: per distinct window an additive mask (1, 1, rows, columns), or None where every row sees
-            every column.
-        begins: per distinct window the first column that any row sees.
-    """
-
-    slot: int
-    length: int
-    rows: int
-    masks: dict[int, torch.Tensor | None]
-    begins: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +75,25 @@ class LeanModel:
         self.scale = parts.scale
         self.embedding = parts.embedding
         self.windows = sorted({layer.window for layer in parts.layers})
-        half = parts.head_size // 2
-        # Rotary pairs (i, i + D/2) become neighbours (2i, 2i + 1).
-        order = torch.arange(parts.head_size).view(2, half).t().reshape(-1)
-        self.layers = [self._layer(layer, make, order) for layer in parts.layers]
+        self.layers = [self._layer(layer, make) for layer in parts.layers]
         self.norm = _norm(parts.norm)
         self.head = make(parts.head)
-        self._rotary = parts.rotary
-        self._turns = torch.empty(0, half, dtype=torch.complex64)
+        self._turns = RotaryTable(parts.rotary, parts.head_size)
 
-    def _layer(self, parts: LayerParts, make: Callable[[LinearParts], Linear], order: torch.Tensor) -> Layer:
-        def paired(linear: LinearParts) -> LinearParts:
-            rows = torch.arange(linear.weight.shape[0]).view(-1, self.head_size)[:, order].reshape(-1)
-            return LinearParts(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
-
+    def _layer(self, parts: LayerParts, make: Callable[[LinearParts], Linear]) -> Layer:
+        size = self.head_size
+        heads = head_norms(parts, self.heads, self.key_heads)
         return Layer(
             attention_norm=_norm(parts.attention_norm),
-            qkv=make(_joined(paired(parts.query), paired(parts.key), parts.value)),
-            head_norm=self._head_norm(parts, order),
+            qkv=make(joined(paired(parts.query, size), paired(parts.key, size), parts.value)),
+            head_norm=None if heads is None else _norm(heads),
             output=make(parts.output),
             feed_forward_norm=_norm(parts.feed_forward_norm),
-            gate_up=make(_joined(parts.gate, parts.up)),
+            gate_up=make(joined(parts.gate, parts.up)),
             down=make(parts.down),
             window=parts.window,
             rotates=parts.rotates,
         )
-
-    def _head_norm(self, parts: LayerParts, order: torch.Tensor) -> Norm | None:
-        """One weight (H + K, D) for the norms over query and key heads."""
-        query, key = parts.query_norm, parts.key_norm
-        if query is None or key is None:
-            return None
-        weights = [query.weight[order]] * self.heads + [key.weight[order]] * self.key_heads
-        return Norm(torch.stack(weights), query.epsilon)
 
     def nbytes(self) -> int:
         """Bytes of weights held beside the model's own."""
@@ -149,7 +113,7 @@ class LeanModel:
         blocks: Sequence[Block],
         read: Sequence[int],
         cache: LeanCache,
-    ) -> torch.Tensor:
+    ) -> PlainScores:
         """Evaluate rows and write their keys and values.
 
         Args:
@@ -166,7 +130,7 @@ class LeanModel:
                 x = x[torch.tensor(read, dtype=torch.long)]
             x = self.kernels.norm(x, self.norm)
         with torch.no_grad():  # the logits leave as ordinary tensors, which processors may write to
-            return self.head.of(x)
+            return PlainScores(self.head.of(x))
 
     def _body(self, x: torch.Tensor, turns: Turns, blocks: Sequence[Block], cache: LeanCache) -> torch.Tensor:
         kernels, attend = self.kernels, Attention(self, blocks, cache)
@@ -180,82 +144,67 @@ class LeanModel:
         return x
 
     def _angles(self, positions: Sequence[int]) -> Turns:
-        longest = max(positions) + 1
-        if longest > len(self._turns):
-            self._turns = self._table(1 << (longest - 1).bit_length())
-        return Turns(self._turns[torch.tensor(positions)], self.heads, self.key_heads)
-
-    def _table(self, longest: int) -> torch.Tensor:
-        """Turns of positions 0..longest, from the model's own rotary module."""
-        probe = torch.empty(1, dtype=torch.float32)
-        cos, sin = self._rotary(probe, torch.arange(longest)[None])
-        half = self.head_size // 2
-        return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        turns = self._turns.up_to(max(positions))
+        return Turns(turns[torch.tensor(positions)], self.heads, self.key_heads)
 
 
 class Attention:
-    """Attention of one pass: views on the cache are made once for all layers."""
+    """Attention of one pass: masks and views on the cache are made once for all layers."""
 
     def __init__(self, model: LeanModel, blocks: Sequence[Block], cache: LeanCache) -> None:
         self.model = model
         self.blocks = blocks
-        self._cache = cache
         self._shape = (model.key_heads, model.groups, model.head_size)
-        self._alone = [self._single(block) for block in blocks]
+        self._masks = [{window: mask(block, window) for window in model.windows} for block in blocks]
         self._seen = [
             {
-                window: cache.heads(b.slot, begin, b.length + b.rows, model.groups)
-                for window, begin in b.begins.items()
-                if window not in alone
+                window: cache.heads(b.slot, first_column(b, window), b.length + b.rows, model.groups)
+                for window in model.windows
             }
-            for b, alone in zip(blocks, self._alone, strict=True)
+            for b in blocks
         ]
 
     def __call__(self, layer: int, window: int, query: torch.Tensor) -> torch.Tensor:
         """Queries (Q, H, D), whose keys and values are in the cache; (Q, H * D) in the model's dtype."""
         results, start = [], 0
-        for block, seen, alone in zip(self.blocks, self._seen, self._alone, strict=True):
+        for block, masks, seen in zip(self.blocks, self._masks, self._seen, strict=True):
             mine = query[start : start + block.rows] if len(self.blocks) > 1 else query
             start += block.rows
-            if window in alone:
-                kernels, scale = self.model.kernels, self.model.scale
-                results.append(kernels.attend(mine, self._cache, layer, block.slot, alone[window], scale))
-                continue
             keys, values = seen[window]
             result = F.scaled_dot_product_attention(
                 mine.view(block.rows, *self._shape).permute(1, 2, 0, 3),
                 keys[layer],
                 values[layer],
-                block.masks[window],
+                masks[window],
                 scale=self.model.scale,
             )
             results.append(result.permute(2, 0, 1, 3).reshape(block.rows, -1).to(self.model.dtype))
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _single(self, block: Block) -> dict[int, Seen]:
-        """Per window what a block's only row sees, where the kernel on one thread is quicker than torch's."""
-        model = self.model
-        if block.rows > 1 or not isinstance(model.kernels, NumbaKernels):
-            return {}
-        threads = torch.get_num_threads()
-        limit = ONE_THREAD // (threads * model.heads * model.head_size) if threads > 1 else FAR
-        return {
-            window: Seen.single(block.length, begin)
-            for window, begin in block.begins.items()
-            if block.length - begin < limit
-        }
+
+def first_column(block: Block, window: int) -> int:
+    """The first column that any row of a block sees."""
+    return max(0, min(block.positions) + 1 - window) if window else 0
+
+
+def mask(block: Block, window: int) -> torch.Tensor | None:
+    """What is added to the scores, (1, 1, rows, columns from the first that is seen); None where all are seen."""
+    rows, length = block.rows, block.length
+    if rows == 1:
+        return None
+    begin = first_column(block, window)
+    if block.tree is None:
+        bits = torch.ones(rows, rows, dtype=torch.bool).tril_()
+    else:
+        bits = tree_bits([block.tree], rows)[0]
+    result = torch.zeros(rows, length + rows - begin, dtype=torch.float32)
+    result[:, length - begin :].masked_fill_(~bits, -torch.inf)
+    if window:
+        at = torch.tensor(block.positions)
+        columns = torch.cat((torch.arange(begin, length), at))
+        result.masked_fill_(at[:, None] - columns >= window, -torch.inf)
+    return result[None, None]
 
 
 def _norm(parts: NormParts) -> Norm:
     return Norm(parts.weight, parts.epsilon)
-
-
-def _joined(*linears: LinearParts) -> LinearParts:
-    """Several linears of one input as one."""
-    weight = torch.cat([linear.weight for linear in linears])
-    if all(linear.bias is None for linear in linears):
-        return LinearParts(weight, None)
-    biases = [
-        linear.bias if linear.bias is not None else weight.new_zeros(len(linear.weight)) for linear in linears
-    ]
-    return LinearParts(weight, torch.cat(biases))

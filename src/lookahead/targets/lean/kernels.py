@@ -12,7 +12,6 @@ the callers here see to.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -212,57 +211,6 @@ class NumbaKernels(TorchKernels):
             )
             start += count
         return query
-
-    def attend(
-        self, query: torch.Tensor, cache: LeanCache, layer: int, slot: int, seen: Seen, scale: float
-    ) -> torch.Tensor:
-        """Attention of one sequence's rows, queries (Q, H, D), each over the columns that it sees.
-
-        On one thread; quicker than torch's for one row of a short text, where starting costs more than working.
-
-        Returns:
-            (Q, H * D) in the dtype of the rows between the linears.
-        """
-        rows = query.shape[0]
-        out = query.new_empty(rows, self.heads * self.size, dtype=self.dtype)
-        self._code.attend(
-            query.data_ptr(),
-            cache.address(layer, slot, 0),
-            out.data_ptr(),
-            seen.begins.data_ptr(),
-            seen.ends.data_ptr(),
-            seen.columns.data_ptr(),
-            cache.capacity,
-            seen.length,
-            rows,
-            self.heads,
-            self.key_heads,
-            self.size,
-            scale,
-            self._tag,
-        )
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Which columns of the cache each row sees: from ``begins[r]`` up to ``length``, and some behind.
-
-    Attributes:
-        length: T, committed tokens.
-        begins: (Q,) int64.
-        ends, columns: row r also sees ``columns[ends[r - 1]:ends[r]]``, its ancestors and itself; int64.
-    """
-
-    length: int
-    begins: torch.Tensor
-    ends: torch.Tensor
-    columns: torch.Tensor
-
-    @classmethod
-    def single(cls, length: int, begin: int) -> Seen:
-        """One row behind ``length`` tokens."""
-        return cls(length, torch.tensor([begin]), torch.tensor([1]), torch.tensor([length]))
 
 
 def best_kernels() -> tuple[type[TorchKernels], str]:

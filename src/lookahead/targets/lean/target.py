@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...core import TokenTree
-from ..masks import tree_bits
-from ..scores import LogitsBatch, LogitsRows
+from ..scores import LogitsRows
 from ..transformers import ModelFacts, _memory_errors
-from .forward import Block, LeanModel
+from .forward import LeanModel
+from .layout import Block
+
+if TYPE_CHECKING:
+    from .native import NativeModel
 
 #: Rows of a prompt that are evaluated together.
 CHUNK = 512
@@ -28,11 +30,13 @@ class LeanTarget:
 
     path = "lean"
 
-    def __init__(self, lean: LeanModel, facts: ModelFacts, capacity: int = 256, reason: str = "") -> None:
+    def __init__(
+        self, lean: LeanModel | NativeModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
+    ) -> None:
         self.lean = lean
         self.facts = facts
         self.reason = reason
-        self.cache = lean.new_cache(capacity)
+        self.cache: Any = lean.new_cache(capacity)
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
 
@@ -55,11 +59,11 @@ class LeanTarget:
                     tokens = list(prompt[begin : begin + CHUNK])
                     rows = len(tokens)
                     positions = list(range(begin, begin + rows))
-                    block = self._block(slot, begin, positions, None)
+                    block = Block(slot, begin, rows, None, positions)
                     read = [rows - 1] if begin + rows == len(prompt) else []
-                    logits = self.lean.run(tokens, positions, [block], read, self.cache)
+                    scored = self.lean.run(tokens, positions, [block], read, self.cache)
             self.lengths[slot] = len(prompt)
-            scores.append(LogitsRows(LogitsBatch(logits[None]), 0))
+            scores.append(LogitsRows(scored.part(0, 1), 0))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
@@ -77,42 +81,19 @@ class LeanTarget:
             for slot, tree in trees:
                 length = self.lengths[slot]
                 mine = [length + depth for depth in tree.depths]
-                blocks.append(self._block(slot, length, mine, tree))
+                blocks.append(Block(slot, length, len(tree), tree, mine))
                 nodes.append(tree.read_nodes())
                 read += [len(tokens) + node for node in nodes[-1]]
                 tokens += tree.tokens
                 positions += mine
-            logits = self.lean.run(tokens, positions, blocks, read, self.cache)
+            scored = self.lean.run(tokens, positions, blocks, read, self.cache)
         self._pending.update(trees)
         scores, start = [], 0
         for (_, tree), rows in zip(trees, nodes, strict=True):
-            batch = LogitsBatch(logits[None, start : start + len(rows)])
+            batch = scored.part(start, len(rows))
             scores.append(LogitsRows(batch, 0, None if len(rows) == len(tree) else rows))
             start += len(rows)
         return scores
-
-    def _block(self, slot: int, length: int, positions: list[int], tree: TokenTree | None) -> Block:
-        """Masks of one sequence's rows: a tree's, or a chunk of a prompt where ``tree`` is None."""
-        rows = len(positions)
-        masks: dict[int, torch.Tensor | None] = {}
-        begins: dict[int, int] = {}
-        for window in self.lean.windows:
-            begin = begins[window] = max(0, min(positions) + 1 - window) if window else 0
-            if rows == 1:
-                masks[window] = None
-                continue
-            if tree is None:
-                bits = torch.ones(rows, rows, dtype=torch.bool).tril_()
-            else:
-                bits = tree_bits([tree], rows)[0]
-            mask = torch.zeros(rows, length + rows - begin, dtype=torch.float32)
-            mask[:, length - begin :].masked_fill_(~bits, -torch.inf)
-            if window:
-                at = torch.tensor(positions)
-                columns = torch.cat((torch.arange(begin, length), at))
-                mask.masked_fill_(at[:, None] - columns >= window, -torch.inf)
-            masks[window] = mask[None, None]
-        return Block(slot, length, rows, masks, begins)
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bring accepted rows in line; the cost does not depend on the context."""

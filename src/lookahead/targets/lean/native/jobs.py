@@ -1,0 +1,464 @@
+"""One pass as one call for each thread: every layer's stages in turn, with a barrier where one waits for another.
+
+``plan`` is an array of 64-bit integers whose entries the names below count: sizes, and addresses of what the model,
+the cache and the step hold. Each thread takes its share of every stage: outputs of a product, rows of a norm, queries
+of attention. Who computes what changes nothing in the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+from numba.extending import overload, register_jitable
+
+from .attention import attend
+from .intrinsics import (
+    I32,
+    KINDS,
+    TAGS,
+    VOID,
+    at,
+    bytes_of,
+    call,
+    emitted,
+    exchange,
+    fetch_add,
+    input_tag,
+    jump,
+    look,
+    pause,
+    pointer,
+    ticks,
+)
+from .machine import STAMP
+from .products import gated, product, scored, share
+from .stages import best, embed, norm, top, turn
+
+# The plan: sizes, ...
+(
+    ROWS, READS, HIDDEN, WIDTH, HEADS, KEY_HEADS, SIZE, HEAD, INNER, VOCABULARY, LAYERS, SCALE,
+    # ... what the model holds, ...
+    TABLE, EMBEDDING, FINAL, TURNS, TILE_SHAPES,
+    # ... buffers: the rows, what products read and write, queries, scratch of each thread, ...
+    X, NORMED, NORMED_STRIDE, NORMED_EACH, ATTENDED, ATTENDED_STRIDE, MIDDLE, MIDDLE_WIDTH, QKV, QKV_WIDTH,
+    QUERY, SCRATCH, SCRATCH_EACH, LINE,
+    # ... the cache, bytes from layer to layer, slot to slot and head to head, ...
+    CACHE, CACHE_LAYER, CACHE_SLOT, CACHE_HEAD,
+    # ... and the step.
+    TOKENS, POSITIONS, BLOCKS, BLOCK_COUNT, ENDS, COLUMNS, CHOSEN, LOGITS, LOGITS_WIDTH, PEAKS, BEST,
+    STATUS, TIMES, TOP, TOP_IDS, TOP_ODDS, PLAN_SIZE,
+) = range(52)  # fmt: skip
+# A layer in the table; a linear takes five: weights, bytes of a group, bias, steps, groups.
+(
+    FIRST_NORM, FIRST_EPSILON, HEAD_NORM, HEAD_EPSILON, SECOND_NORM, SECOND_EPSILON, WINDOW, ROTATES,
+) = range(8)  # fmt: skip
+QKV_LINEAR, OUTPUT_LINEAR, GATE_LINEAR, DOWN_LINEAR, LAYER_SIZE = 8, 13, 18, 23, 28
+# The table's last line is the final norm and, in place of QKV_LINEAR, the LM head.
+# A block: the rows of one sequence.
+SLOT, LENGTH, FIRST_ROW, BLOCK_ROWS, CHAIN, BLOCK_SIZE = range(6)
+# The control block of a team, in 64-bit words with a cache line for each that many threads look at.
+GO, ARRIVED, JOB, ARGUMENT, TEAM, BASE, ASLEEP = 0, 8, 16, 17, 18, 19, 24
+#: Turns of a waiting loop before a thread offers its core to others, and before it goes to sleep.
+PATIENCE, WAKEFUL = 2000, 6000
+#: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
+FEW = 2
+
+
+def _yield(builder: Any) -> None:
+    if sys.platform != "win32":
+        call(builder, "sched_yield", I32, [])
+
+
+yield_core = emitted(_yield, 0)
+configure = emitted(
+    lambda builder, address: call(builder, "llvm.x86.ldtilecfg", VOID, [at(builder, address)]) and None, 1
+)
+forget = emitted(lambda builder: call(builder, "llvm.x86.tilerelease", VOID, []) and None, 0)
+
+
+def shape_tiles(address: int, kind: Any) -> None:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(shape_tiles)
+def _shape_code(address, kind):  # type: ignore[no-untyped-def]
+    """Set this thread's tile registers up, where products use them; address 0 gives them back."""
+    if kind != types.int8:
+        return lambda address, kind: None
+
+    def code(address, kind):  # type: ignore[no-untyped-def]
+        if address != 0:
+            configure(address)
+        else:
+            forget()
+
+    return code
+
+
+@register_jitable
+def single_of(bits: int) -> float:
+    """An fp32 number that travels as the lower half of a 64-bit integer."""
+    return np.uint32(bits).view(np.float32)
+
+
+@register_jitable
+def meet(control: int, target: int) -> None:
+    """Wait until ``target`` arrivals have been counted, this one included."""
+    fetch_add(control + 8 * ARRIVED, 1)
+    turns = 0
+    while look(control + 8 * ARRIVED) < target:
+        pause()
+        turns += 1
+        if turns > PATIENCE:
+            yield_core()
+
+
+@njit(nogil=True, error_model="numpy")
+def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, tag: Any) -> None:
+    """Rotation and cache writes of this thread's heads of rows."""
+    blocks = carray(pointer(p[BLOCKS], np.int64(0)), (p[BLOCK_COUNT], BLOCK_SIZE))
+    positions = carray(pointer(p[POSITIONS], np.int64(0)), (p[ROWS],))
+    lanes = p[HEADS] + 2 * p[KEY_HEADS]
+    begin, end = share(p[ROWS] * lanes, rank, team)
+    b = 0
+    for item in range(begin, end):
+        row, lane = item // lanes, item % lanes
+        while row >= blocks[b, FIRST_ROW] + blocks[b, BLOCK_ROWS]:
+            b += 1
+        local = row - blocks[b, FIRST_ROW]
+        store = storage + blocks[b, SLOT] * p[CACHE_SLOT] + (lane - p[HEADS]) * p[CACHE_HEAD]
+        angles = p[TURNS] + 4 * p[SIZE] * positions[row] if layer[ROTATES] else 0
+        turn(
+            p[QKV] + 4 * (p[QKV_WIDTH] * row + lane * p[SIZE]), lane, angles, layer[HEAD_NORM],
+            single_of(layer[HEAD_EPSILON]), single_of(p[SCALE]),
+            p[QUERY] + 4 * blocks[b, FIRST_ROW] * p[HEADS] * p[HEAD], local, blocks[b, BLOCK_ROWS],
+            store, blocks[b, LENGTH] + local, p[HEADS], p[KEY_HEADS], p[SIZE], p[HEAD], tag,
+        )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def attend_rows(p: Any, layer: Any, storage: int, rank: int, team: int, kind: Any, tag: Any) -> None:
+    """Attention of this thread's queries."""
+    blocks = carray(pointer(p[BLOCKS], np.int64(0)), (p[BLOCK_COUNT], BLOCK_SIZE))
+    groups = p[HEADS] // p[KEY_HEADS]
+    element = bytes_of(input_tag(kind))
+    begin, end = share(p[ROWS] * p[HEADS], rank, team)
+    seen = 0
+    for b in range(p[BLOCK_COUNT]):
+        first_row = blocks[b, FIRST_ROW]
+        queries = blocks[b, BLOCK_ROWS] * groups
+        for h in range(p[KEY_HEADS]):
+            first, last = max(begin - seen, 0), min(end - seen, queries)
+            if first < last:
+                keys = storage + blocks[b, SLOT] * p[CACHE_SLOT] + h * p[CACHE_HEAD]
+                attend(
+                    p[QUERY] + 4 * p[HEAD] * (first_row * p[HEADS] + h * queries),
+                    keys, keys + p[KEY_HEADS] * p[CACHE_HEAD],
+                    p[ATTENDED] + first_row * p[ATTENDED_STRIDE] + h * groups * p[SIZE] * element,
+                    p[ATTENDED_STRIDE], p[SCRATCH] + rank * p[SCRATCH_EACH], p[LINE],
+                    blocks[b, LENGTH], first, last, groups, p[HEAD], p[SIZE], blocks[b, CHAIN] != 0,
+                    layer[WINDOW], p[POSITIONS] + 8 * first_row, p[ENDS] + 8 * (first_row + 1), p[COLUMNS],
+                    kind, tag,
+                )  # fmt: skip
+            seen += queries
+
+
+@njit(nogil=True, error_model="numpy")
+def norm_rows(
+    p: Any,
+    control: int,
+    arrived: int,
+    rank: int,
+    team: int,
+    rows: int,
+    chosen: int,
+    weight: int,
+    epsilon: int,
+    kind: Any,
+) -> tuple[int, int]:
+    """Norm ``rows`` rows; returns where they lie for this thread and the barriers passed so far."""
+    if rows <= FEW:
+        out = p[NORMED] + rank * p[NORMED_EACH]
+        norm(
+            p[X],
+            p[WIDTH],
+            chosen,
+            weight,
+            single_of(epsilon),
+            out,
+            p[NORMED_STRIDE],
+            0,
+            rows,
+            p[HIDDEN],
+            kind,
+        )
+        return out, arrived
+    begin, end = share(rows, rank, team)
+    norm(
+        p[X],
+        p[WIDTH],
+        chosen,
+        weight,
+        single_of(epsilon),
+        p[NORMED],
+        p[NORMED_STRIDE],
+        begin,
+        end,
+        p[HIDDEN],
+        kind,
+    )
+    meet(control, arrived + team)
+    return p[NORMED], arrived + team
+
+
+@njit(nogil=True, error_model="numpy")
+def evaluate(argument: int, control: int, rank: int, team: int, base: int, kind: Any, tag: Any) -> None:
+    """The pass of one thread; ``base`` arrivals were counted before it."""
+    p = carray(pointer(argument, np.int64(0)), (PLAN_SIZE,))
+    table = carray(pointer(p[TABLE], np.int64(0)), (p[LAYERS] + 1, LAYER_SIZE))
+    times = carray(pointer(p[TIMES], np.int64(0)), (3,))
+    scratch = p[SCRATCH] + rank * p[SCRATCH_EACH]
+    rows, arrived = p[ROWS], base
+    shape_tiles(p[TILE_SHAPES], kind)
+    linears, attention, start = 0, 0, ticks()
+    begin, end = share(rows, rank, team)
+    if not embed(p[TOKENS], p[EMBEDDING], p[HIDDEN], p[VOCABULARY], p[X], p[WIDTH], begin, end, tag):
+        carray(pointer(p[STATUS], np.int64(0)), (1,))[0] = 1
+    arrived += team
+    meet(control, arrived)
+    for index in range(p[LAYERS]):
+        layer = table[index]
+        storage = p[CACHE] + index * p[CACHE_LAYER]
+        x, arrived = norm_rows(
+            p, control, arrived, rank, team, rows, 0, layer[FIRST_NORM], layer[FIRST_EPSILON], kind
+        )
+        mark = ticks()
+        q = layer[QKV_LINEAR : QKV_LINEAR + 5]
+        begin, end = share(q[4], rank, team)
+        product(
+            q[0],
+            q[1],
+            q[2],
+            x,
+            p[NORMED_STRIDE],
+            q[3],
+            rows,
+            begin,
+            end,
+            scratch,
+            p[QKV],
+            p[QKV_WIDTH],
+            False,
+            kind,
+            tag,
+        )
+        arrived += team
+        meet(control, arrived)
+        linears += ticks() - mark
+        turn_rows(p, layer, storage, rank, team, tag)
+        arrived += team
+        meet(control, arrived)
+        mark = ticks()
+        attend_rows(p, layer, storage, rank, team, kind, tag)
+        arrived += team
+        meet(control, arrived)
+        attention += ticks() - mark
+        mark = ticks()
+        q = layer[OUTPUT_LINEAR : OUTPUT_LINEAR + 5]
+        begin, end = share(q[4], rank, team)
+        product(
+            q[0],
+            q[1],
+            q[2],
+            p[ATTENDED],
+            p[ATTENDED_STRIDE],
+            q[3],
+            rows,
+            begin,
+            end,
+            scratch,
+            p[X],
+            p[WIDTH],
+            True,
+            kind,
+            tag,
+        )
+        arrived += team
+        meet(control, arrived)
+        linears += ticks() - mark
+        x, arrived = norm_rows(
+            p, control, arrived, rank, team, rows, 0, layer[SECOND_NORM], layer[SECOND_EPSILON], kind
+        )
+        mark = ticks()
+        q = layer[GATE_LINEAR : GATE_LINEAR + 5]
+        begin, end = share(q[4], rank, team)
+        gated(
+            q[0],
+            q[1],
+            q[2],
+            x,
+            p[NORMED_STRIDE],
+            q[3],
+            rows,
+            begin,
+            end,
+            scratch,
+            p[MIDDLE],
+            p[MIDDLE_WIDTH],
+            kind,
+            tag,
+        )
+        arrived += team
+        meet(control, arrived)
+        q = layer[DOWN_LINEAR : DOWN_LINEAR + 5]
+        begin, end = share(q[4], rank, team)
+        product(
+            q[0], q[1], q[2], p[MIDDLE], p[MIDDLE_WIDTH] * bytes_of(input_tag(kind)), q[3], rows, begin, end, scratch,
+            p[X], p[WIDTH], True, kind, tag,
+        )  # fmt: skip
+        arrived += team
+        meet(control, arrived)
+        linears += ticks() - mark
+    if p[READS] > 0:
+        last = table[p[LAYERS]]
+        x, arrived = norm_rows(
+            p, control, arrived, rank, team, p[READS], p[CHOSEN], last[FIRST_NORM], last[FIRST_EPSILON], kind
+        )
+        mark = ticks()
+        q = last[QKV_LINEAR : QKV_LINEAR + 5]
+        begin, end = share(q[4], rank, team)
+        scored(
+            q[0], q[1], q[2], x, p[NORMED_STRIDE], q[3], p[READS], begin, end, scratch, p[LOGITS], p[LOGITS_WIDTH],
+            p[PEAKS], p[VOCABULARY], kind, tag,
+        )  # fmt: skip
+        arrived += team
+        meet(control, arrived)
+        linears += ticks() - mark
+        begin, end = share(p[READS], rank, team)
+        winners = carray(pointer(p[BEST], np.int64(0)), (p[READS],))
+        for r in range(begin, end):
+            winners[r] = best(p[LOGITS], p[LOGITS_WIDTH], p[PEAKS], r, tag)
+    shape_tiles(0, kind)
+    if rank == 0:
+        times[0], times[1], times[2] = linears, attention, ticks() - start
+    meet(control, arrived + team)
+
+
+@njit(nogil=True, error_model="numpy")
+def rank_tokens(argument: int, control: int, rank: int, team: int, base: int, tag: Any) -> None:
+    """The best tokens of every row that is read."""
+    p = carray(pointer(argument, np.int64(0)), (PLAN_SIZE,))
+    begin, end = share(p[READS], rank, team)
+    for r in range(begin, end):
+        top(p[LOGITS], p[LOGITS_WIDTH], p[VOCABULARY], p[PEAKS], r, p[TOP], p[TOP_IDS], p[TOP_ODDS], tag)
+    meet(control, base + team)
+
+
+_JOB = types.void(*[types.int64] * 5)
+_known: dict[Any, Any] = {}
+
+
+def pass_job(dtype: torch.dtype, kind: str) -> int:
+    """The address of ``evaluate`` for a dtype and a kind of product; compiled once and kept on disk."""
+    key = (dtype, kind)
+    if key not in _known:
+        _known[key] = _pass(STAMP, TAGS[dtype], KINDS[kind])
+    return int(_known[key].address)
+
+
+def top_job(dtype: torch.dtype) -> int:
+    """The address of ``rank_tokens`` for a dtype."""
+    if dtype not in _known:
+        _known[dtype] = _top(STAMP, TAGS[dtype])
+    return int(_known[dtype].address)
+
+
+def _pass(stamp: int, tag: Any, kind: Any) -> Any:
+    @cfunc(_JOB, cache=True, nopython=True)
+    def job(argument, control, rank, team, base):  # type: ignore[no-untyped-def]
+        if argument != stamp:  # never so: the stamp is here to name the code on disk
+            evaluate(argument, control, rank, team, base, kind, tag)
+
+    return job
+
+
+def _top(stamp: int, tag: Any) -> Any:
+    @cfunc(_JOB, cache=True, nopython=True)
+    def job(argument, control, rank, team, base):  # type: ignore[no-untyped-def]
+        if argument != stamp:
+            rank_tokens(argument, control, rank, team, base, tag)
+
+    return job
+
+
+def serve_code() -> Any:
+    """serve(control, rank): do the team's jobs until none has come for a while."""
+    return _known.setdefault("serve", _serve(STAMP))
+
+
+def lead_code() -> tuple[Any, Any]:
+    """post(control, job, argument) -> bits of the sleepers to wake; lead(control) does the leader's part of a
+    job that was posted and not led."""
+    return _known.setdefault("post", _post(STAMP)), _known.setdefault("lead", _lead(STAMP))
+
+
+def _serve(stamp: int) -> Any:
+    @njit(types.void(types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
+    def serve(control, rank):  # type: ignore[no-untyped-def]
+        if control == stamp:
+            return
+        asleep, seen = control + 8 * (ASLEEP + 8 * rank), control + 8 * (ASLEEP + 8 * rank + 1)
+        words = carray(pointer(control, np.int64(0)), (ASLEEP,))
+        exchange(asleep, 0)
+        turns = 0
+        while True:
+            number = look(control + 8 * GO)
+            if number != look(seen):
+                exchange(seen, number)
+                jump(words[JOB], words[ARGUMENT], control, rank, words[TEAM], words[BASE])
+                turns = 0
+            else:
+                pause()
+                turns += 1
+                if turns > PATIENCE:
+                    yield_core()
+                if turns > WAKEFUL:
+                    exchange(asleep, 1)
+                    # A job may have come meanwhile; whose flag is gone has been sent for.
+                    if look(control + 8 * GO) == number or exchange(asleep, 0) == 0:
+                        return
+                    turns = 0
+
+    return serve
+
+
+def _post(stamp: int) -> Any:
+    @njit(types.int64(types.int64, types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
+    def post(control, job, argument):  # type: ignore[no-untyped-def]
+        words = carray(pointer(control, np.int64(0)), (ASLEEP,))
+        words[JOB], words[ARGUMENT] = job, argument
+        words[BASE] = look(control + 8 * ARRIVED)
+        sleepers = 0
+        if control != stamp:
+            fetch_add(control + 8 * GO, 1)
+            for rank in range(1, words[TEAM]):
+                sleepers |= exchange(control + 8 * (ASLEEP + 8 * rank), 0) << rank
+        return sleepers
+
+    return post
+
+
+def _lead(stamp: int) -> Any:
+    @njit(types.void(types.int64), nogil=True, cache=True, error_model="numpy")
+    def lead(control):  # type: ignore[no-untyped-def]
+        words = carray(pointer(control, np.int64(0)), (ASLEEP,))
+        number, seen = look(control + 8 * GO), control + 8 * (ASLEEP + 1)
+        if control != stamp and number != look(seen):
+            exchange(seen, number)
+            jump(words[JOB], words[ARGUMENT], control, 0, words[TEAM], words[BASE])
+
+    return lead

@@ -1,0 +1,57 @@
+"""What this processor offers to compiled code: vector lanes, fused multiply-adds, matrix tiles.
+
+Everything here is decided once, when the module is loaded. Compiled code is kept on disk under ``STAMP``, so
+that code made for one decision, or from another version of these files, is never run under another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+_FEATURES = llvm.get_host_cpu_features()
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+#: fp32 numbers in a vector, vectors in the register file, and whether a * b + c is one instruction.
+LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+REGISTERS = 32 if LANES == 16 or ARM else 16
+FUSED = ARM or bool(_FEATURES.get("fma")) or LANES == 16
+
+
+def _tiles_permitted() -> bool:
+    """Linux lends the tile registers to a process that asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    wanted = ("amx-tile", "amx-bf16")
+    if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
+        return False
+    try:
+        return ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+#: bf16 products on matrix tiles (AMX).
+TILES = LANES == 16 and _tiles_permitted()
+#: bf16 products of pairs in vectors (AVX512-BF16), where there are no tiles.
+PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16")) and not TILES
+
+#: How products of a dtype are computed, for people.
+PRODUCTS = {
+    "bfloat16": "AMX tiles" if TILES else "AVX512-BF16 pairs" if PAIRS else f"{LANES}-lane vectors",
+    "float32": f"{LANES}-lane vectors",
+}
+
+
+def _stamp() -> int:
+    """Changes with the decisions above and with the text of any file of this folder."""
+    digest = hashlib.sha256(repr((LANES, REGISTERS, FUSED, TILES, PAIRS)).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")
+
+
+STAMP = _stamp()

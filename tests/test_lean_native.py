@@ -1,0 +1,204 @@
+"""Compiled passes: a row's logits have the same bits in a tree, in plain decoding, and on any number of threads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lookahead.core import TokenTree
+from lookahead.core.errors import NumericalError
+from lookahead.targets.lean import LeanTarget
+from lookahead.targets.probe import make_target
+from lookahead.targets.scores import LogitsBatch
+from lookahead.testing import assert_same_as_autoregressive
+from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
+
+pytest.importorskip("numba")
+from lookahead.targets.lean.native import NativeModel, jobs, team
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def native(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> LeanTarget:
+    target = make_target(tiny(family, dtype, **changes), capacity=4)
+    assert isinstance(target, LeanTarget), target.reason
+    assert isinstance(target.lean, NativeModel), target.reason
+    return target
+
+
+def bush(seed: int, rows: int) -> TokenTree:
+    """A random tree; its rows are not in the order of depths, and paths have gaps."""
+    draw = random.Random(seed)
+    tree = TokenTree(seed % VOCABULARY)
+    while len(tree) < rows:
+        tree.add(
+            draw.randrange(VOCABULARY),
+            draw.randrange(max(0, len(tree) - 6), len(tree)),
+            read=draw.random() < 0.8,
+        )
+    return tree
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    return [other for other in range(node + 1) if tree.ancestors[node] >> other & 1]
+
+
+@DTYPES
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
+    """Steps of 1 to 70 rows, of two sequences together, after commits of paths with gaps; no row differs in a bit."""
+    target, alone = native(family, dtype), native(family, dtype)
+    lengths = {0: 3, 1: 13}
+    for slot, length in lengths.items():
+        for one in (target, alone):
+            one.prefill([(slot, prompt(length, slot))])
+    for turn, rows in enumerate((5, 37, 1, 70, 18)):
+        trees = [(slot, bush(10 * turn + slot, rows + slot)) for slot in lengths]
+        scores = target.forward(trees)
+        paths = []
+        for (slot, tree), drafted in zip(trees, scores, strict=True):
+            end = max(range(len(tree)), key=lambda node: (tree.read[node], tree.depths[node]))
+            path = path_to(tree, end)[:6]
+            paths.append((slot, path))
+            for node in path:
+                (plain,) = alone.forward([(slot, TokenTree(tree.tokens[node]))])
+                if tree.read[node]:
+                    assert torch.equal(plain.row(0), drafted.row(node)), (turn, slot, node)
+                    assert plain.best(0) == drafted.best(node) == int(plain.row(0).float().argmax())
+                alone.commit([(slot, [0])])
+        target.commit(paths)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(174, 720, 80), (24, 40, 8), (576, 1536, 64)], ids=str)
+def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+    """Inner sizes, head sizes and a vocabulary that fill no tile; threads that share heads."""
+    hidden, inner, head = shape
+    changes = {
+        "hidden_size": hidden, "intermediate_size": inner, "head_dim": head, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 101,
+    }  # fmt: skip
+    target, alone = native("llama", dtype, **changes), native("llama", dtype, **changes)
+    for one in (target, alone):
+        one.prefill([(0, prompt(70))])
+    tree = bush(3, 45)
+    (scores,) = target.forward([(0, tree)])
+    path = path_to(tree, max(range(45), key=tree.depths.__getitem__))
+    for node in path:
+        torch.set_num_threads(3 - threads)
+        (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
+        assert not tree.read[node] or torch.equal(plain.row(0), scores.row(node))
+        alone.commit([(0, [0])])
+
+
+@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "jacobi"])
+def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str) -> None:
+    for family in ("llama", "mistral-sliding"):
+        target = native(family, torch.bfloat16)
+        assert_same_as_autoregressive(
+            target, [prompt(n, n) for n in (3, 12, 40)], method, None, 120, vocabulary=VOCABULARY
+        )
+
+
+def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: a path whose columns come in another order is noticed."""
+    target = native("llama", torch.bfloat16)
+    target.prefill([(0, prompt(9))])
+    tree = bush(5, 40)
+    right = target.forward([(0, tree)])[0]
+    original = jobs.COLUMNS
+    from lookahead.targets.lean.native import model
+
+    honest = model._Step.__init__
+
+    def reversed_paths(self: object, *arguments: object) -> None:
+        honest(self, *arguments)  # type: ignore[arg-type]
+        rows, reads, blocks, ends = self.counts  # type: ignore[attr-defined]
+        start = 2 * rows + reads + jobs.BLOCK_SIZE * blocks
+        bounds = self.numbers[start : start + ends]  # type: ignore[attr-defined]
+        columns = self.numbers[start + ends :]  # type: ignore[attr-defined]
+        for a, b in pairwise(bounds):
+            # All but the last: a row that is moved behind its column would overwrite what is not yet read.
+            columns[a : b - 1] = columns[a : b - 1][::-1].copy()
+
+    monkeypatch.setattr(model._Step, "__init__", reversed_paths)
+    wrong = target.forward([(0, tree)])[0]
+    deep = [node for node in tree.read_nodes() if tree.depths[node] >= 3]
+    assert deep
+    assert original == jobs.COLUMNS
+    assert any(not torch.equal(right.row(node), wrong.row(node)) for node in deep)
+
+
+@DTYPES
+def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
+    target = native("llama", dtype, vocab_size=1001, hidden_size=32)
+    target.prefill([(0, prompt(5)), (1, prompt(7))])
+    trees = [(0, bush(1, 20)), (1, bush(2, 9))]
+    for (_, tree), scores in zip(trees, target.forward(trees), strict=True):
+        nodes = tree.read_nodes()
+        reference = LogitsBatch(torch.stack([scores.row(node) for node in nodes])[None])
+        for k in (8, 3, 70):
+            ids, odds = scores.top(nodes, k)
+            expected_ids, expected = reference.top(k)
+            assert ids.shape == odds.shape == (len(nodes), k)
+            assert torch.allclose(torch.tensor(odds), torch.tensor(expected[0]), atol=1e-6)
+            if dtype == torch.float32:  # bf16 has equals, whose order torch does not promise
+                assert ids.tolist() == expected_ids[0].tolist()
+        assert [scores.best(node) for node in nodes] == [reference.best(0, r) for r in range(len(nodes))]
+
+
+def test_nan_is_named_and_stays_with_its_row() -> None:
+    target = native()
+    target.prefill([(0, [1, 2, 3])])
+    with torch.no_grad():
+        target.lean.embedding[11] = torch.nan
+    tree = TokenTree(5)
+    tree.add(11, 0, read=True)
+    tree.add(12, 0, read=True)
+    (scores,) = target.forward([(0, tree)])
+    assert scores.row(0).isfinite().all()
+    assert scores.row(2).isfinite().all()
+    with pytest.raises(NumericalError, match="NaN"):
+        scores.best(1)
+
+
+def test_a_token_that_is_not_there_is_refused() -> None:
+    target = native()
+    with pytest.raises(IndexError, match="0 to 96"):
+        target.prefill([(0, [1, 97])])
+
+
+def test_logits_outlive_the_next_step() -> None:
+    target = native()
+    target.prefill([(0, prompt(5))])
+    rows, copies = [], []
+    for seed in range(6):
+        rows.append(target.forward([(0, bush(seed, 8))])[0].row(0))
+        copies.append(rows[-1].clone())
+    assert all(torch.equal(a, b) for a, b in zip(rows, copies, strict=True))
+
+
+def test_a_team_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:
+    import time
+
+    target = native()
+    target.prefill([(0, prompt(5))])
+    first = target.forward([(0, bush(1, 8))])[0].row(0).clone()
+    time.sleep(0.1)  # longer than a helper stays awake
+    assert torch.equal(target.forward([(0, bush(1, 8))])[0].row(0), first)
+    mine = team.team_of(torch.get_num_threads())
+    # As after an interrupt between posting a job and leading it.
+    mine._post(mine._address, target.lean._job, target.lean._plan.ctypes.data)
+    assert torch.equal(target.forward([(0, bush(1, 8))])[0].row(0), first)
