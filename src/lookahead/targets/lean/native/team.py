@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from . import jobs
+from . import control
 
 
 class Team:
@@ -20,13 +20,13 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._control = np.zeros(jobs.ASLEEP + 8 * (size + 1), np.int64)
+        self._control = np.zeros(control.ASLEEP + 8 * (size + 1), np.int64)
         # A cache line of its own for each word that several threads look at.
         begin = -self._control.ctypes.data % 64 // 8
         self._address = self._control.ctypes.data + 8 * begin
-        self._control[begin + jobs.TEAM] = size
-        self._post, self._lead = jobs.lead_code()
-        self._serve = jobs.serve_code()
+        self._control[begin + control.TEAM] = size
+        self._post, self._lead = control.lead_code()
+        self._serve = control.serve_code()
         self._busy = threading.Lock()
         self._beds = [threading.Lock() for _ in range(size)]
         for rank in range(1, size):
