@@ -564,3 +564,44 @@ def test_help_loads_no_torch():
         "with contextlib.suppress(SystemExit):\n    main()\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
+    file = tmp_path / "warm"
+
+    def steps(*options):
+        code, out, err = call(
+            "generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 60, "--json",
+            "--no-budget", "--warm", file, *options,
+        )  # fmt: skip
+        assert code == 0, err
+        record = json.loads(out)
+        return record["output_ids"], record["steps"]
+
+    cold = steps()
+    assert file.stat().st_size > 1000
+    warm = steps()
+    assert warm[0] == cold[0]
+    assert warm[1] < cold[1]
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": PROMPT[:20]})
+    before = file.read_bytes()
+    code, out, _ = call("generate", model, "--input", source, "--no-budget", "--warm", file, "--compare")
+    assert code == 0
+    assert file.read_bytes() != before
+    call("chat", model, "--warm", file, "--max-new-tokens", 5, stdin="hello\n")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("warm")] == ["warm"]
+    file.write_bytes(b"no archive")
+    refused("no saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
+    refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
+    refused(
+        "--warm has no effect with --method lookahead",
+        "generate", model, "--prompt", "x", "--preset", "code", "--warm", file,
+    )  # fmt: skip
+
+
+def test_a_warm_file_of_another_model_is_refused(model, tmp_path):
+    file = tmp_path / "warm"
+    call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 5, "--warm", file)
+    refused(
+        "is for 'llama .* tokens', and 'llama .*' was asked for", "generate", "--prompt", "x", "--warm", file
+    )

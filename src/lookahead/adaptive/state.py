@@ -6,6 +6,7 @@ unless a caller makes a state and hands it in, and states are scoped by a key of
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections import OrderedDict
 from functools import cached_property
@@ -37,6 +38,7 @@ class AdaptiveState:
         keep: keep text and calibrations from request to request; otherwise only step times are shared.
         times: step times to begin with.
         compiled: whether numba's code drafts or pure Python, which drafts the same; None takes what is there.
+        scope: what may share it: model, tokenizer, tenant, in words. Saved, and compared when loaded.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class AdaptiveState:
         keep: bool = True,
         times: StepTimes | None = None,
         compiled: bool | None = None,
+        scope: str = "",
     ) -> None:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
         self.times = times if times is not None else StepTimes()
+        self.scope = scope
         self._compiled = compiled
         self._tables: dict[bool, Any] = {}
         #: The largest token in what was loaded from a file.
@@ -75,7 +79,7 @@ class AdaptiveState:
 
         The file is a numpy archive without pickled objects. It holds statistics of the texts decoded.
         """
-        arrays: dict[str, Any] = {"format": np.array(FORMAT)}
+        arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         for sampled, tables in self._tables.items():
             name = "sampled" if sampled else "greedy"
             for order, table in enumerate(tables.logits.tables):
@@ -84,8 +88,14 @@ class AdaptiveState:
             for number, calibration in enumerate(tables.calibrations.all()):
                 arrays[f"{name}.hits.{number}"] = np.array(calibration.hits)
                 arrays[f"{name}.trials.{number}"] = np.array(calibration.trials)
-        with open(path, "wb") as file:
-            np.savez_compressed(file, **arrays)
+        path = Path(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                np.savez_compressed(file, **arrays)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(
@@ -94,13 +104,14 @@ class AdaptiveState:
         config: Any = None,
         times: StepTimes | None = None,
         compiled: bool | None = None,
+        scope: str = "",
     ) -> AdaptiveState:
         """Read what ``save`` wrote, whichever twin it was.
 
         Raises:
-            SettingsError: the file is too large, of another format, or not such a file.
+            SettingsError: the file is too large, of another format or scope, or not such a file.
         """
-        state = cls(config, times=times, compiled=compiled)
+        state = cls(config, times=times, compiled=compiled, scope=scope)
         size = Path(path).stat().st_size
         if size > LARGEST_FILE:
             raise SettingsError(f"a saved state may have {LARGEST_FILE} bytes at most, {path} has {size}")
@@ -116,6 +127,9 @@ class AdaptiveState:
                     raise SettingsError(
                         f"{path} has format {int(arrays['format'])}, this version reads {FORMAT}"
                     )
+                saved = str(arrays["scope"]) if "scope" in arrays else ""
+                if saved != scope:
+                    raise SettingsError(f"{path} is for {saved or 'no scope'!r}, and {scope!r} was asked for")
                 for name, sampled in (("greedy", False), ("sampled", True)):
                     if f"{name}.hits.0" in arrays:
                         state._unpack(arrays, name, sampled)
@@ -211,7 +225,7 @@ def warm_state(key: str, config: Any = None) -> AdaptiveState:
     """
     state = _states.pop(key, None)
     if state is None:
-        state = AdaptiveState(config)
+        state = AdaptiveState(config, scope=key)
     _states[key] = state
     while len(_states) > MOST_SCOPES:
         _states.popitem(last=False)

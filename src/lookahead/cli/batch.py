@@ -11,7 +11,7 @@ import typer
 
 from ..core import LookaheadError, SettingsError
 from .console import Interrupted, note, stderr
-from .options import dismiss
+from .options import dismiss, warm_pool
 from .records import Job, Writer, finished_records, read_jobs, still_to_do, trace_line
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def run_batch(
     compare: bool,
     trace: Path | None,
     options: dict[str, Any],
+    warm: Path | None = None,
 ) -> int:
     """Run every prompt of ``source`` that has no result yet; the exit status."""
     from .generate import check_options, diverged, tracing
@@ -56,8 +57,8 @@ def run_batch(
         llm = load()
         sink = Writer(output, append=True) if output is not None else _Stdout()
         try:
-            with tracing(trace, append=resume) as writer:
-                batch.run(llm, sink, writer, batch_size, options)
+            with tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
+                batch.run(llm, sink, writer, batch_size, options | kept)
         except KeyboardInterrupt:
             done = len(jobs) - len(todo) + batch.written
             where = f" in {output}; the same command with --resume goes on" if output is not None else ""

@@ -36,6 +36,7 @@ def chat(
     max_rows: opt.MaxRows = None,
     sources: opt.Sources = None,
     no_budget: opt.NoBudget = False,
+    warm: opt.Warm = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -52,7 +53,7 @@ def chat(
     from .generate import check_options
 
     method, config = opt.settings(
-        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
+        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget, warm
     )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
@@ -63,6 +64,14 @@ def chat(
         model, dtype=dtype, device=device, threads=threads, revision=revision,
         trust_remote_code=trust_remote_code, method=method, config=config,
     )  # fmt: skip
+    with opt.warm_pool(llm, warm) as kept:
+        if not kept and method == "adaptive":  # one conversation is one text, whoever keeps it
+            kept = {"pool": llm.warm_state()}
+        _converse(llm, system, options | kept)
+
+
+def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
+    """Read and answer lines until /quit or the end of the input."""
     conversation = Conversation(llm, system)
     if not conversation.templated:
         note("this model has no chat template: it continues the text so far", "yellow")

@@ -54,6 +54,7 @@ def generate(
     max_rows: opt.MaxRows = None,
     sources: opt.Sources = None,
     no_budget: opt.NoBudget = False,
+    warm: opt.Warm = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -86,7 +87,7 @@ def generate(
     if compare and method == "autoregressive":
         raise SettingsError("--compare sets a method beside plain decoding; --method autoregressive is that")
     method, config = opt.settings(
-        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
+        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget, warm
     )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
@@ -104,14 +105,15 @@ def generate(
 
         status = run_batch(
             lambda: opt.load_model(model, **keywords),
-            input_, output, resume, overwrite, batch_size, compare, trace, options,
+            input_, output, resume, overwrite, batch_size, compare, trace, options, warm,
         )  # fmt: skip
         raise typer.Exit(status)
     text = prompt if prompt is not None else opt.read_text(prompt_file, "--prompt-file")  # type: ignore[arg-type]
     check_options(options, text)
     with tracing(trace) as writer:
         llm = opt.load_model(model, **keywords)
-        raise typer.Exit(_one(llm, text, options, compare, color, writer, as_json))
+        with opt.warm_pool(llm, warm) as kept:
+            raise typer.Exit(_one(llm, text, options | kept, compare, color, writer, as_json))
 
 
 def check_options(options: dict[str, Any], prompt: str | None = None) -> None:

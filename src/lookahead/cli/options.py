@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +59,15 @@ NoBudget = Annotated[
         "--no-budget", help="Always --max-rows, whatever they cost (adaptive).", rich_help_panel=DRAFT
     ),
 ]
+Warm = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep what adaptive learns in this file: read first where it exists, written at the end. It holds "
+        "statistics of the texts.",
+        metavar="FILE",
+        rich_help_panel=DRAFT,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above 0 samples.", rich_help_panel=SAMPLE)]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest.", rich_help_panel=SAMPLE)]
@@ -94,7 +105,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "autoregressive": (),
     "prompt-lookup": (),
     "jacobi": ("--window-size",),
-    "adaptive": ("--window-size", "--ngram-size", "--max-rows", "--sources", "--no-budget"),
+    "adaptive": ("--window-size", "--ngram-size", "--max-rows", "--sources", "--no-budget", "--warm"),
 }
 
 
@@ -108,6 +119,7 @@ def settings(
     max_rows: int | None = None,
     sources: str | None = None,
     no_budget: bool = False,
+    warm: Path | None = None,
 ) -> tuple[str, Any]:
     """(method, its settings) from the options; no settings where the library is to choose.
 
@@ -121,7 +133,7 @@ def settings(
     values = {
         "--lookahead": triple, "--preset": preset, "--window-size": window_size, "--ngram-size": ngram_size,
         "--guess-set-size": guess_set_size, "--max-rows": max_rows, "--sources": sources,
-        "--no-budget": no_budget or None,
+        "--no-budget": no_budget or None, "--warm": warm,
     }  # fmt: skip
     given = [name for name, value in values.items() if value is not None]
     if method is None:
@@ -143,7 +155,7 @@ def settings(
         raise SettingsError(f"--lookahead and {other} cannot be given together; use one of them")
     if preset is not None and preset not in PRESETS:
         raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    if not given:
+    if given in ([], ["--warm"]):
         return method, None
     sizes = {"window_size": window_size, "ngram_size": ngram_size}
     if method not in OWN_SETTINGS:
@@ -156,10 +168,36 @@ def settings(
     return method, {name: value for name, value in own.items() if value is not None}
 
 
+@contextmanager
+def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
+    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not.
+
+    Raises:
+        SettingsError: the file cannot be used, or not be written.
+    """
+    if file is None:
+        yield {}
+        return
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
+    state = llm.warm_state(file)
+    try:
+        yield {"pool": state}
+    finally:
+        try:
+            state.save(file)
+        except OSError as error:
+            raise SettingsError(
+                f"--warm must be a file that can be written, got {file} ({error.strerror})"
+            ) from None
+
+
 def load_model(model: str | None, **keywords: Any) -> LLM:
     """``lookahead.load`` without the progress bars and log lines of transformers."""
     if keywords.get("parallel_timeout") is not None and ranks() == 1:
-        raise SettingsError("--parallel-timeout is for processes that torchrun starts; leave it out without it")
+        raise SettingsError(
+            "--parallel-timeout is for processes that torchrun starts; leave it out without it"
+        )
     from transformers.utils import logging
 
     logging.set_verbosity_error()

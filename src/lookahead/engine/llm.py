@@ -6,6 +6,7 @@ several threads may call one LLM. What one call decodes together shares forward 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -327,17 +328,40 @@ class LLM:
             return self.config
         return LookaheadConfig.for_device(self.model.device.type)
 
+    def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> Any:
+        """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
+
+        Args:
+            file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
+            config: settings of adaptive; None for those of ``load``.
+
+        Raises:
+            SettingsError: the file is of another model, or no such file.
+        """
+        from ..adaptive import AdaptiveConfig, AdaptiveState
+
+        settings = AdaptiveConfig.of(self._config_of("adaptive", config))
+        text = self.model.config.get_text_config(decoder=True)
+        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
+        times = self._step_times() if settings.budget and self.probe.mode == "tree" else None
+        if file is not None and os.path.exists(file):
+            return AdaptiveState.load(file, settings, times, scope=scope)
+        return AdaptiveState(settings, times=times, scope=scope)
+
     def _adaptive_state(self, config: Any) -> Any:
-        """Cold, but with the step times of this model on this machine: kept ones, or measured now, once."""
-        from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, times_for
+        """Cold, but with the step times of this model on this machine."""
+        from ..adaptive import AdaptiveConfig, AdaptiveState
 
         settings = AdaptiveConfig.of(config)
-        if not settings.budget:
-            return AdaptiveState(settings, keep=False)
+        return AdaptiveState(settings, keep=False, times=self._step_times() if settings.budget else None)
+
+    def _step_times(self) -> Any:
+        """Kept ones, or measured now, once."""
+        from ..adaptive import measure_times, times_for
+
         if self._path is None:
             self._path = str(getattr(self.target(), "path", ""))
-        times = times_for(self.model, self._path, lambda: measure_times(self.target(), self.vocabulary))
-        return AdaptiveState(settings, keep=False, times=times)
+        return times_for(self.model, self._path, lambda: measure_times(self.target(), self.vocabulary))
 
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
         ids = self.encode(prompt)
