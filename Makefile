@@ -35,8 +35,11 @@ lint: $(READY)
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench
 
-gpu-check: $(READY)
-	$(RUN)/python scripts/gpu_check.py --out docs/results/gpu-check.md
+# With the Python at hand where its torch sees a GPU (nothing is installed then), else with the one of .venv.
+GPU_CHECK := scripts/gpu_check.py --out docs/results/gpu-check.md
+gpu-check:
+	@if $(PYTHON) -c 'import torch, transformers, pytest, hypothesis; assert torch.cuda.is_available()' 2>/dev/null; \
+	then $(PYTHON) $(GPU_CHECK); else $(MAKE) $(READY) && $(RUN)/python $(GPU_CHECK); fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -45,16 +45,16 @@ def main(case):
     block = module.blocks(4 * 120, size, size, 2)
     options = {name: block.pop(name) for name in ("num_warps", "num_stages")}
     padded = module._dots(size)
-    constants = {"GROUP": 4, "D": size, "DV": size, "BLOCK_D": padded, "BLOCK_DV": padded, **block}
+    constants = {"D": size, "DV": size, "BLOCK_D": padded, "BLOCK_DV": padded, **block}
     constants |= {"WINDOW": extras, "SOFTCAP": extras, "PRECISION": "tf32", "UPCAST": False}
     parts = compiled(module._parts, constants, capability, dtype, **options)
-    constants = {"GROUP": 4, "DV": size, "BLOCK_DV": padded, "BLOCK_P": 64, "SINKS": extras}
+    constants = {"DV": size, "BLOCK_DV": padded, "BLOCK_P": 64, "SINKS": extras}
     merge = compiled(module._merge, constants, capability, dtype)
     assert parts.asm["cubin"]
     assert merge.asm["cubin"]
     from lookahead.attention import flash
 
-    constants = {"GROUP": 4, "DV": size, "BLOCK_DV": padded, "SINKS": extras}
+    constants = {"DV": size, "BLOCK_DV": padded, "SINKS": extras}
     typed = {"prefix": f"*{dtype}", "prefix_total": "*fp32", "tree": "*fp32", "tree_total": "*fp32"}
     assert compiled(flash._join, constants, capability, dtype, typed).asm["cubin"]
     if capability >= 90:

@@ -6,12 +6,11 @@ import importlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead import attention
 from lookahead.attention.register import enable
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets.graphable import graphable
+from lookahead.targets.graphable import HostReads, graphable
 from lookahead.targets.graphed import BUCKETS, GraphedTarget, bucket_of, buffer_size, fill, forget
 from lookahead.targets.probe import _sample_tree, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
@@ -108,7 +107,12 @@ CHOSEN = ("llama", "qwen3", "mistral-sliding", "gemma2", "phi3", "mixtral", "dee
 def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     model = tiny_model(family, initializer_range=0.1).to(DEVICE)
     before = model.config._attn_implementation
-    target = make_target(model, path="graphed")
+    try:
+        target = make_target(model, path="graphed")
+    except SettingsError as error:  # some mixtures of experts choose theirs on the host
+        if not torch.cuda.is_available():
+            raise
+        pytest.skip(str(error))
     assert target.path == "graphed"
     assert "attention by" in target.reason
     generations = assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 40)
@@ -197,33 +201,36 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
 
 
-class _NothingRead(TorchDispatchMode):
-    """Finds what a capture does not allow: a value read on the host, or made there."""
-
-    FORBIDDEN = frozenset(
-        {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal", "bincount"}
-    )
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name.removeprefix("aten::") not in self.FORBIDDEN, func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", [*CHOSEN, "gemma3", "olmo2", "cohere2", "qwen3-moe"])
 def test_nothing_is_read_on_the_host_inside_a_pass(family):
     model = tiny_model(family, initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
     verdict = graphable(model, facts, _sample_tree)
+    if verdict.attention is None and torch.cuda.is_available():
+        pytest.skip(verdict.reason)
     verdict.attention.attend = functools.partial(attention.get("sdpa"), read_lengths=False)
     target = GraphedTarget(model, facts, 64, verdict.attention)
     target.prefill([(0, PROMPTS[0])])
     tree = _sample_tree(3, 96)
     target.forward([(0, tree)])
     one = target.passes[0, bucket_of(len(tree))]
-    with _NothingRead():
+    with HostReads() as watch:
         one.evaluate(target)
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), _NothingRead():
-        int(torch.ones(1, device=DEVICE))  # the watch works
+    assert not watch.found
+    with HostReads() as watch:  # the watch works
+        int(torch.ones(1, device=DEVICE))
+        torch.ones(2, device=DEVICE).nonzero()
+        torch.ones(3, device="meta").copy_(torch.ones(3))
+    assert watch.found == ["_local_scalar_dense", "nonzero", "copy_"]
+
+
+def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
+    from lookahead.targets import graphable as module
+
+    watch = module._host_reads
+    monkeypatch.setattr(module, "_host_reads", lambda target: watch(target) or ["_local_scalar_dense"])
+    with pytest.raises(SettingsError, match="reads values on the host in its pass"):
+        make_target(tiny_model("llama"), path="graphed")
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 
 from ..core.errors import SettingsError
 
-__all__ = ["BACKENDS", "Attend", "Guarded", "get", "name_of", "pack_bits", "unpack_bits"]
+__all__ = ["BACKENDS", "Attend", "Guarded", "get", "name_of", "on", "pack_bits", "unpack_bits"]
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("naive", "sdpa", "triton", "flash")
@@ -79,6 +80,11 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, which is where kernels of triton are launched and graphs are captured."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Guarded:
     """A kernel, with sdpa for the shapes that this card cannot compile.
 
@@ -97,7 +103,8 @@ class Guarded:
         shape = (query.dtype, query.shape[-1], value.shape[-1], key.shape[1])
         if shape not in self.broken:
             try:
-                return self._attend(query, key, value, *rest, **named)
+                with on(query.device):
+                    return self._attend(query, key, value, *rest, **named)
             except SettingsError:
                 raise
             except Exception as error:  # a compiler fails in many ways; the reason is told

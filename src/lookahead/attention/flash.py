@@ -18,20 +18,20 @@ from . import check
 from . import triton as kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows"])
 def _join(
-    prefix, prefix_total, tree, tree_total, sinks, out, kv_heads, rows, p_h, p_r, o_b, o_h, o_r, t_b, t_h,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr,
+    prefix, prefix_total, tree, tree_total, sinks, out, kv_heads, group, rows, p_h, p_r, o_b, o_h, o_r, t_b, t_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     member, pair = tl.program_id(0), tl.program_id(1)
     b, h = pair // kv_heads, pair % kv_heads
-    head, row = h * GROUP + member // rows, member % rows
+    head, row = h * group + member // rows, member % rows
     dv = tl.arange(0, BLOCK_DV)
     here = dv < DV
     low = tl.load(prefix_total + b * t_b + h * t_h + member).to(tl.float32) * 1.4426950408889634
     # An empty prefix has no weight; the stock kernel gives it a log-sum-exp of plus infinity.
     low = tl.where(low == float("inf"), float("-inf"), low)
-    place = pair * GROUP * rows + member
+    place = pair * group * rows + member
     own = tl.load(tree_total + place)
     best = tl.maximum(low, own)  # a row sees itself, so its own part is finite
     if SINKS:
@@ -89,9 +89,9 @@ def attend(
     prefix, total = (torch.stack(x) if batch > 1 else x[0][None] for x in zip(*parts, strict=True))
     out = kernel._empty((batch, heads, rows, size), query.dtype, query.device)
     _join[(group * rows, batch * kv_heads)](
-        prefix, total, tree, tree_total, sinks if sinks is not None else total, out, kv_heads, rows,
+        prefix, total, tree, tree_total, sinks if sinks is not None else total, out, kv_heads, group, rows,
         prefix.stride(1), prefix.stride(2), *out.stride()[:3], *total.stride()[:2],
-        GROUP=group, DV=size, BLOCK_DV=kernel._dots(size), SINKS=sinks is not None,
+        DV=size, BLOCK_DV=kernel._dots(size), SINKS=sinks is not None,
     )  # fmt: skip
     return out
 

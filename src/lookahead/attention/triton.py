@@ -47,12 +47,17 @@ def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.con
     return scores * 1.4426950408889634
 
 
-@triton.jit
+# What changes with a step's rows or a cache's room is left out of specialisation, or each bucket of rows would
+# compile kernels of its own.
+_CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
+
+
+@triton.jit(do_not_specialize=_CHANGES)
 def _parts(
     query, key, value, lengths, words, depths, partial, totals,
     q_b, q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c,
-    scale, softcap, window, parts, kv_heads, rows, width,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    scale, softcap, window, parts, kv_heads, group, rows, width,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -60,10 +65,10 @@ def _parts(
     b, h = pair // kv_heads, pair % kv_heads
     length = tl.load(lengths + b)
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # rows of all heads of the group, head by head
-    live = member < GROUP * rows
+    live = member < group * rows
     head, row = member // rows, member % rows
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_at = query + b * q_b + (h * GROUP + head)[:, None] * q_h + row[:, None] * q_r + d[None, :]
+    q_at = query + b * q_b + (h * group + head)[:, None] * q_h + row[:, None] * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
@@ -124,24 +129,24 @@ def _parts(
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    place = (pair * (parts + 1) + part) * GROUP * rows + member
+    place = (pair * (parts + 1) + part) * group * rows + member
     tl.store(totals + place, best + tl.log2(total), mask=live)
     tl.store(
         partial + place.to(tl.int64)[:, None] * DV + dv[None, :], acc, mask=saw[:, None] & (dv < DV)[None, :]
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "kv_heads", "group", "rows"])
 def _merge(
-    partial, totals, sinks, out, parts, kv_heads, rows, o_b, o_h, o_r,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    partial, totals, sinks, out, parts, kv_heads, group, rows, o_b, o_h, o_r,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
     member, pair = tl.program_id(0), tl.program_id(1)
     b, h = pair // kv_heads, pair % kv_heads
-    head, row = h * GROUP + member // rows, member % rows
+    head, row = h * group + member // rows, member % rows
     part, dv = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
-    place = (pair * parts + part) * GROUP * rows + member
+    place = (pair * parts + part) * group * rows + member
     totals_here = tl.load(totals + place, mask=part < parts, other=float("-inf"))
     best = tl.max(totals_here, 0)
     if SINKS:
@@ -191,9 +196,9 @@ def attend(
     partial, totals = _launch(query, key, value, lengths, words, depths, scale, window, softcap, parts, block)
     out = _empty((batch, heads, rows, value_size), query.dtype, query.device)
     _merge[(group * rows, batch * kv_heads)](
-        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, rows,
-        *out.stride()[:3],
-        GROUP=group, DV=value_size, BLOCK_DV=_dots(value_size),
+        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group,
+        rows, *out.stride()[:3],
+        DV=value_size, BLOCK_DV=_dots(value_size),
         BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
     )  # fmt: skip
     return out
@@ -236,8 +241,8 @@ def _launch(
     _parts[(parts + 1, tiles, batch * kv_heads)](
         query, key, value, lengths, words, depths, partial, totals,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        scale, softcap, window, parts, kv_heads, rows, words.shape[2],
-        GROUP=group, **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        scale, softcap, window, parts, kv_heads, group, rows, words.shape[2],
+        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),

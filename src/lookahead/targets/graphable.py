@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ..attention.register import TreeAttention, prepare
@@ -39,6 +40,31 @@ class Verdict:
     difference: float = float("nan")
 
 
+class HostReads(TorchDispatchMode):
+    """Notes what a capture does not allow: values read on the host, or made there, and copies between devices.
+
+    Looked for before anything is captured, because a capture that fails leaves the device's random numbers unusable.
+    """
+
+    NAMES = frozenset(
+        {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal", "bincount"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        devices = {
+            x.device for x in (*args, result) if torch.is_tensor(x) and (x.dim() or name == "_to_copy")
+        }
+        if name in self.NAMES or (name in ("_to_copy", "copy_") and len(devices) > 1):
+            self.found.append(name)
+        return result
+
+
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, Verdict]] = weakref.WeakKeyDictionary()
 
 
@@ -48,7 +74,11 @@ def on_gpu(model: PreTrainedModel) -> bool:
 
 
 def graphable(
-    model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree], backend: str = "auto"
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    trees: Callable[[int, int], TokenTree],
+    backend: str = "auto",
+    say: bool = False,
 ) -> Verdict:
     """Prepare a model's tree attention, once, and compare the two paths.
 
@@ -56,6 +86,7 @@ def graphable(
         facts: from the probe that found the transformers target good.
         trees: (token, vocabulary) -> a tree with branches at two depths.
         backend: of the attention; "auto" takes triton on an NVIDIA GPU that has it, and sdpa elsewhere.
+        say: warn where the path is not taken, once per model.
     """
     key = _fingerprint(model, backend)
     known = _known.get(model)
@@ -63,7 +94,7 @@ def graphable(
         return known[1]
     verdict = _judge(model, facts, trees, backend)
     _known[model] = key, verdict
-    if verdict.attention is None and on_gpu(model):
+    if verdict.attention is None and say:
         warnings.warn(
             f"steps are not captured: {verdict.reason}; taking the transformers path, with the same result",
             RuntimeWarning,
@@ -101,6 +132,8 @@ def _judge(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "this model's step cannot be captured")
             target = GraphedTarget(model, facts, attention=attention)
+            if found := _host_reads(target):
+                return Verdict(None, f"{name} reads values on the host in its pass ({', '.join(found)})")
             difference = _difference(TransformersTarget(model, facts, 64), target, trees)
     except OutOfMemory:
         raise
@@ -126,6 +159,18 @@ def _judge(
         f"(difference {difference:.1e} standard deviations)",
         difference,
     )
+
+
+def _host_reads(target: GraphedTarget) -> list[str]:
+    """What a pass does that no graph can hold; on a CPU, where nothing is captured, it is not looked for."""
+    if target.model.device.type == "cpu":
+        return []
+    target.prefill([(0, [1, 2, 3])])
+    target.forward([(0, TokenTree(1))])  # kernels are compiled and libraries set up
+    with HostReads() as watch:
+        target.passes[0, 1].evaluate(target)
+    target.release(0)
+    return sorted(set(watch.found))
 
 
 def _difference(

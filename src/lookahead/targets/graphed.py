@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..attention import on
 from ..attention.register import TreeAttention, enabled
 from ..core import SettingsError, TokenTree
 from .cache import TreeCache
@@ -127,10 +128,14 @@ class _Pass:
         return results[0][:, : len(tree)].clone(), results[1][:, : len(tree)].clone()
 
     def _capture(self, target: GraphedTarget) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating meanwhile; only this one is watched.
-        with torch.cuda.graph(graph, pool=target.arena.memory_pool, capture_error_mode="thread_local"):
-            self.results = self.evaluate(target)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream(target.model.device)
+        try:
+            # Other threads may go on allocating meanwhile; only this one is watched.
+            with torch.cuda.graph(graph, target.arena.memory_pool, stream, capture_error_mode="thread_local"):
+                self.results = self.evaluate(target)
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream in force
         self.graph = graph
 
     def evaluate(self, target: GraphedTarget) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,13 +254,13 @@ class GraphedTarget(TransformersTarget):
         with torch.inference_mode(False), self.attention.lock, _memory_errors("the cache of a prompt"):
             for slot, prompt in prompts:
                 self.arena.reserve(slot + 1, len(prompt))
-        with self.attention.lock:
+        with self.attention.lock, on(self.model.device):
             return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         rows = max(len(tree) for _, tree in trees)
         bucket = bucket_of(rows)
-        with torch.inference_mode(False), self.attention.lock:
+        with torch.inference_mode(False), self.attention.lock, on(self.model.device):
             # Padding is written too, so the room is the bucket's.
             with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
                 for slot, _ in trees:

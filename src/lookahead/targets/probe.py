@@ -94,7 +94,7 @@ def make_target(
     reason = found.reason
     is_tree = found.mode == "tree" and found.facts is not None
     if is_tree and (path == "graphed" or (path == "auto" and weights == "same" and graphable.on_gpu(model))):
-        captured = graphable.graphable(model, found.facts, _sample_tree)
+        captured = graphable.graphable(model, found.facts, _sample_tree, say=path == "auto")
         if captured.attention is not None:
             room = max(capacity, CAPACITY)
             return GraphedTarget(model, found.facts, room, captured.attention, captured.reason)

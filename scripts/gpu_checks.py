@@ -1,0 +1,607 @@
+"""The checks of gpu_check.py, one a process: `python scripts/gpu_checks.py NAME [--tiny]`.
+
+Each line of the table goes to standard output as TABLE, what, value, bound and verdict with tabs between.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 120, 128, 192, 256)
+CONTEXTS = (512, 2048, 8192)
+SHAPE_7B = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 16384,
+}  # fmt: skip
+SHAPE_TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 1024,
+}  # fmt: skip
+#: Tile sizes tried beside the default ones: rows, keys, warps, stages.
+TILES = (
+    (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3),
+    (64, 64, 4, 3), (64, 128, 4, 2),
+)  # fmt: skip
+
+
+def table(what: str, value: str, bound: str = "", holds: bool | None = None) -> None:
+    verdict = "" if holds is None else "ok" if holds else "MISSED"
+    print("TABLE", what.replace("|", "/"), value.replace("|", "/"), bound, verdict, sep="\t", flush=True)
+
+
+class Machine:
+    """The device, its clocks, and its ceilings, measured now."""
+
+    def __init__(self, tiny: bool) -> None:
+        import torch
+
+        self.torch = torch
+        self.tiny = tiny
+        self.device = torch.device("cpu" if tiny else "cuda")
+        self.dtype = torch.float32 if tiny else torch.bfloat16
+
+    def measure(self) -> Machine:
+        """The best of a sum (read) and a copy (read and write) is the bandwidth that floors are made of."""
+        torch = self.torch
+        size = 1 << (20 if self.tiny else 30)
+        buffer = torch.ones(size, device=self.device)
+        self.bandwidth = 4 * size / self.time(lambda: buffer.sum())
+        half = buffer[: size // 2]
+        self.bandwidth = max(self.bandwidth, 4 * size / self.time(lambda: buffer[size // 2 :].copy_(half)))
+        side = 256 if self.tiny else 8192
+        a = torch.randn(side, side, dtype=self.dtype, device=self.device)
+        self.rate = 2 * side**3 / self.time(lambda: a @ a)
+        return self
+
+    def time(self, call: Callable[[], Any], repeats: int = 15) -> float:
+        """Median seconds by the host's clock, each call waited for, after three that are not counted."""
+        spent = []
+        for number in range((3 if self.tiny else repeats) + 3):
+            self.wait()
+            start = time.perf_counter()
+            call()
+            self.wait()
+            if number >= 3:
+                spent.append(time.perf_counter() - start)
+        return median(spent)
+
+    def wait(self) -> None:
+        if not self.tiny:
+            self.torch.cuda.synchronize()
+
+    def device_time(self, calls: Sequence[Callable[[], Any]], capture: bool = True) -> tuple[float, str]:
+        """(seconds of one call by the device's clock, how they were launched).
+
+        All calls are captured into one graph, so that launching them costs nothing; where ``capture`` is False
+        they are launched from Python without waiting in between. A capture must not fail: it would leave the
+        device's random numbers unusable.
+        """
+        torch = self.torch
+        if self.tiny:
+            return self.time(calls[0]), "waited for"
+
+        def all_of_them() -> list[Any]:
+            return [call() for call in calls]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            all_of_them()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        run, how, kept = all_of_them, "launched from Python", None
+        if capture:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kept = all_of_them()
+            run, how = graph.replay, "captured"
+        spent = []
+        for _ in range(14):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            spent.append(start.elapsed_time(end) / 1e3 / len(calls))
+        del kept
+        return median(spent[2:]), how
+
+    def describe(self) -> str:
+        import transformers
+
+        torch = self.torch
+        name = "CPU (rehearsal; times mean nothing)" if self.tiny else torch.cuda.get_device_name()
+        try:
+            import triton
+
+            kernel = f"triton {triton.__version__}"
+        except ImportError:
+            kernel = "no triton"
+        return (
+            f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {kernel}, "
+            f"bandwidth {self.bandwidth / 1e9:.0f} GB/s, matrix rate {self.rate / 1e12:.1f} TFLOP/s in "
+            f"{str(self.dtype).removeprefix('torch.')}, commit {_commit()}"
+        )
+
+
+# ---- kernel
+
+
+def check_kernel(machine: Machine) -> None:
+    """The same tests that run in the interpreter elsewhere; several processes, because they mostly compile."""
+    attention = "tests/test_attention.py"
+    parts = [
+        [attention, "-k", "(rows or dtypes) and triton"],
+        [attention, "-k", "(grouped or contexts or 32k or room or windows) and triton"],
+        [attention, "-k", "flash"],
+        [
+            attention,
+            "-k",
+            "not flash and not rows and not dtypes and not grouped and not contexts and not windows",
+        ],
+        [
+            "tests/test_attention_register.py",
+            "tests/test_attention_graphed.py",
+            "tests/test_attention_overlap.py",
+        ],
+    ]
+    if machine.tiny:
+        parts = [[attention, "-k", "test_rows and triton-33"], ["tests/test_attention_overlap.py"]]
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+
+    def run(part: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *part],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for part, done in zip(parts, pool.map(run, parts), strict=True):
+            last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-120:]])[-1].strip("= ")
+            dots = sum(
+                line.count(".")
+                for line in done.stdout.splitlines()
+                if set(line) <= set(".sFxE[]% 0123456789")
+            )
+            value = f"{dots} passed" if done.returncode == 0 else last[:80]
+            table(f"tests {' '.join(part)}", value, "", done.returncode == 0)
+            if done.returncode:
+                print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
+
+
+# ---- attention
+
+
+def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_heads: int, size: int) -> Any:
+    """The paper's kind of tree over a random cache, with room behind it as in a captured pass."""
+    from lookahead.attention import pack_bits
+
+    torch = machine.torch
+    tree = sample_tree(rows, 1000)
+
+    generator = torch.Generator(machine.device).manual_seed(rows)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device=machine.device, dtype=machine.dtype, generator=generator)
+
+    return {
+        "query": normal(1, heads, rows, size),
+        "key": normal(1, kv_heads, length + rows, size),
+        "value": normal(1, kv_heads, length + rows, size),
+        "lengths": torch.tensor([length], dtype=torch.int32, device=machine.device),
+        "words": pack_bits([tree.ancestors], rows).to(machine.device),
+        "depths": torch.tensor([tree.depths], dtype=torch.int32, device=machine.device),
+    }
+
+
+def check_attention(machine: Machine) -> None:
+    """120 rows over 8192 tokens within 2 times the floor; a speed is not reported for a wrong result."""
+    from lookahead import attention
+
+    length, size = (64, 16) if machine.tiny else (8192, 128)
+    few = (2, 1) if machine.tiny else (32, 8)
+    for heads, kv_heads in ((few[0], few[0]), few):
+        for rows in (21, 1) if machine.tiny else (120, 64, 16, 1):
+            given = attention_problem(machine, rows, length, heads, kv_heads, size)
+            double = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+            exact = attention.get("naive")(**double)
+            del double
+            bytes_read = 2 * kv_heads * (length + rows) * size * given["key"].element_size()
+            floor = max(
+                bytes_read / machine.bandwidth, 4 * heads * rows * (length + rows) * size / machine.rate
+            )
+            # Several caches in turn, larger together than what the card keeps of them between two calls.
+            count = 1 if machine.tiny else max(2, -(-600_000_000 // bytes_read))
+            caches = [given] + [
+                {**given, "key": given["key"].clone(), "value": given["value"].clone()}
+                for _ in range(count - 1)
+            ]
+            case = f"{rows} rows, {length} tokens, {heads}/{kv_heads} heads"
+            for name in ("triton", "flash", "sdpa"):
+                attend = _backend(name, [length])
+                judged = name == "triton" and rows == 120 and not machine.tiny
+                attention_line(machine, f"{name}, {case}", attend, caches, exact, floor, judged)
+            if rows in (120, 21):
+                other_tiles(machine, case, caches, exact, floor)
+
+
+def _backend(name: str, lengths: list[int]) -> Any:
+    """The backend itself: what falls back must not be measured under its name. sdpa reads lengths on the host."""
+
+    def attend(**given: Any) -> Any:
+        computed = import_module(f"lookahead.attention.{name}").attend
+        return computed(**({**given, "lengths": lengths} if name == "sdpa" else given))
+
+    return attend
+
+
+def attention_line(
+    machine: Machine, what: str, attend: Any, caches: list[Any], exact: Any, floor: float, judged: bool
+) -> float | None:
+    """Judge one way to compute it; its seconds, or None where it is wrong or does not run."""
+    try:
+        wrong = float((attend(**caches[0]).double() - exact).abs().max() / exact.std())
+        if not wrong < 0.1:
+            table(what, f"wrong by {wrong:.2g} standard deviations", "0.1", False)
+            return None
+        calls = [lambda given=given: attend(**given) for given in caches]
+        seconds, how = machine.device_time(calls, not what.startswith("sdpa"))
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0][:80]
+        table(what, f"{type(error).__name__}: {first}", "", False if judged else None)
+        return None
+    value = f"{seconds * 1e6:.1f} us, {seconds / floor:.2f} floors, {how}"
+    table(what, value, "2.00 floors" if judged else "", seconds <= 2 * floor if judged else None)
+    return seconds
+
+
+def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floor: float) -> None:
+    """Other tile sizes and numbers of parts, the best of them; and the tree part by itself.
+
+    All that is known of a window's pattern in advance is in the tree part, so its share of the time is the most
+    that knowing the pattern could save.
+    """
+    from functools import partial
+
+    try:
+        kernel = import_module("lookahead.attention.triton")
+    except ImportError:
+        return
+    query, key = caches[0]["query"], caches[0]["key"]
+    members = query.shape[1] // key.shape[1] * query.shape[2]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    default = kernel.blocks(members, query.shape[-1], query.shape[-1], query.element_size())
+    tiles = [default, *(dict(zip(names, sizes, strict=True)) for sizes in TILES)]
+    found: list[tuple[float, dict[str, int]]] = []
+
+    def try_(tuning: dict[str, int]) -> None:
+        attend = partial(kernel.attend, tuning=tuning)
+        try:
+            if float((attend(**caches[0]).double() - exact).abs().max() / exact.std()) < 0.1:
+                calls = [lambda given=given: attend(**given) for given in caches]
+                found.append((machine.device_time(calls)[0], tuning))
+        except Exception as error:  # too large for this card, say: not a choice
+            print(f"{tuning}: {type(error).__name__}", flush=True)
+
+    for tuning in tiles[: 2 if machine.tiny else None]:
+        try_(tuning)
+    best = min(found, key=lambda pair: pair[0])[1] if found else default
+    for parts in (1, 2, 3) if machine.tiny else (2, 4, 6, 8, 12, 16, 24, 32):
+        try_({**best, "parts": parts})
+    if found:
+        seconds, tuning = min(found, key=lambda pair: pair[0])
+        chosen = ", ".join(f"{name} {value}" for name, value in tuning.items())
+        table(
+            f"best of {len(found)} tilings, {case}",
+            f"{seconds * 1e6:.1f} us, {seconds / floor:.2f} floors: {chosen}",
+        )
+
+    def tree_part(given: Any) -> Any:
+        names = ("query", "key", "value", "lengths", "words", "depths")
+        return kernel.tree_part(*(given[name] for name in names), scale=query.shape[-1] ** -0.5)
+
+    if not found:
+        return
+    seconds, _ = machine.device_time([lambda given=given: tree_part(given) for given in caches])
+    table(f"the tree part alone, {case}", f"{seconds * 1e6:.1f} us")
+
+
+# ---- step
+
+
+def make_model(machine: Machine, **shape: int) -> Any:
+    """Random weights on the device; no download."""
+    import transformers
+
+    torch = machine.torch
+    config = transformers.LlamaConfig(**(shape or (SHAPE_TINY if machine.tiny else SHAPE_7B)), use_cache=True)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(machine.dtype)
+    try:
+        with machine.device:
+            model = transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def sample_tree(rows: int, vocabulary: int) -> Any:
+    """The paper's (15, 5, ...) window as far as it goes, then candidates of four tokens."""
+    from lookahead.core import TokenTree, Window
+
+    tree = TokenTree(1)
+    if rows >= 62:
+        numbers = iter(range(2, 10_000))
+        window = Window(15, 5, lambda: next(numbers) % vocabulary)
+        for _ in range(3):
+            window.advance(1, [next(numbers) % vocabulary for _ in range(window.columns)], frozenset())
+        window.plant(tree)
+    number = 0
+    while len(tree) < rows:
+        number += 1
+        tree.add_candidate([number % vocabulary, number // vocabulary + 2, 3, 4][: min(4, rows - len(tree))])
+    return tree
+
+
+def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Callable[[], Any]:
+    """What transformers itself does for so many tokens: its own cache, its own attention, a causal chain."""
+    from transformers import DynamicCache
+
+    torch = machine.torch
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prompt], device=machine.device)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+    def step() -> None:
+        with torch.no_grad():
+            logits = model(input_ids=ids[:, :rows], past_key_values=cache).logits
+        logits.argmax(-1).tolist()
+        cache.crop(-rows)
+
+    return step
+
+
+def check_step(machine: Machine) -> None:
+    """t(k) on the 7B shape, with the floor: bytes over bandwidth, operations over rate."""
+    from lookahead.targets.probe import make_target, probe
+    from lookahead.targets.transformers import TransformersTarget
+
+    model = make_model(machine)
+    facts = probe(model).facts
+    start = time.perf_counter()
+    target = make_target(model, **({"path": "graphed"} if machine.tiny else {}))
+    machine.wait()
+    took = f"{time.perf_counter() - start:.1f} s: {target.reason[:110]}"
+    table("make_target by itself, once per model", took, "graphed", target.path == "graphed")
+    if not machine.tiny:
+        table("attention in the captured passes", target.reason.split("attention by ")[-1].split(" ")[0], "triton",
+              "attention by triton" in target.reason)  # fmt: skip
+    contexts = (64, 128) if machine.tiny else CONTEXTS
+    many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64)]
+    prompts = {n: [1 + (7 * i) % (facts.vocabulary - 2) for i in range(n)] for n in contexts}
+    floor = _floor_of(machine, model, facts)
+    # Captured passes first: they are what is judged.
+    one = {}
+    for context in contexts:
+        target.prefill([(0, prompts[context])])
+        for k in many:
+            tree = sample_tree(k, facts.vocabulary)
+            seconds = machine.time(lambda tree=tree: target.forward([(0, tree)])[0].best(0))
+            one.setdefault(context, seconds)
+            bound, holds = "", None
+            if not machine.tiny and k == 1:
+                bound, holds = "1.20 floors", seconds <= 1.2 * floor(context, k)
+            if not machine.tiny and k == 64:
+                bound, holds = "1.10 t(1)", seconds <= 1.1 * one[context]
+            table(f"captured passes, {k} rows, {context} tokens", _times(seconds, floor(context, k), one[context]),
+                  bound, holds)  # fmt: skip
+            if k in (1, 64):
+                machine.wait()
+                start = time.perf_counter()
+                (scores,) = target.forward([(0, tree)])
+                launched = time.perf_counter() - start
+                scores.best(0)
+                free = f"{launched * 1e6:.0f} us, then {(seconds - launched) * 1e6:.0f} us free"
+                table(f"host until the step is launched, {k} rows, {context} tokens", free)
+        target.release(0)
+    if target.refused:
+        table("captured passes", "capture was refused", "", False)
+    plain = TransformersTarget(model, facts, max(contexts) + 512)
+    for context in contexts:
+        plain.prefill([(0, prompts[context])])
+        for k in (1, 16, 64, 120):
+            tree = sample_tree(k, facts.vocabulary)
+            seconds = machine.time(lambda tree=tree: plain.forward([(0, tree)])[0].best(0), 7)
+            table(
+                f"tree steps with masks, {k} rows, {context} tokens",
+                _times(seconds, floor(context, k), one[context]),
+            )
+        plain.release(0)
+        for k in (1, 64):
+            seconds = machine.time(eager_step(machine, model, prompts[context], min(k, context)), 7)
+            table(
+                f"transformers itself, {k} rows, {context} tokens",
+                _times(seconds, floor(context, k), one[context]),
+            )
+
+
+def _floor_of(machine: Machine, model: Any, facts: Any) -> Callable[[int, int], float]:
+    """(context, rows) -> seconds: the weights and the cache read once, or the products at the matrix rate."""
+    embedding = model.model.embed_tokens.weight
+    weights = (
+        sum(p.numel() * p.element_size() for p in model.parameters())
+        - embedding.numel() * embedding.element_size()
+    )
+    operations = 2 * (sum(p.numel() for p in model.parameters()) - embedding.numel())
+    per_token = sum(heads * (k + v) for heads, k, v in facts.shapes) * facts.dtype.itemsize
+    return lambda context, k: max(
+        (weights + per_token * (context + k)) / machine.bandwidth, operations * k / machine.rate
+    )
+
+
+def _times(seconds: float, floor: float, one: float) -> str:
+    return f"{seconds * 1e3:.2f} ms, {seconds / floor:.2f} floors, {seconds / one:.2f} t(1)"
+
+
+# ---- text
+
+
+def check_text(machine: Machine) -> None:
+    """What is taken by itself against plain decoding, in full precision, so that every token must be equal."""
+    from lookahead.targets.probe import make_target
+    from lookahead.testing import assert_same_as_autoregressive, tiny_model
+
+    prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
+    families = (
+        "llama",
+        "qwen3",
+        "mistral-sliding",
+        "gemma2",
+        "phi3",
+        "gpt-neox",
+        "deepseek-v3",
+        "mixtral",
+        "gpt-oss",
+    )
+    for family in families[: 2 if machine.tiny else None]:
+        try:
+            model = tiny_model(family, initializer_range=0.1).to(machine.device)
+            target = make_target(model, **({"path": "graphed"} if machine.tiny else {}))
+            tokens = accepted = 0
+            for method in ("lookahead", "prompt-lookup", "adaptive"):
+                config = (7, 5, 7) if method == "lookahead" else None
+                for group in ([prompts[0]], [prompts[1]], prompts):
+                    for made in assert_same_as_autoregressive(target, group, method, config, 60):
+                        tokens += len(made.tokens)
+                        accepted += made.stats.accepted
+            value = f"{tokens} tokens equal, {accepted} drafted ones accepted"
+            table(f"{family}: {target.path}", value, "at least 1", accepted > 0)
+            print(family, target.reason, flush=True)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0][:100]
+            table(family, f"{type(error).__name__}: {first}", "", False)
+
+
+# ---- ranks
+
+
+def check_ranks(machine: Machine) -> None:
+    """This script again, under torchrun, on every GPU."""
+    several = 2 if machine.tiny else machine.torch.cuda.device_count()
+    if several < 2:
+        table("lookahead parallelism over nccl", "one GPU only, not run")
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(several),
+        __file__,
+        "as-rank",
+    ]
+    run = subprocess.run(
+        [*command, *(["--tiny"] if machine.tiny else [])], capture_output=True, text=True, check=False
+    )
+    for line in run.stdout.splitlines():
+        if line.startswith("RANKS "):
+            table(*line.removeprefix("RANKS ").split(" = "))
+    table(f"{several} ranks against one, token for token", f"exit {run.returncode}", "", not run.returncode)
+    if run.returncode:
+        print(run.stdout[-2000:], run.stderr[-4000:], flush=True)
+
+
+def as_rank(machine: Machine) -> None:
+    """What each process of ``check_ranks`` does."""
+    from lookahead import parallel
+    from lookahead.targets.probe import make_target
+    from lookahead.testing import assert_same_as_autoregressive, tiny_model
+
+    device = "cpu" if machine.tiny else parallel.local_device()
+    group = parallel.start(None, 40, device)
+    if group.rank == 0:
+        print(f"RANKS rows of logits travel by = {group.backend}")
+    _sending(machine, group, device)
+    model = tiny_model("llama", initializer_range=0.1).to(device)
+    team = parallel.join(lambda: make_target(model), group, model)
+    prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
+    target = team.target()
+    assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60)
+    assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60, choose=lambda: by_row)
+    start, steps, sent = time.perf_counter(), target.steps, team.bytes_exchanged
+    assert_same_as_autoregressive(target, prompts[:1], "lookahead", (15, 5, 15), 60)
+    spent = (time.perf_counter() - start) / (target.steps - steps)
+    print(f"RANKS a step of the tiny model on the {target.path} path, all included = {spent * 1e6:.0f} us")
+    print(f"RANKS bytes exchanged per step = {(team.bytes_exchanged - sent) / (target.steps - steps):.0f}")
+    team.close()
+
+
+def _sending(machine: Machine, group: Any, device: str) -> None:
+    """Time to bring bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
+    torch = machine.torch
+    for size, what in (
+        (4096, "4 KiB, a frame"),
+        (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
+    ):
+        data, spent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), []
+        for _ in range(30 if group.rank < 2 else 0):
+            start = time.perf_counter()
+            if group.rank == 0:
+                group.links[1].send_row(data)
+                group.links[1].flush()
+            else:
+                group.links[0].receive_row(data)
+            machine.wait()
+            spent.append(time.perf_counter() - start)
+        if group.rank == 0:
+            print(f"RANKS sending {what} = {median(spent) * 1e6:.0f} us")
+
+
+def by_row(scores: Any, node: int) -> int:
+    """Greedy by the whole row, so that rows of logits travel."""
+    return int(scores.row(node).argmax())
+
+
+def _commit() -> str:
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "unknown"
+    return run.stdout.strip() or "unknown"
+
+
+CHECKS: dict[str, Callable[[Machine], None]] = {
+    "kernel": check_kernel, "attention": check_attention, "step": check_step, "text": check_text,
+    "ranks": check_ranks, "as-rank": as_rank,
+}  # fmt: skip
+
+
+def main() -> None:
+    name, tiny = sys.argv[1], "--tiny" in sys.argv
+    if tiny:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+    machine = Machine(tiny)
+    if name in ("attention", "step"):
+        machine.measure()
+        print("WHERE", machine.describe(), sep="\t", flush=True)
+    CHECKS[name](machine)
+
+
+if __name__ == "__main__":
+    main()
