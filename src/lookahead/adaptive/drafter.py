@@ -14,7 +14,8 @@ from typing import Any
 from ..core import Drafter, Scores, SettingsError, TokenTree
 from ..core.drafter import UNLIMITED_ROWS, Noise
 from .budget import MENU, Budget, place_of
-from .config import AdaptiveConfig
+from .config import SOURCES, AdaptiveConfig
+from .costs import StepTimes
 from .explorer import Explorer
 from .state import AdaptiveState
 
@@ -50,11 +51,32 @@ class AdaptiveDrafter(Drafter):
         self._sampling = noise
 
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        config = self.config
+        # A text that begins paused may never draft, so what drafting needs is made when it does.
+        self._begin: tuple[list[int], frozenset[int]] | None = (list(prompt), eos)
+        self._emitted = 1
+        #: Not yet taken in: the prompt, later what plain steps have emitted.
+        self._unread = [*prompt, first]
+        self._last = first
+        self._context = len(prompt)
+        self._noise: dict[int, Any] = {}
+        self._explorer: Explorer | None = None
+        times = self.state.times if self.state is not None else StepTimes()
+        self._times = times
+        self._drafts = times.drafts
+        self._budget = Budget(times, self.config.max_rows) if self.config.budget else None
+        #: Plain steps still to come before candidates are looked at; those made since, and their seconds.
+        self._rest = self._budget.rest() if self._budget is not None else 0
+        self._rested, self._rest_seconds = 0, 0.0
+        self._offered = 0.0
+        self._accepted = 0
+
+    def _open(self, prompt: list[int], eos: frozenset[int]) -> None:
+        """Make what drafting needs."""
+        config, self._begin = self.config, None
         kept = self.state is not None and self.state.keep
         state = self.state if kept else AdaptiveState(config, compiled=self._compiled)
         assert state is not None
-        vocabulary = max(self.vocabulary, max(prompt) + 1, first + 1)
+        vocabulary = max(self.vocabulary, max(self._unread) + 1)
         if state.largest >= vocabulary:
             raise SettingsError(
                 f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has "
@@ -65,29 +87,11 @@ class AdaptiveDrafter(Drafter):
         grower.reader = twins.trie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         grower.tail = [prompt[0]] * 3
-        self._emitted = 1
-        #: Not yet taken in: the prompt, later what plain steps have emitted.
-        self._unread = [*prompt, first]
-        self._last = first
-        self._context = len(prompt)
-        self._noise: dict[int, Any] = {}
         if self._sampling is not None:
             grower.noise = self._noise_below
             grower.temperature = max(self._sampling.temperature, 1e-3)
-        self._explorer = (
-            Explorer(config.window_size, config.ngram_size, prompt, eos, config.seed)
-            if config.window_size
-            else None
-        )
-        times = self.state.times if self.state is not None else state.times
-        self._times = times
-        self._drafts = times.drafts
-        self._budget = Budget(times, config.max_rows) if config.budget else None
-        #: Plain steps still to come before candidates are looked at; those made since, and their seconds.
-        self._rest = self._budget.rest() if self._budget is not None else 0
-        self._rested, self._rest_seconds = 0, 0.0
-        self._offered = 0.0
-        self._accepted = 0
+        if config.window_size:
+            self._explorer = Explorer(config.window_size, config.ngram_size, prompt, eos, config.seed)
 
     def _noise_below(self, depth: int) -> Any:
         """Noise of the token that is chosen under nodes of this depth."""
@@ -104,6 +108,8 @@ class AdaptiveDrafter(Drafter):
         self._times.drafts = self._drafts
         if self._rest:  # as little as can be: after a forward pass even this code comes from slow memory
             return TokenTree(self._last)
+        if self._begin is not None:
+            self._open(*self._begin)
         grower, budget = self._grower, self._budget
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
@@ -201,13 +207,12 @@ class AdaptiveDrafter(Drafter):
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the budget's figures."""
         self._wake()
-        figures: dict[str, float] = {
-            f"accepted_by_{name}": count for name, count in self._grower.credit.items()
-        }
+        credit = dict.fromkeys((*SOURCES, "window"), 0) if self._begin is not None else self._grower.credit
+        figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures["expected_acceptance"] = self._offered
         figures["acceptance"] = self._accepted
-        if self._explorer is not None:
-            figures["window_rows"] = self._explorer.rows_used
+        if self.config.window_size:
+            figures["window_rows"] = self._explorer.rows_used if self._explorer is not None else 0
         if self._budget is not None:
             figures["plain_steps"] = self._budget.paused_steps
             figures["breaker_trips"] = self._budget.trips
