@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,16 @@ from ..core.errors import NumericalError
 #: Below this many logits one call over all of them is quicker than a search by blocks.
 SMALL = 1 << 16
 BLOCK = 64
+
+
+@cache
+def _search() -> Callable[[torch.Tensor, int], tuple[np.ndarray, np.ndarray]] | None:
+    """The compiled search for the best tokens; None without numba."""
+    try:
+        from .top import best_of_rows
+    except (ImportError, RuntimeError):  # the latter where numba finds no folder for compiled code
+        return None
+    return best_of_rows
 
 
 class LogitsBatch:
@@ -43,13 +54,29 @@ class LogitsBatch:
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best tokens of every row and their log-odds against the best, both (B, R, k)."""
         if self._top is None or self._top[0].shape[-1] < k:
+            self._top = self._compiled_top(k)
+        if self._top is None:
             values, ids = self._all_top(min(k, self.logits.shape[-1]))
-            odds = (values - values[..., :1]).float()
+            odds = values.float() - values[..., :1].float()
             # Token ids are below 2 ** 24 only up to that vocabulary, so they travel as bits, not as floats.
             packed = torch.stack((ids.int().view(torch.float32), odds)).cpu().numpy()
             self._top = packed[0].view(np.int32), packed[1]
         ids, odds = self._top
         return ids[..., :k], odds[..., :k]
+
+    def _compiled_top(self, k: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """``top`` by numba; None where the logits are not for it."""
+        logits = self.logits
+        if logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        search = _search()
+        batch, rows, vocabulary = logits.shape
+        apart = logits.stride(2) != 1 or (batch > 1 and logits.stride(0) != rows * logits.stride(1))
+        if search is None or apart or not logits.numel():
+            return None
+        shape = batch, rows, min(k, vocabulary)
+        ids, odds = search(logits.detach().flatten(0, 1), shape[-1])
+        return ids.reshape(shape), odds.reshape(shape)
 
     def _all_best(self) -> torch.Tensor:
         logits = self.logits

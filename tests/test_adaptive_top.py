@@ -1,0 +1,79 @@
+"""The k best tokens of every row, by numba and by torch: what adaptive reads of each step."""
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead.targets import scores
+from lookahead.targets.scores import LogitsBatch
+
+SHAPES = [
+    (1, 1, 1),
+    (2, 3, 2),
+    (1, 5, 63),
+    (1, 2, 64),
+    (3, 1, 65),
+    (1, 7, 2047),
+    (2, 2, 2049),
+    (1, 3, 70_000),
+]
+
+
+@pytest.fixture(params=["numba", "torch"])
+def path(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(scores, "_search", lambda: None)
+    elif scores._search() is None:
+        pytest.skip("no numba")
+    return request.param
+
+
+def sorted_rows(logits, k):
+    """By a stable sort: of equals the lower token first."""
+    values, ids = (-logits.float()).sort(dim=-1, stable=True)
+    return ids[..., :k], (values[..., :1] - values)[..., :k]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_top_is_what_a_sort_finds(path, shape, dtype):
+    torch.manual_seed(sum(shape))
+    # All different in every dtype: torch leaves the order of equals open.
+    steps = torch.stack([torch.randperm(shape[-1]) for _ in range(shape[0] * shape[1])]).view(shape)
+    logits = ((steps - shape[-1] // 2) / 256).to(dtype) if shape[-1] < 200 else torch.randn(shape).to(dtype)
+    for k in (1, 8, 24):
+        ids, odds = LogitsBatch(logits).top(k)
+        expected_ids, expected = sorted_rows(logits, k)
+        assert ids.shape == odds.shape == expected.shape
+        np.testing.assert_allclose(
+            odds, expected, atol=0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-5
+        )
+        if dtype in (torch.float32, torch.float64):
+            np.testing.assert_array_equal(ids, expected_ids)
+
+
+@pytest.mark.skipif(scores._search() is None, reason="no numba")
+def test_of_equals_the_lower_token_as_argmax_has_it():
+    torch.manual_seed(0)
+    for vocabulary in (50, 3000):
+        logits = torch.randint(-3, 3, (1, 9, vocabulary)).to(torch.bfloat16)
+        logits[0, 1] = 0.0
+        logits[0, 2] = float("-inf")
+        logits[0, 2, vocabulary // 2] = 1.0
+        ids, odds = LogitsBatch(logits).top(8)
+        np.testing.assert_array_equal(ids, sorted_rows(logits, 8)[0])
+        assert ids[0, :, 0].tolist() == logits[0].float().argmax(-1).tolist()
+        assert odds[0, 2].tolist() == [0.0] + [float("-inf")] * 7
+
+
+def test_nan_and_rows_that_do_not_lie_together(path):
+    logits = torch.randn(2, 4, 100)
+    logits[0, 0, 7] = float("nan")
+    ids, odds = LogitsBatch(logits).top(5)
+    assert ids[0, 0, 0] == 7
+    assert ((ids >= 0) & (ids < 100)).all()
+    assert np.isfinite(odds[1]).all()
+    padded = torch.randn(1, 4, 200)[..., :100]
+    np.testing.assert_array_equal(LogitsBatch(padded).top(5)[0], sorted_rows(padded, 5)[0])
+    apart = torch.randn(2, 4, 200)[..., ::2]
+    np.testing.assert_array_equal(LogitsBatch(apart).top(5)[0], sorted_rows(apart, 5)[0])
