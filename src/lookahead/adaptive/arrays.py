@@ -20,8 +20,9 @@ from .logits import ORDERS, Entry
 from .priors import joint_priors, logit_priors, suffix_priors
 from .suffix import FIELDS
 
-#: Places of a new trie, and of a new table of the logit cache; powers of two.
-FIRST_NODES, FIRST_ENTRIES = 4096, 1024
+#: Places of a new trie, and of a new table of the logit cache; powers of two. Memory that is not touched costs
+#: nothing, while moving to more of it does.
+FIRST_NODES, FIRST_ENTRIES = 1 << 12, 1 << 12
 
 
 def address_of(array: Any) -> int:
@@ -32,7 +33,7 @@ def address_of(array: Any) -> int:
 
 def empty_slots(count: int, width: int) -> Any:
     """Slots of a table by key."""
-    return np.full(count * width, layout.EMPTY, dtype=np.int64)
+    return np.zeros(count * width, dtype=np.int64)
 
 
 class ArrayTrie:
@@ -70,7 +71,7 @@ class ArrayTrie:
     @property
     def children(self) -> dict[int, int]:
         """Key of node and token -> node; a copy."""
-        return {int(key): int(node) for key, node in self._slots.reshape(-1, 2) if key != layout.EMPTY}
+        return {int(mark) - 1: int(node) for mark, node in self._slots.reshape(-1, 2) if mark != layout.EMPTY}
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more; a trie that is full starts afresh first."""

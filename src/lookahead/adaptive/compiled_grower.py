@@ -13,7 +13,7 @@ from .compiled import entries as code
 from .compiled import layout
 from .observe import KEEP
 
-FIRST_NGRAMS = 256
+FIRST_NGRAMS = 2048
 #: Sources in the order in which compiled code counts credit.
 CREDITED = ("suffix", "logits", "ngrams", "jacobi", "corpus", "window")
 
@@ -24,15 +24,21 @@ class NGramTable:
     def __init__(self) -> None:
         self.header = np.zeros(layout.NGRAMS, dtype=np.int64)
         self.address = address_of(self.header)
+        self._scratch = np.empty((2, 16), dtype=np.int64)
+        self._address = address_of(self._scratch)
         self._allot(FIRST_NGRAMS)
 
     def keep(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
         """Tokens that followed two others."""
-        if self.header[layout.N_USED] + len(keys) > len(self._slots) // (1 + KEEP) // 2:
-            self._allot(4 * (int(self.header[layout.N_USED]) + len(keys)))
-        contexts = np.array(keys, dtype=np.int64)
-        following = np.array(tokens, dtype=np.int64)
-        code.keep(self.address, address_of(contexts), address_of(following), len(keys))
+        count = len(keys)
+        if self.header[layout.N_USED] + count > self._room:
+            self._allot(4 * (int(self.header[layout.N_USED]) + count))
+        if count > self._scratch.shape[1]:
+            self._scratch = np.empty((2, count), dtype=np.int64)
+            self._address = address_of(self._scratch)
+        self._scratch[0, :count] = keys
+        self._scratch[1, :count] = tokens
+        code.keep(self.address, self._address, self._address + 8 * self._scratch.shape[1], count)
 
     def _allot(self, count: int) -> None:
         count = 1 << (count - 1).bit_length()
@@ -46,7 +52,7 @@ class NGramTable:
                 count - 1,
                 1 + KEEP,
             )
-        self._slots = slots
+        self._slots, self._room = slots, count // 2
         header[layout.N_SLOTS], header[layout.N_MASK] = address_of(slots), count - 1
 
 

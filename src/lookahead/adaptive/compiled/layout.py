@@ -32,6 +32,7 @@ C_SUFFIX, C_LOGITS, C_NGRAMS, C_JACOBI, C_CORPUS, C_WINDOW, CREDITS = range(7)
 DEEPEST = 1200
 #: Proposals of a node beside those of the logit cache: three each of S, G, J and P.
 BESIDE = 12
-EMPTY = -1
+#: In place of a key. Slots hold keys plus one, so that fresh memory, which is zero, has none.
+EMPTY = 0
 DONE, SHORT = -1, -2
 FAR = 1 << 50

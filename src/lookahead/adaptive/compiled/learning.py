@@ -174,7 +174,7 @@ def _write(g: Any, table: int, key: int, node: int, origin: int) -> None:
     slots, mask, width = int64s(t[L_SLOTS]), t[L_MASK], t[L_WIDTH]
     at = find(slots, mask, 2, key)
     if slots[at] == EMPTY:
-        slots[at], slots[at + 1] = key, t[L_NEXT]
+        slots[at], slots[at + 1] = key + 1, t[L_NEXT]
         int64s(t[L_KEYS])[t[L_NEXT] & t[L_RING]] = key
         t[L_NEXT] += 1
     record = (slots[at + 1] & t[L_RING]) * (1 + 2 * width)
@@ -303,7 +303,9 @@ def keep(ngrams: int, keys: int, tokens: int, count: int) -> None:
                 n[N_USED] = 0
                 at = find(slots, n[N_MASK], width, contexts[i])
             n[N_USED] += 1
-            slots[at], slots[at + 1] = contexts[i], following[i]
+            slots[at], slots[at + 1] = contexts[i] + 1, following[i]
+            for j in range(2, width):
+                slots[at + j] = -1
         else:
             place = index(slots, at + 1, KEEP, following[i])
             for j in range(place if place >= 0 else KEEP - 1, 0, -1):

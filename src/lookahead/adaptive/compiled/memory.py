@@ -53,7 +53,7 @@ def _home(key: int, mask: int) -> int:
 def find(slots: Any, mask: int, width: int, key: int) -> int:
     """Where the key's slot of ``width`` numbers begins, or the empty one that it would take."""
     place = _home(key, mask)
-    while slots[place * width] != key and slots[place * width] != EMPTY:
+    while slots[place * width] != key + 1 and slots[place * width] != EMPTY:
         place = (place + 1) & mask
     return place * width
 
@@ -67,7 +67,7 @@ def remove(slots: Any, mask: int, key: int) -> None:
         place = (place + 1) & mask
         if slots[2 * place] == EMPTY:
             break
-        home = _home(slots[2 * place], mask)
+        home = _home(slots[2 * place] - 1, mask)
         if ((place - home) & mask) >= ((place - gap) & mask):
             slots[2 * gap], slots[2 * gap + 1] = slots[2 * place], slots[2 * place + 1]
             gap = place
@@ -79,9 +79,9 @@ def rehash(old: int, old_mask: int, new: int, new_mask: int, width: int) -> None
     """Move all keys from one array of slots to another, empty one."""
     source, slots = int64s(old), int64s(new)
     for place in range(old_mask + 1):
-        key = source[place * width]
-        if key != EMPTY:
-            at = find(slots, new_mask, width, key)
+        mark = source[place * width]
+        if mark != EMPTY:
+            at = find(slots, new_mask, width, mark - 1)
             for i in range(width):
                 slots[at + i] = source[place * width + i]
 
@@ -93,7 +93,7 @@ def enlist(table: int, count: int) -> None:
     slots, keys = int64s(t[L_SLOTS]), int64s(t[L_KEYS])
     for number in range(count):
         at = find(slots, t[L_MASK], 2, keys[number])
-        slots[at], slots[at + 1] = keys[number], number
+        slots[at], slots[at + 1] = keys[number] + 1, number
 
 
 @code

@@ -79,7 +79,7 @@ def feed(reader: int, tokens: int, count: int) -> None:
             if slots[at] == EMPTY:
                 node = used
                 used += 1
-                slots[at], slots[at + 1] = key, node
+                slots[at], slots[at + 1] = key + 1, node
                 new = node * FIELDS
                 nodes[new + COUNT], nodes[new + TOTAL], nodes[new + LINK] = 1, 0, link
                 nodes[new + TOKEN], nodes[new + DEPTH], nodes[new + MARK] = token, length, r[R_MARK]
