@@ -1,6 +1,6 @@
-"""Weights in the order in which products read them: groups of 32 outputs, each one stream of memory.
+"""Weights in the order in which products read them: groups of 32 outputs, each one stretch of memory.
 
-    tiles     (group, inner / 32, 2 panels, 16 pairs, 16 outputs, 2)   bf16, the processor's own tile order
+    tiles     (group, 2 panels, inner / 32, 16 pairs, 16 outputs, 2)   bf16, the processor's own tile order
     pairs     (group, inner / 2, 32 outputs, 2)                        bf16
     vectors   (group, inner, 32 outputs)                               the model's dtype
 
@@ -104,7 +104,7 @@ def pack(parts: LinearParts, kind: str, arena: Arena) -> Packed:
 
 def _ordered(rows: torch.Tensor, groups: int, steps: int, kind: str) -> torch.Tensor:
     if kind == "tiles":
-        return rows.view(groups, 2, 16, steps, 16, 2).permute(0, 3, 1, 4, 2, 5)
+        return rows.view(groups, 2, 16, steps, 16, 2).permute(0, 1, 3, 4, 2, 5)
     if kind == "pairs":
         return rows.view(groups, GROUP, steps, 2).permute(0, 2, 1, 3)
     return rows.view(groups, GROUP, steps).transpose(1, 2)

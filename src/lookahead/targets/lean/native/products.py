@@ -44,8 +44,19 @@ from .machine import LANES, REGISTERS
 MOST_ROWS = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, REGISTERS), 1)
 
 
+#: Lines of each of the next group's panels that are asked for before a block is finished.
+NEXT = 16
+
+
 def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
+
+
+def prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
+    """Ask for some cache lines at a distance, into the second level."""
+    for line in range(lines):
+        ahead = at(builder, builder.add(address, const(distance + 64 * line)))
+        call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
 def _tiles(row_tiles: int) -> Any:
@@ -58,31 +69,30 @@ def _tiles(row_tiles: int) -> Any:
         for number in range(2 * row_tiles):
             call(builder, "llvm.x86.tilezero", VOID, [_tile(number)])
         second = builder.add(rows, builder.mul(stride, const(16)))
+        panel_bytes = builder.mul(steps, const(1024))
         with cgutils.for_range(builder, steps) as loop:
-            here = builder.add(weights, builder.mul(loop.index, const(2048)))
+            here = builder.add(weights, builder.mul(loop.index, const(1024)))
+            panels = [here, builder.add(here, panel_bytes)]
             # The processor's own prefetching stops at pages; a few lines of the next one start it early.
-            for line in range(8):
-                ahead = at(builder, builder.add(here, const(4096 + 64 * line)))
-                call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(I32, n) for n in (0, 2, 1))])
+            for panel in panels:
+                prefetch(builder, panel, 4096, 4)
             column = builder.mul(loop.index, const(64))
             load(4, builder.add(rows, column), stride)
             if row_tiles == 2:
                 load(5, builder.add(second, column), stride)
-            load(6, here, const(64))
-            load(7, builder.add(here, const(1024)), const(64))
+            for number, panel in enumerate(panels, 6):
+                load(number, panel, const(64))
             for row in range(row_tiles):
                 for panel in range(2):
                     numbers = (2 * row + panel, 4 + row, 6 + panel)
                     call(builder, "llvm.x86.tdpbf16ps", VOID, [_tile(n) for n in numbers])
+        following = builder.add(weights, builder.mul(panel_bytes, const(2)))
+        for panel in (following, builder.add(following, panel_bytes)):
+            prefetch(builder, panel, 0, NEXT)
         for row in range(row_tiles):
             for panel in range(2):
-                place = builder.add(out, const(row * 16 * 4 * GROUP + panel * 64))
-                call(
-                    builder,
-                    "llvm.x86.tilestored64",
-                    VOID,
-                    [_tile(2 * row + panel), at(builder, place), const(4 * GROUP)],
-                )
+                place = at(builder, builder.add(out, const(row * 16 * 4 * GROUP + panel * 64)))
+                call(builder, "llvm.x86.tilestored64", VOID, [_tile(2 * row + panel), place, const(4 * GROUP)])
 
     return emitted(emit, 5)
 
@@ -97,8 +107,7 @@ def _vectors(rows_at_once: int, narrow_weights: bool) -> Any:
         size = 2 if narrow_weights else 4
         with cgutils.for_range(builder, inner) as loop:
             here = builder.add(weights, builder.mul(loop.index, const(size * GROUP)))
-            ahead = at(builder, builder.add(here, const(4096)))
-            call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(I32, n) for n in (0, 2, 1))])
+            prefetch(builder, here, 4096, 1)
             parts = [
                 load_vector(builder, builder.add(here, const(v * LANES * size)), narrow_weights)
                 for v in range(VECTORS)
