@@ -233,6 +233,40 @@ def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
         make_target(tiny_model("llama"), path="graphed")
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("deepseek-v3", "float16")]
+)
+def test_norms_are_one_kernel_inside_a_pass_only(family, dtype):
+    from lookahead.targets import norms
+
+    model = tiny_model(family).to(DEVICE, getattr(torch, dtype))
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.weight.data.uniform_(0.5, 1.5)
+    found = norms.norms_of(model)
+    assert len(found) == sum(type(m).__name__.endswith("RMSNorm") for m in model.modules())
+    module, fused = found[0]
+    sample = torch.randn(3, module.weight.shape[0], device=DEVICE, dtype=module.weight.dtype)
+    assert (module(sample) - fused(sample)).abs().max() <= 3 * norms.TOLERANCE[module.weight.dtype]
+    calls = []
+    counted = [(m, lambda x, f=f: (calls.append(1), f(x))[1]) for m, f in found]
+    with norms.in_force(counted):
+        module(sample)
+    module(sample)
+    assert len(calls) == 1
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_a_norm_that_computes_otherwise_is_left_alone():
+    from lookahead.targets.norms import norms_of
+
+    assert norms_of(tiny_model("gemma2")) == []  # 1 + weight
+    model = tiny_model("llama")
+    model.model.norm.variance_epsilon = 1.0  # seen at the call and in the sample alike
+    model.model.layers[0].input_layernorm.forward = lambda x: x
+    assert len(norms_of(model)) == 4
+
+
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     facts = make_target(model, path="transformers").facts
     forget(model)

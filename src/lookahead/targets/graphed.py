@@ -29,6 +29,7 @@ from ..attention import on
 from ..attention.register import TreeAttention, enabled
 from ..core import SettingsError, TokenTree
 from .cache import TreeCache
+from .norms import in_force, norms_of
 from .scores import LogitsBatch, LogitsRows
 from .transformers import ModelFacts, TransformersTarget, _memory_errors
 
@@ -150,6 +151,7 @@ class _Pass:
         attention = target.attention
         with (
             torch.no_grad(),
+            in_force(target.norms),
             attention.switched(target.model),
             attention.within(words.view(1, rows, -1), depths[None], length),
         ):
@@ -237,6 +239,7 @@ class GraphedTarget(TransformersTarget):
         self.attention = attention
         self.reason = reason
         self.refused = ""
+        self.norms = norms_of(model)
         # Memory that inference mode made could not be written outside of it, and it is to be used again.
         with torch.inference_mode(False):
             self.arena = _take_arena(model, self.facts, capacity)
