@@ -1,14 +1,17 @@
 """Draws: pure functions of seed and position, with the right law, under the true prefix."""
 
 import math
+import threading
 
 import pytest
 import torch
 
+from lookahead import sampling
 from lookahead.core import NumericalError, SettingsError
 from lookahead.core.decode import greedy
 from lookahead.sampling import Chooser, SeededNoise, gumbel, make_choose
 from lookahead.targets.scores import LogitsBatch, LogitsRows
+from lookahead.threads import one_thread
 
 
 def scores_of(rows):
@@ -64,6 +67,38 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
     assert torch.equal(first[:10], gumbel(7, 3, 10))
     for other in (gumbel(8, 3, 1000), gumbel(7, 4, 1000)):
         assert abs(float(torch.corrcoef(torch.stack([first, other]))[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 50_257])
+def test_noise_is_the_same_on_every_device(size):
+    """Whole numbers are; of the two logarithms a last bit may differ."""
+    for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
+        start = sampling._mix(sampling._mix(seed & sampling._ALL) + position * sampling._GOLDEN & sampling._ALL)
+        other = sampling._on_device(start, size, "cpu")
+        assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
+
+
+def test_one_thread_is_left_as_it_was_found():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with one_thread:
+            assert torch.get_num_threads() == 1
+            with one_thread:
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError), one_thread:
+            1 / 0  # noqa: B018
+        assert torch.get_num_threads() == 2
+        workers = [threading.Thread(target=lambda: [one_thread.__enter__(), one_thread.__exit__(None, None, None)])]
+        for worker in workers * 1:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_noise_is_standard_gumbel():

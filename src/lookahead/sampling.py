@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .core.decode import Choose, greedy
 from .core.errors import NumericalError, SettingsError
 from .core.tree import TokenTree
+from .threads import one_thread
 
 __all__ = ["Chooser", "Process", "SeededNoise", "gumbel", "make_choose"]
 
@@ -58,6 +60,33 @@ def gumbel(
         vocabulary: V.
     """
     start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
+    if device is None or torch.device(device).type == "cpu":
+        return torch.from_numpy(_on_cpu(start, vocabulary))
+    return _on_device(start, vocabulary, device)
+
+
+def _on_cpu(start: int, vocabulary: int) -> Any:
+    """Numpy takes half of torch's time on one thread, and has unsigned numbers."""
+    x = np.arange(1, vocabulary + 1, dtype=np.uint64)
+    x *= np.uint64(_GOLDEN)
+    x += np.uint64(start)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX[0])
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX[1])
+    x ^= x >> np.uint64(31)
+    x >>= np.uint64(12)
+    # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
+    uniform = x.astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-52
+    for _ in range(2):
+        np.negative(np.log(uniform, out=uniform), out=uniform)
+    return uniform.astype(np.float32)
+
+
+def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -> torch.Tensor:
+    """The same in torch's signed numbers."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
     x.mul_(_signed(_GOLDEN)).add_(_signed(start))
     # int64 arithmetic wraps; a shift to the right must not copy the sign.
@@ -67,7 +96,6 @@ def gumbel(
     x.mul_(_signed(_MIX[1]))
     x ^= (x >> 31) & ((1 << 33) - 1)
     bits = (x >> 12) & ((1 << 52) - 1)
-    # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_().float()
 
@@ -141,6 +169,12 @@ class Chooser:
 
     def __call__(self, scores: Any, node: int) -> int:
         scores.best(node)  # raises on NaN, with the cure
+        with one_thread:
+            token = self._token(scores, node)
+        self._append(token)
+        return token
+
+    def _token(self, scores: Any, node: int) -> int:
         row = scores.row(node).float()
         if self.process is not None:
             row = self._processed(row)
@@ -155,7 +189,6 @@ class Chooser:
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
-        self._append(token)
         return token
 
     def meanwhile(self, tree: TokenTree) -> None:

@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 
 from ..core.target import Scores
+from ..threads import one_thread
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -49,7 +50,8 @@ class NoiseStream:
         while self._drawn <= step:
             self._states[self._drawn] = self._generator_state()
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            self._noise[self._drawn] = noise.exponential_(1)
+            with one_thread:  # the numbers do not depend on the threads
+                self._noise[self._drawn] = noise.exponential_(1)
             self._drawn += 1
         return self._noise[step]
 
@@ -94,7 +96,8 @@ class RowNoise:
         stream.behind = BEHIND
 
     def __call__(self, index: int) -> Any:
-        return -self._stream.at(index)[self._row].log().cpu().numpy()
+        with one_thread:
+            return -self._stream.at(index)[self._row].log().cpu().numpy()
 
 
 class Row:
@@ -150,7 +153,8 @@ class Row:
         if plain and self.scores is None and self.logits is None:
             token = scores.best(node)
         else:
-            token = self._choose(scores.row(node).float(), scores.best(node))
+            with one_thread:
+                token = self._choose(scores.row(node).float(), scores.best(node))
         if self.fill is not None:
             token = self.fill
         if self._noise is not None and not self.ended:
