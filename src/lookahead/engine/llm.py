@@ -196,7 +196,7 @@ class LLM:
         """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
 
         Args:
-            path: "lean" or "transformers" to force one of the two that evaluate trees.
+            path: "lean", "graphed" or "transformers" to force one of those that evaluate trees.
         """
         from ..targets.probe import make_target
 
