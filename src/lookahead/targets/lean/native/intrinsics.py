@@ -220,3 +220,26 @@ def _input_tag_code(kind):  # type: ignore[no-untyped-def]
     if kind == types.int32:
         return lambda kind: np.float32(0)
     return lambda kind: np.uint16(0)
+
+
+def query_tag(kind: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(query_tag)
+def _query_tag_code(kind):  # type: ignore[no-untyped-def]
+    """The tag of queries: bf16 for tiles, else fp32."""
+    if kind == types.int8:
+        return lambda kind: np.uint16(0)
+    return lambda kind: np.float32(0)
+
+
+def paired_keys(kind: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(paired_keys)
+def _paired_code(kind):  # type: ignore[no-untyped-def]
+    """How many neighbours of a key lie together."""
+    pairs = 2 if kind == types.int8 else 1
+    return lambda kind: pairs

@@ -26,6 +26,7 @@ from .intrinsics import (
     emitted,
     input_tag,
     pointer,
+    query_tag,
     ticks,
 )
 from .machine import STAMP
@@ -90,7 +91,7 @@ def single_of(bits: int) -> float:
 
 
 @njit(nogil=True, error_model="numpy")
-def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, tag: Any) -> None:
+def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, kind: Any, tag: Any) -> None:
     """Rotation and cache writes of this thread's heads of rows."""
     blocks = carray(pointer(p[BLOCKS], np.int64(0)), (p[BLOCK_COUNT], BLOCK_SIZE))
     positions = carray(pointer(p[POSITIONS], np.int64(0)), (p[ROWS],))
@@ -107,8 +108,9 @@ def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, tag: Any) 
         turn(
             p[QKV] + 4 * (p[QKV_WIDTH] * row + lane * p[SIZE]), lane, angles, layer[HEAD_NORM],
             single_of(layer[HEAD_EPSILON]), single_of(p[SCALE]),
-            p[QUERY] + 4 * blocks[b, FIRST_ROW] * p[HEADS] * p[HEAD], local, blocks[b, BLOCK_ROWS],
-            store, blocks[b, LENGTH] + local, p[HEADS], p[KEY_HEADS], p[SIZE], p[HEAD], tag,
+            p[QUERY] + bytes_of(query_tag(kind)) * blocks[b, FIRST_ROW] * p[HEADS] * p[HEAD],
+            local, blocks[b, BLOCK_ROWS],
+            store, blocks[b, LENGTH] + local, p[HEADS], p[KEY_HEADS], p[SIZE], p[HEAD], kind, tag,
         )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ def attend_rows(p: Any, layer: Any, storage: int, rank: int, team: int, kind: An
             if first < last:
                 keys = storage + blocks[b, SLOT] * p[CACHE_SLOT] + h * p[CACHE_HEAD]
                 attend(
-                    p[QUERY] + 4 * p[HEAD] * (first_row * p[HEADS] + h * queries),
+                    p[QUERY] + bytes_of(query_tag(kind)) * p[HEAD] * (first_row * p[HEADS] + h * queries),
                     keys, keys + p[KEY_HEADS] * p[CACHE_HEAD],
                     p[ATTENDED] + first_row * p[ATTENDED_STRIDE] + h * groups * p[SIZE] * element,
                     p[ATTENDED_STRIDE], p[SCRATCH] + rank * p[SCRATCH_EACH], p[LINE],
@@ -231,7 +233,7 @@ def evaluate(argument: int, control: int, rank: int, team: int, base: int, kind:
         arrived += team
         meet(control, arrived)
         linears += ticks() - mark
-        turn_rows(p, layer, storage, rank, team, tag)
+        turn_rows(p, layer, storage, rank, team, kind, tag)
         arrived += team
         meet(control, arrived)
         mark = ticks()

@@ -48,8 +48,14 @@ MOST_ROWS = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, REGISTERS), 1)
 NEXT = 16
 
 
-def _tile(number: int) -> ir.Constant:
+def tile(number: int) -> ir.Constant:
+    """The name of a tile register."""
     return ir.Constant(I8, number)
+
+
+def load_tile(builder: Any, number: int, address: Any, stride: Any) -> None:
+    """Up to 16 rows of 64 bytes."""
+    call(builder, "llvm.x86.tileloadd64", VOID, [tile(number), at(builder, address), stride])
 
 
 def prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
@@ -63,11 +69,8 @@ def _tiles(row_tiles: int) -> Any:
     """16 rows per row tile by 32 outputs. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights."""
 
     def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
-        def load(number: int, address: Any, step: Any) -> None:
-            call(builder, "llvm.x86.tileloadd64", VOID, [_tile(number), at(builder, address), step])
-
         for number in range(2 * row_tiles):
-            call(builder, "llvm.x86.tilezero", VOID, [_tile(number)])
+            call(builder, "llvm.x86.tilezero", VOID, [tile(number)])
         second = builder.add(rows, builder.mul(stride, const(16)))
         panel_bytes = builder.mul(steps, const(1024))
         with cgutils.for_range(builder, steps) as loop:
@@ -77,22 +80,22 @@ def _tiles(row_tiles: int) -> Any:
             for panel in panels:
                 prefetch(builder, panel, 4096, 4)
             column = builder.mul(loop.index, const(64))
-            load(4, builder.add(rows, column), stride)
+            load_tile(builder, 4, builder.add(rows, column), stride)
             if row_tiles == 2:
-                load(5, builder.add(second, column), stride)
+                load_tile(builder, 5, builder.add(second, column), stride)
             for number, panel in enumerate(panels, 6):
-                load(number, panel, const(64))
+                load_tile(builder, number, panel, const(64))
             for row in range(row_tiles):
                 for panel in range(2):
                     numbers = (2 * row + panel, 4 + row, 6 + panel)
-                    call(builder, "llvm.x86.tdpbf16ps", VOID, [_tile(n) for n in numbers])
+                    call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(n) for n in numbers])
         following = builder.add(weights, builder.mul(panel_bytes, const(2)))
         for panel in (following, builder.add(following, panel_bytes)):
             prefetch(builder, panel, 0, NEXT)
         for row in range(row_tiles):
             for panel in range(2):
                 place = at(builder, builder.add(out, const(row * 16 * 4 * GROUP + panel * 64)))
-                call(builder, "llvm.x86.tilestored64", VOID, [_tile(2 * row + panel), place, const(4 * GROUP)])
+                call(builder, "llvm.x86.tilestored64", VOID, [tile(2 * row + panel), place, const(4 * GROUP)])
 
     return emitted(emit, 5)
 
