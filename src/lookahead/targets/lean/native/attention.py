@@ -22,6 +22,7 @@ from numba.extending import overload, register_jitable
 from .finish import exponential, number, rounded_bits, store_bits
 from .intrinsics import (
     F32,
+    ON_TILES,
     VOID,
     at,
     bytes_of,
@@ -164,7 +165,7 @@ def score(keys: int, query: int, out: int, line: int, head: int, count: int, kin
 @overload(score)
 def _score_code(keys, query, out, line, head, count, kind, tag):  # type: ignore[no-untyped-def]
     """Scores of ``count`` queries with 64 columns; tiles always write 16 lines."""
-    if kind == types.int8:
+    if kind in ON_TILES:
         return lambda keys, query, out, line, head, count, kind, tag: score_tiles(
             keys, query, out, line, head
         )

@@ -18,6 +18,7 @@ from .attention import attend
 from .control import meet
 from .intrinsics import (
     KINDS,
+    ON_TILES,
     TAGS,
     VOID,
     at,
@@ -72,7 +73,7 @@ def shape_tiles(address: int, kind: Any) -> None:
 @overload(shape_tiles)
 def _shape_code(address, kind):  # type: ignore[no-untyped-def]
     """Set this thread's tile registers up, where products use them; address 0 gives them back."""
-    if kind != types.int8:
+    if kind not in ON_TILES:
         return lambda address, kind: None
 
     def code(address, kind):  # type: ignore[no-untyped-def]
