@@ -32,7 +32,7 @@ def attend(request, monkeypatch):
             lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
         )
         return importlib.import_module(f"lookahead.attention.{request.param}").attend
-    return attention.get("sdpa")
+    return functools.partial(attention.get("sdpa"), read_lengths=True)
 
 
 def problem(

@@ -17,7 +17,6 @@ CASES = {
     "bf16-128-sm90": ("bf16", 128, False, 90, 227),
     "bf16-80-window-softcap-sm80": ("bf16", 80, True, 80, 163),
     "bf16-256-sm90": ("bf16", 256, False, 90, 227),
-    "fp16-64-sinks-sm80": ("fp16", 64, True, 80, 163),
 }
 POINTERS = {"lengths": "*i32", "words": "*i32", "depths": "*i32", "partial": "*fp32", "totals": "*fp32"}
 

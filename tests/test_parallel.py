@@ -111,7 +111,8 @@ def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=
 
     def request(name, prompt):
         choose = Sampled(prompt) if sampled else greedy
-        return Request(prompt, make_drafter(name, config, 32), new, choose, frozenset(eos))
+        settings = config if name != "adaptive" else {"budget": False, "max_rows": 24}
+        return Request(prompt, make_drafter(name, settings, 32), new, choose, frozenset(eos))
 
     together = run(target, [request(method, prompt) for prompt in prompts])
     for generation, prompt in zip(together, prompts, strict=True):

@@ -73,7 +73,9 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
 def test_noise_is_the_same_on_every_device(size):
     """Whole numbers are; of the two logarithms a last bit may differ."""
     for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
-        start = sampling._mix(sampling._mix(seed & sampling._ALL) + position * sampling._GOLDEN & sampling._ALL)
+        start = sampling._mix(
+            sampling._mix(seed & sampling._ALL) + position * sampling._GOLDEN & sampling._ALL
+        )
         other = sampling._on_device(start, size, "cpu")
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
@@ -91,7 +93,7 @@ def test_one_thread_is_left_as_it_was_found():
         with pytest.raises(ZeroDivisionError), one_thread:
             1 / 0  # noqa: B018
         assert torch.get_num_threads() == 2
-        workers = [threading.Thread(target=lambda: [one_thread.__enter__(), one_thread.__exit__(None, None, None)])]
+        workers = [threading.Thread(target=_in_and_out)]
         for worker in workers * 1:
             worker.start()
         for worker in workers:

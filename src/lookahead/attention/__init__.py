@@ -35,11 +35,12 @@ import torch
 
 from ..core.errors import SettingsError
 
-__all__ = ["BACKENDS", "Attend", "Guarded", "get", "name_of", "on", "pack_bits", "unpack_bits"]
+__all__ = ["BACKENDS", "KERNELS", "Attend", "Guarded", "get", "name_of", "on", "pack_bits", "unpack_bits"]
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("naive", "sdpa", "triton", "flash")
-_KERNELS = ("triton", "flash")
+#: Those that read lengths on the device and make no mask.
+KERNELS = ("triton", "flash")
 #: Largest head size of any backend.
 LARGEST_HEAD = 256
 _told: set[str] = set()
@@ -59,12 +60,12 @@ def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
         raise SettingsError(
             f"the attention backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
         )
-    if name in _KERNELS and not _has_triton():
+    if name in KERNELS and not _has_triton():
         raise SettingsError(
             f"the attention backend {name} needs the package triton; pip install triton, or use sdpa"
         )
     attend: Attend = import_module(f".{name}", __package__).attend
-    return Guarded(name, attend) if name in _KERNELS else attend
+    return Guarded(name, attend) if name in KERNELS else attend
 
 
 def name_of(attend: Attend) -> str:

@@ -28,6 +28,7 @@ from ..core.drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from .options import OptionFields, Options
 from .prompts import Prompt, as_list, encode
+from .states import cold_state, warm_state
 from .text import TextStream
 
 #: Methods that can go on from what an earlier call has learnt.
@@ -192,11 +193,18 @@ class LLM:
             return frozenset()
         return frozenset([given] if isinstance(given, int) else given)
 
+    @property
+    def path(self) -> str:
+        """What evaluates steps: "lean", "transformers", "graphed", ... as ``target`` finds."""
+        if self._path is None:
+            self._path = str(getattr(self.target(), "path", ""))
+        return self._path
+
     def target(self, path: str = "auto") -> Any:
         """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
 
         Args:
-            path: "lean" or "transformers" to force one of the two that evaluate trees.
+            path: "lean", "graphed" or "transformers" to force one of those that evaluate trees.
         """
         from ..targets.probe import make_target
 
@@ -338,30 +346,7 @@ class LLM:
         Raises:
             SettingsError: the file is of another model, or no such file.
         """
-        from ..adaptive import AdaptiveConfig, AdaptiveState
-
-        settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        text = self.model.config.get_text_config(decoder=True)
-        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
-        times = self._step_times() if settings.budget and self.probe.mode == "tree" else None
-        if file is not None and os.path.exists(file):
-            return AdaptiveState.load(file, settings, times, scope=scope)
-        return AdaptiveState(settings, times=times, scope=scope)
-
-    def _adaptive_state(self, config: Any) -> Any:
-        """Cold, but with the step times of this model on this machine."""
-        from ..adaptive import AdaptiveConfig, AdaptiveState
-
-        settings = AdaptiveConfig.of(config)
-        return AdaptiveState(settings, keep=False, times=self._step_times() if settings.budget else None)
-
-    def _step_times(self) -> Any:
-        """Kept ones, or measured now, once."""
-        from ..adaptive import measure_times, times_for
-
-        if self._path is None:
-            self._path = str(getattr(self.target(), "path", ""))
-        return times_for(self.model, self._path, lambda: measure_times(self.target(), self.vocabulary))
+        return warm_state(self, file, self._config_of("adaptive", config))
 
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
         ids = self.encode(prompt)
@@ -378,7 +363,7 @@ class LLM:
         config = self._config_of(method, options.config)
         pool = options.pool
         if pool is None and method == "adaptive" and self.probe.mode == "tree":
-            pool = self._adaptive_state(config)
+            pool = cold_state(self, config)
         drafter = make_drafter(method, config, self.vocabulary, pool)
         if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")

@@ -108,7 +108,9 @@ def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tu
     """(the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
     if parallel is None:
         if timeout is not None:
-            raise SettingsError(f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it")
+            raise SettingsError(
+                f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it"
+            )
         return None, device
     if parallel != "lookahead":
         raise SettingsError(f"parallel must be 'lookahead' or None, got {parallel!r}")

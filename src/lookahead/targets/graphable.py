@@ -135,6 +135,9 @@ def _judge(
             if found := _host_reads(target):
                 return Verdict(None, f"{name} reads values on the host in its pass ({', '.join(found)})")
             difference = _difference(TransformersTarget(model, facts, 64), target, trees)
+            other = GraphedTarget(model, facts, 64, attention)
+            other.arena.sound = False  # not kept: it has room for two
+            difference = max(difference, _together(TransformersTarget(model, facts, 64), other, trees))
     except OutOfMemory:
         raise
     except SettingsError as error:
@@ -193,6 +196,18 @@ def _difference(
         for target in (naive, graphed):
             target.commit([(0, path)])
     return worst
+
+
+def _together(
+    naive: TransformersTarget, graphed: GraphedTarget, trees: Callable[[int, int], TokenTree]
+) -> float:
+    """The same for two sequences in one pass."""
+    prompts = [(slot, [(5 * i + slot) % naive.vocabulary for i in range(6 + 3 * slot)]) for slot in range(2)]
+    naive.prefill(prompts)
+    graphed.prefill(prompts)
+    two = [(slot, trees(19 + slot, naive.vocabulary)) for slot in range(2)]
+    both = zip(naive.forward(two), graphed.forward(two), two, strict=True)
+    return max(_spread(a.row(node), b.row(node)) for a, b, (_, tree) in both for node in tree.read_nodes())
 
 
 def _spread(reference: torch.Tensor, row: torch.Tensor) -> float:

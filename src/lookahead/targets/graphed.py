@@ -10,8 +10,9 @@ A bucket's first step runs uncaptured, which sets up libraries and compiles kern
 Cache and graphs outlive their target: the next target of the same model takes them over, so that a short text
 does not pay for capturing anew. One such arena per model is kept while none is in use.
 
-Needs the tree attention (``attention.register``), which reads the length on the device. One sequence at a
-time; several go the ordinary way. On a CPU the same code runs without capture, which is how it is tested.
+Needs the tree attention (``attention.register``), which reads the length on the device. One sequence at a time is
+captured; several share an ordinary pass, without a mask where the attention is a kernel. On a CPU the same code
+runs without capture, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import on
+from ..attention import KERNELS, on
 from ..attention.register import TreeAttention, enabled
 from ..core import SettingsError, TokenTree
 from .cache import TreeCache
@@ -269,6 +270,9 @@ class GraphedTarget(TransformersTarget):
                 for slot, _ in trees:
                     self.arena.reserve(slot + 1, self.lengths[slot] + (bucket or rows))
             unfit = self.refused or self.facts.alibi is not None or self.facts.rope_type
+            if len(trees) > 1 and not unfit and self.attention.backend in KERNELS:
+                with self.attention.switched(self.model):  # uncaptured, but without a mask
+                    return super().forward(trees)
             if unfit or len(trees) > 1 or bucket is None:
                 return super().forward(trees)
             ((slot, tree),) = trees

@@ -105,14 +105,17 @@ def _judge(
 
 def _build(parts: ModelParts, weights: str) -> LeanModel | NativeModel:
     """The compiled pass where it can be had, else its torch twin with the reason in ``layout``."""
-    if weights == "int8":
-        return LeanModel(parts, weights)
     try:
-        from .native import NativeModel
+        from .native import TILES, NativeModel
+
+        if weights == "int8" and TILES and parts.embedding.dtype == torch.bfloat16:
+            return NativeModel(parts, "bytes")
     except ImportError:
-        lean = LeanModel(parts)
+        lean = LeanModel(parts, weights)
         lean.layout += "; pip install numba for compiled passes"
         return lean
+    if weights == "int8":
+        return LeanModel(parts, weights)
     try:
         return NativeModel(parts)
     except RuntimeError as error:  # numba found no folder to keep compiled code in, say

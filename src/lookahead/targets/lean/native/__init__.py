@@ -1,5 +1,6 @@
 """The lean path as compiled code: one call for each thread and step, where numba is there."""
 
+from .machine import TILES
 from .model import NativeModel
 
-__all__ = ["NativeModel"]
+__all__ = ["TILES", "NativeModel"]

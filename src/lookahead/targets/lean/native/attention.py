@@ -4,8 +4,9 @@ A row's columns are taken in the order of their positions: the committed prefix,
 exactly as if these had been committed. A score is one chain of sums over the head; the exponentials are summed and
 the values added up in the order of positions. What is shared among rows are loads of the prefix and nothing else.
 
-Keys of 16 columns lie side by side, (column / 16, D, 16), so that a vector holds one dimension of many columns;
-values lie as (column, D), so that a vector holds many dimensions of one column. D is rounded up to a multiple of 16.
+Keys of 16 columns lie side by side, (column / 16, D, 16), so that a vector holds one dimension of many columns, or
+for tiles (column / 16, D / 2, 16, 2); values lie as (column, D), so that a vector holds many dimensions of one
+column. D is rounded up to whole vectors and tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from numba.extending import overload, register_jitable
 from .finish import exponential, number, rounded_bits, store_bits
 from .intrinsics import (
     F32,
+    ON_TILES,
+    VOID,
+    at,
     bytes_of,
     call,
     const,
@@ -31,16 +35,19 @@ from .intrinsics import (
     multiply_add,
     narrow,
     pointer,
+    query_tag,
     spread,
     store_vector,
     zeros,
 )
 from .machine import LANES, REGISTERS
+from .products import load_tile, tile
 
 #: Columns side by side in memory, and columns of one turn of the score kernels.
 SIDE = 16
 TURN = 64
-#: Queries that one turn serves.
+#: Queries that are attended together, and that one turn of the vector kernels serves.
+MOST = 16
 QUERIES = 8 if LANES == 16 else 2
 #: Vectors of values that one pass holds.
 VALUES = 4 if REGISTERS == 32 or LANES == 8 else 2
@@ -130,16 +137,41 @@ values_bits = [_values(n, VALUES, True) for n in (1, 2, 4)]
 single_wide, single_bits = _values(1, 1, False), _values(1, 1, True)
 
 
-def score(keys: int, query: int, out: int, line: int, head: int, count: int, tag: Any) -> None:
+def _score_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any) -> None:
+    """Dot products of 16 queries (bf16) with 64 columns; tiles 2-3 hold sums, 5 queries, 6-7 keys."""
+    side_bytes = builder.mul(head, const(2 * SIDE))
+    steps, stride = builder.lshr(head, const(5)), builder.mul(head, const(2))
+    for first in range(0, TURN // SIDE, 2):
+        for n in (2, 3):
+            call(builder, "llvm.x86.tilezero", VOID, [tile(n)])
+        sides = [builder.add(keys, builder.mul(side_bytes, const(first + n))) for n in range(2)]
+        with cgutils.for_range(builder, steps) as loop:
+            load_tile(builder, 5, builder.add(query, builder.mul(loop.index, const(64))), stride)
+            for n, side in enumerate(sides):
+                load_tile(builder, 6 + n, builder.add(side, builder.mul(loop.index, const(1024))), const(64))
+                call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(2 + n), tile(5), tile(6 + n)])
+        for n in range(2):
+            place = at(builder, builder.add(out, const(4 * SIDE * (first + n))))
+            call(builder, "llvm.x86.tilestored64", VOID, [tile(2 + n), place, line])
+
+
+score_tiles = emitted(_score_tiles, 5)
+
+
+def score(keys: int, query: int, out: int, line: int, head: int, count: int, kind: Any, tag: Any) -> None:
     raise NotImplementedError("compiled code only")
 
 
 @overload(score)
-def _score_code(keys, query, out, line, head, count, tag):  # type: ignore[no-untyped-def]
-    """Scores of ``count`` queries with 64 columns."""
+def _score_code(keys, query, out, line, head, count, kind, tag):  # type: ignore[no-untyped-def]
+    """Scores of ``count`` queries with 64 columns; tiles always write 16 lines."""
+    if kind in ON_TILES:
+        return lambda keys, query, out, line, head, count, kind, tag: score_tiles(
+            keys, query, out, line, head
+        )
     one, two, four, eight = scores_bits if tag == types.uint16 else scores_wide
 
-    def by_queries(keys, query, out, line, head, count, tag):  # type: ignore[no-untyped-def]
+    def by_queries(keys, query, out, line, head, count, kind, tag):  # type: ignore[no-untyped-def]
         q = 0
         while QUERIES >= 8 and count - q >= 8:
             eight(keys, query + 4 * head * q, out + line * q, line, head)
@@ -268,11 +300,11 @@ def attend(
     """Attention of queries first..last of one key head of one sequence; query i belongs to row i / groups.
 
     Args:
-        query: (rows * groups, D) fp32, scaled.
+        query: (rows * groups, D), scaled; bf16 for tiles, else fp32.
         keys, values: of the slot's head, from column 0 on.
         out: what the output product reads, at the sequence's first row and this key head; rows are
             ``out_stride`` bytes apart, and hold ``size`` numbers for each query.
-        scratch, line: room for 8 lines of ``line`` bytes of scores and 8 of D sums.
+        scratch, line: room for 16 lines of ``line`` bytes of scores and 16 of D sums.
         length: T.
         chain: whether each row sees all rows before it, as in a prompt; otherwise ``columns[ends[r - 1]:ends[r]]``.
         positions, ends: of the sequence's rows; ends[-1] is there.
@@ -283,12 +315,12 @@ def attend(
     places = carray(pointer(positions, wide), (last // groups + 1,))
     bounds = carray(pointer(ends - 8, wide), (last // groups + 2,))
     path = carray(pointer(columns, wide), (bounds[last // groups + 1] if not chain else 1,))
-    sums_at = scratch + 8 * line
-    sums = carray(pointer(sums_at, single), (8, head))
-    shares_at = sums_at + 4 * 8 * head
-    shares = carray(pointer(shares_at, single), (8,))
-    for i in range(first, last, 8):
-        count = min(8, last - i)
+    sums_at = scratch + MOST * line
+    sums = carray(pointer(sums_at, single), (MOST, head))
+    shares_at = sums_at + 4 * MOST * head
+    shares = carray(pointer(shares_at, single), (MOST,))
+    for i in range(first, last, MOST):
+        count = min(MOST, last - i)
         top, bottom = i // groups, (i + count - 1) // groups
         shared = length + top if chain else length
         begin = shared
@@ -297,8 +329,8 @@ def attend(
         start = begin // TURN * TURN
         for turn in range(start, length + bottom + 1, TURN):
             score(
-                keys + turn * head * stored, query + 4 * head * i, scratch + 4 * (turn - start),
-                line, head, count, tag,
+                keys + turn * head * stored, query + bytes_of(query_tag(kind)) * head * i,
+                scratch + 4 * (turn - start), line, head, count, kind, tag,
             )  # fmt: skip
         for q in range(count):
             r = (i + q) // groups

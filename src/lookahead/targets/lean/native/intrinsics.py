@@ -19,9 +19,12 @@ from .machine import ARM, FUSED, LANES, X86
 
 TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 #: How products are computed, as the type of a tag argument too.
-KINDS = {"tiles": np.int8(0), "pairs": np.int16(0), "vectors": np.int32(0)}
+KINDS = {"tiles": np.int8(0), "bytes": np.uint8(0), "pairs": np.int16(0), "vectors": np.int32(0)}
 #: Sums in lanes and fused multiply-adds; NaN and infinity keep their meaning.
 MATHS = {"reassoc", "contract", "nsz"}
+
+#: Kinds that compute on tiles; "bytes" holds weights as bytes and widens them.
+ON_TILES = (types.int8, types.uint8)
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -220,3 +223,26 @@ def _input_tag_code(kind):  # type: ignore[no-untyped-def]
     if kind == types.int32:
         return lambda kind: np.float32(0)
     return lambda kind: np.uint16(0)
+
+
+def query_tag(kind: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(query_tag)
+def _query_tag_code(kind):  # type: ignore[no-untyped-def]
+    """The tag of queries: bf16 for tiles, else fp32."""
+    if kind in ON_TILES:
+        return lambda kind: np.uint16(0)
+    return lambda kind: np.float32(0)
+
+
+def paired_keys(kind: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(paired_keys)
+def _paired_code(kind):  # type: ignore[no-untyped-def]
+    """How many neighbours of a key lie together."""
+    pairs = 2 if kind in ON_TILES else 1
+    return lambda kind: pairs

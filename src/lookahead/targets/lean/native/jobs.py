@@ -18,6 +18,7 @@ from .attention import attend
 from .control import meet
 from .intrinsics import (
     KINDS,
+    ON_TILES,
     TAGS,
     VOID,
     at,
@@ -26,6 +27,7 @@ from .intrinsics import (
     emitted,
     input_tag,
     pointer,
+    query_tag,
     ticks,
 )
 from .machine import STAMP
@@ -71,7 +73,7 @@ def shape_tiles(address: int, kind: Any) -> None:
 @overload(shape_tiles)
 def _shape_code(address, kind):  # type: ignore[no-untyped-def]
     """Set this thread's tile registers up, where products use them; address 0 gives them back."""
-    if kind != types.int8:
+    if kind not in ON_TILES:
         return lambda address, kind: None
 
     def code(address, kind):  # type: ignore[no-untyped-def]
@@ -90,7 +92,7 @@ def single_of(bits: int) -> float:
 
 
 @njit(nogil=True, error_model="numpy")
-def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, tag: Any) -> None:
+def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, kind: Any, tag: Any) -> None:
     """Rotation and cache writes of this thread's heads of rows."""
     blocks = carray(pointer(p[BLOCKS], np.int64(0)), (p[BLOCK_COUNT], BLOCK_SIZE))
     positions = carray(pointer(p[POSITIONS], np.int64(0)), (p[ROWS],))
@@ -107,8 +109,9 @@ def turn_rows(p: Any, layer: Any, storage: int, rank: int, team: int, tag: Any) 
         turn(
             p[QKV] + 4 * (p[QKV_WIDTH] * row + lane * p[SIZE]), lane, angles, layer[HEAD_NORM],
             single_of(layer[HEAD_EPSILON]), single_of(p[SCALE]),
-            p[QUERY] + 4 * blocks[b, FIRST_ROW] * p[HEADS] * p[HEAD], local, blocks[b, BLOCK_ROWS],
-            store, blocks[b, LENGTH] + local, p[HEADS], p[KEY_HEADS], p[SIZE], p[HEAD], tag,
+            p[QUERY] + bytes_of(query_tag(kind)) * blocks[b, FIRST_ROW] * p[HEADS] * p[HEAD],
+            local, blocks[b, BLOCK_ROWS],
+            store, blocks[b, LENGTH] + local, p[HEADS], p[KEY_HEADS], p[SIZE], p[HEAD], kind, tag,
         )  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def attend_rows(p: Any, layer: Any, storage: int, rank: int, team: int, kind: An
             if first < last:
                 keys = storage + blocks[b, SLOT] * p[CACHE_SLOT] + h * p[CACHE_HEAD]
                 attend(
-                    p[QUERY] + 4 * p[HEAD] * (first_row * p[HEADS] + h * queries),
+                    p[QUERY] + bytes_of(query_tag(kind)) * p[HEAD] * (first_row * p[HEADS] + h * queries),
                     keys, keys + p[KEY_HEADS] * p[CACHE_HEAD],
                     p[ATTENDED] + first_row * p[ATTENDED_STRIDE] + h * groups * p[SIZE] * element,
                     p[ATTENDED_STRIDE], p[SCRATCH] + rank * p[SCRATCH_EACH], p[LINE],
@@ -231,7 +234,7 @@ def evaluate(argument: int, control: int, rank: int, team: int, base: int, kind:
         arrived += team
         meet(control, arrived)
         linears += ticks() - mark
-        turn_rows(p, layer, storage, rank, team, tag)
+        turn_rows(p, layer, storage, rank, team, kind, tag)
         arrived += team
         meet(control, arrived)
         mark = ticks()

@@ -10,7 +10,7 @@ import torch
 from ..layout import Block, RotaryTable, head_norms, joined, paired
 from ..specs import LinearParts, ModelParts, NormParts
 from . import jobs
-from .attention import SIDE, TURN
+from .attention import MOST, SIDE, TURN
 from .cache import NativeCache
 from .machine import PAIRS, PRODUCTS, TILES
 from .packing import STEP, Arena, gate_and_up, pack, packed_size, tile_config
@@ -41,10 +41,15 @@ class NativeModel:
     def __init__(self, parts: ModelParts, kind: str | None = None) -> None:
         self.dtype = parts.embedding.dtype
         self.kind = kind or kind_of(self.dtype)
+        self.on_tiles = self.kind in ("tiles", "bytes")
         products = PRODUCTS[str(self.dtype).removeprefix("torch.")] if kind is None else kind
         self.layout = f"compiled passes on {products}"
+        if kind == "bytes":
+            self.layout = (
+                "compiled passes on AMX tiles, weights as int8 (outputs are near the model's, not its own)"
+            )
         self.heads, self.key_heads, self.head_size = parts.heads, parts.key_heads, parts.head_size
-        self.head = -(-parts.head_size // SIDE) * SIDE
+        self.head = _up(parts.head_size, 2 * SIDE if self.on_tiles else SIDE)
         self.windows = sorted({layer.window for layer in parts.layers})
         self.embedding = parts.embedding.contiguous()
         self._turns = RotaryTable(parts.rotary, parts.head_size)
@@ -123,7 +128,8 @@ class NativeModel:
 
     def new_cache(self, capacity: int) -> NativeCache:
         """An empty cache of this model's shape."""
-        return NativeCache(len(self._table) - 1, self.key_heads, self.head, capacity, self.dtype)
+        pair = 2 if self.on_tiles else 1
+        return NativeCache(len(self._table) - 1, self.key_heads, self.head, capacity, self.dtype, pair)
 
     def _make_room(self, rows: int, length: int, team: int) -> None:
         """Buffers for at least so many rows, over so many columns, for so many threads."""
@@ -137,14 +143,14 @@ class NativeModel:
         p, element = self._plan, self._element
         # Rows and 16 columns more than are used; what lies behind the used inner numbers must stay zero.
         line = 4 * (_up(length, TURN) + TURN)
-        each = _up(max(4 * 32 * GROUP, 8 * line + 4 * 8 * (self.head + 1)), 4096) + 4096 + 64
+        each = _up(max(4 * 32 * GROUP + 2048, MOST * line + 4 * MOST * (self.head + 1)), 4096) + 4096 + 64
         sizes = {
             jobs.X: 4 * rows * int(p[jobs.WIDTH]),
             jobs.NORMED: team * (rows * int(p[jobs.NORMED_STRIDE]) + 64),
             jobs.ATTENDED: rows * int(p[jobs.ATTENDED_STRIDE]),
             jobs.MIDDLE: rows * int(p[jobs.MIDDLE_WIDTH]) * element,
             jobs.QKV: 4 * rows * int(p[jobs.QKV_WIDTH]),
-            jobs.QUERY: 4 * rows * self.heads * self.head,
+            jobs.QUERY: 4 * (rows * self.heads + MOST) * self.head,
             jobs.SCRATCH: team * each,
             jobs.TILE_SHAPES: 64,
             jobs.BEST: 8 * rows,

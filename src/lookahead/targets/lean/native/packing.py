@@ -1,6 +1,7 @@
 """Weights in the order in which products read them: groups of 32 outputs, each one stretch of memory.
 
     tiles     (group, 2 panels, inner / 32, 16 pairs, 16 outputs, 2)   bf16, the processor's own tile order
+    bytes     32 scales, then as tiles, in int8: weight = scale * byte, for an output of its own    from bf16
     pairs     (group, inner / 2, 32 outputs, 2)                        bf16
     vectors   (group, inner, 32 outputs)                               the model's dtype
 
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 
 from ..specs import LinearParts
-from .products import GROUP
+from .products import GROUP, SCALES
 
 LARGE_PAGE = 1 << 21
 #: Inner numbers in a step of each kind.
-STEP = {"tiles": 32, "pairs": 2, "vectors": 1}
+STEP = {"tiles": 32, "bytes": 32, "pairs": 2, "vectors": 1}
 
 
 class Arena:
@@ -73,8 +74,9 @@ class Packed:
 
 def packed_size(out: int, inner: int, kind: str, dtype: torch.dtype) -> int:
     """Bytes of a packed weight (out, inner)."""
-    step = STEP[kind]
-    return -(-out // GROUP) * GROUP * (-(-inner // step) * step) * dtype.itemsize
+    step, groups = STEP[kind], -(-out // GROUP)
+    numbers = GROUP * (-(-inner // step) * step)
+    return groups * (numbers + SCALES if kind == "bytes" else numbers * dtype.itemsize)
 
 
 def pack(parts: LinearParts, kind: str, arena: Arena) -> Packed:
@@ -84,10 +86,9 @@ def pack(parts: LinearParts, kind: str, arena: Arena) -> Packed:
     step = STEP[kind]
     groups, steps = -(-out // GROUP), -(-inner // step)
     size = packed_size(out, inner, kind, weight.dtype)
-    memory = arena.take(size).view(weight.dtype)
+    memory = arena.take(size).view(groups, -1)
     # Some groups at a time, so that no second copy of a large weight is made.
     some = max(1, (1 << 24) // max(1, size // groups))
-    each = GROUP * steps * step
     for begin in range(0, groups, some):
         end = min(groups, begin + some)
         rows = weight[begin * GROUP : end * GROUP]
@@ -95,7 +96,13 @@ def pack(parts: LinearParts, kind: str, arena: Arena) -> Packed:
             filled = weight.new_zeros((end - begin) * GROUP, steps * step)
             filled[: len(rows), :inner] = rows
             rows = filled
-        memory[begin * each : end * each].copy_(_ordered(rows, end - begin, steps, kind).reshape(-1))
+        if kind == "bytes":
+            rows = rows.float()
+            scales = rows.abs().amax(1, keepdim=True).clamp_min_(1e-12) / 127
+            memory[begin:end, :SCALES].view(torch.float32).copy_(scales.view(-1, GROUP))
+            rows = (rows / scales).round_().to(torch.int8)
+        lines = memory[begin:end, SCALES if kind == "bytes" else 0 :]
+        lines.view(rows.dtype).copy_(_ordered(rows, end - begin, steps, kind).reshape(end - begin, -1))
     bias = torch.zeros(groups * GROUP, dtype=torch.float32)
     if parts.bias is not None:
         bias[:out] = parts.bias.float()
@@ -103,7 +110,7 @@ def pack(parts: LinearParts, kind: str, arena: Arena) -> Packed:
 
 
 def _ordered(rows: torch.Tensor, groups: int, steps: int, kind: str) -> torch.Tensor:
-    if kind == "tiles":
+    if kind in ("tiles", "bytes"):
         return rows.view(groups, 2, 16, steps, 16, 2).permute(0, 1, 3, 4, 2, 5)
     if kind == "pairs":
         return rows.view(groups, GROUP, steps, 2).permute(0, 2, 1, 3)

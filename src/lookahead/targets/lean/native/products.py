@@ -20,8 +20,11 @@ from numba.extending import overload, register_jitable
 
 from .finish import GROUP, VECTORS, add_sums, gate_sums, score_sums, store_sums
 from .intrinsics import (
+    F32,
     I8,
+    I16,
     I32,
+    ON_TILES,
     VECTOR,
     VOID,
     at,
@@ -40,6 +43,8 @@ from .intrinsics import (
 )
 from .machine import LANES, REGISTERS
 
+#: Bytes of the scales before a group of bytes.
+SCALES = 4 * GROUP
 #: Rows whose sums fit the register file.
 MOST_ROWS = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, REGISTERS), 1)
 
@@ -48,8 +53,14 @@ MOST_ROWS = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, REGISTERS), 1)
 NEXT = 16
 
 
-def _tile(number: int) -> ir.Constant:
+def tile(number: int) -> ir.Constant:
+    """The name of a tile register."""
     return ir.Constant(I8, number)
+
+
+def load_tile(builder: Any, number: int, address: Any, stride: Any) -> None:
+    """Up to 16 rows of 64 bytes."""
+    call(builder, "llvm.x86.tileloadd64", VOID, [tile(number), at(builder, address), stride])
 
 
 def prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
@@ -59,42 +70,72 @@ def prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
         call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
-def _tiles(row_tiles: int) -> Any:
-    """16 rows per row tile by 32 outputs. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights."""
+def _tiles(row_tiles: int, from_bytes: bool) -> Any:
+    """16 rows per row tile by 32 outputs. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights.
+
+    Weights as bytes follow 32 scales; they are widened to bf16, which holds them exactly, behind the sums.
+    """
+    size = 512 if from_bytes else 1024
 
     def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
-        def load(number: int, address: Any, step: Any) -> None:
-            call(builder, "llvm.x86.tileloadd64", VOID, [_tile(number), at(builder, address), step])
-
         for number in range(2 * row_tiles):
-            call(builder, "llvm.x86.tilezero", VOID, [_tile(number)])
+            call(builder, "llvm.x86.tilezero", VOID, [tile(number)])
         second = builder.add(rows, builder.mul(stride, const(16)))
-        panel_bytes = builder.mul(steps, const(1024))
+        panel_bytes = builder.mul(steps, const(size))
+        begin = builder.add(weights, const(SCALES)) if from_bytes else weights
         with cgutils.for_range(builder, steps) as loop:
-            here = builder.add(weights, builder.mul(loop.index, const(1024)))
+            here = builder.add(begin, builder.mul(loop.index, const(size)))
             panels = [here, builder.add(here, panel_bytes)]
             # The processor's own prefetching stops at pages; a few lines of the next one start it early.
             for panel in panels:
                 prefetch(builder, panel, 4096, 4)
+            if from_bytes:
+                panels = [_widened(builder, panel, out, n) for n, panel in enumerate(panels)]
             column = builder.mul(loop.index, const(64))
-            load(4, builder.add(rows, column), stride)
+            load_tile(builder, 4, builder.add(rows, column), stride)
             if row_tiles == 2:
-                load(5, builder.add(second, column), stride)
+                load_tile(builder, 5, builder.add(second, column), stride)
             for number, panel in enumerate(panels, 6):
-                load(number, panel, const(64))
+                load_tile(builder, number, panel, const(64))
             for row in range(row_tiles):
-                for panel in range(2):
-                    numbers = (2 * row + panel, 4 + row, 6 + panel)
-                    call(builder, "llvm.x86.tdpbf16ps", VOID, [_tile(n) for n in numbers])
-        following = builder.add(weights, builder.mul(panel_bytes, const(2)))
+                for n in range(2):
+                    numbers = (2 * row + n, 4 + row, 6 + n)
+                    call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(n) for n in numbers])
+        following = builder.add(begin, builder.mul(panel_bytes, const(2)))
         for panel in (following, builder.add(following, panel_bytes)):
             prefetch(builder, panel, 0, NEXT)
         for row in range(row_tiles):
-            for panel in range(2):
-                place = at(builder, builder.add(out, const(row * 16 * 4 * GROUP + panel * 64)))
-                call(builder, "llvm.x86.tilestored64", VOID, [_tile(2 * row + panel), place, const(4 * GROUP)])
+            for n in range(2):
+                place = at(builder, builder.add(out, const(row * 16 * 4 * GROUP + n * 64)))
+                call(builder, "llvm.x86.tilestored64", VOID, [tile(2 * row + n), place, const(4 * GROUP)])
+        if from_bytes:
+            _scale(builder, weights, out, 16 * row_tiles)
 
     return emitted(emit, 5)
+
+
+def _widened(builder: Any, weights: Any, out: Any, number: int) -> Any:
+    """A tile of bytes as a tile of bf16, behind the block of sums."""
+    narrow_row, wide_row = ir.VectorType(I8, 32), ir.VectorType(F32, 32)
+    integers, halves = ir.VectorType(I32, 32), ir.VectorType(I16, 32)
+    shifts = ir.Constant(integers, [ir.Constant(I32, 16)] * 32)
+    spare = builder.add(out, const(4 * 32 * GROUP + 1024 * number))
+    for row in range(16):
+        bits = builder.load(at(builder, builder.add(weights, const(32 * row)), narrow_row))
+        bits.align = 1
+        value = builder.bitcast(builder.sitofp(bits, wide_row), integers)
+        half = builder.trunc(builder.lshr(value, shifts), halves)
+        builder.store(half, at(builder, builder.add(spare, const(64 * row)), halves)).align = 2
+    return spare
+
+
+def _scale(builder: Any, scales: Any, out: Any, rows: int) -> None:
+    parts = [load_vector(builder, builder.add(scales, const(4 * LANES * v)), False) for v in range(VECTORS)]
+    with cgutils.for_range(builder, const(rows)) as loop:
+        line = builder.add(out, builder.mul(loop.index, const(4 * GROUP)))
+        for v, part in enumerate(parts):
+            place = builder.add(line, const(4 * LANES * v))
+            store_vector(builder, builder.fmul(load_vector(builder, place, False), part), place)
 
 
 def _vectors(rows_at_once: int, narrow_weights: bool) -> Any:
@@ -159,7 +200,8 @@ def _pairs(rows_at_once: int) -> Any:
     return emitted(emit, 5)
 
 
-tiles_1, tiles_2 = _tiles(1), _tiles(2)
+tiles_1, tiles_2 = _tiles(1, False), _tiles(2, False)
+bytes_1, bytes_2 = _tiles(1, True), _tiles(2, True)
 pairs_1, pairs_2, pairs_4, pairs_8 = (_pairs(n) for n in (1, 2, 4, 8))
 wide_1, wide_2, wide_4, wide_8 = (_vectors(n, False) for n in (1, 2, 4, 8))
 bits_1, bits_2, bits_4, bits_8 = (_vectors(n, True) for n in (1, 2, 4, 8))
@@ -174,13 +216,14 @@ def block(
 @overload(block)
 def _block_code(weights, rows, stride, steps, count, out, kind, tag):  # type: ignore[no-untyped-def]
     """Sums (count, 32) fp32 of up to 32 rows with one group. ``steps`` counts tiles, pairs or numbers."""
-    if kind == types.int8:
+    if kind in ON_TILES:
+        few, many = (bytes_1, bytes_2) if kind == types.uint8 else (tiles_1, tiles_2)
 
         def tiles(weights, rows, stride, steps, count, out, kind, tag):  # type: ignore[no-untyped-def]
             if count > 16:
-                tiles_2(weights, rows, stride, steps, out)
+                many(weights, rows, stride, steps, out)
             else:
-                tiles_1(weights, rows, stride, steps, out)
+                few(weights, rows, stride, steps, out)
 
         return tiles
     if kind == types.int16:

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from .attention import SIDE
-from .intrinsics import MATHS, bytes_of, input_tag, narrow, pointer, widen
+from .intrinsics import MATHS, bytes_of, input_tag, narrow, paired_keys, pointer, query_tag, widen
 from .products import GROUP
 
 #: Most tokens that ``top`` finds for a row.
@@ -63,7 +63,7 @@ def norm(
 @njit(nogil=True, fastmath=MATHS, error_model="numpy")
 def turn(
     y: int, lane: int, angles: int, weight: int, epsilon: float, scale: float, query: int, row: int, rows: int,
-    store: int, column: int, heads: int, key_heads: int, size: int, head: int, tag: Any,
+    store: int, column: int, heads: int, key_heads: int, size: int, head: int, kind: Any, tag: Any,
 ) -> None:  # fmt: skip
     """Norm and rotate one head of one row; a query goes out scaled, a key or a value into the cache.
 
@@ -72,7 +72,7 @@ def turn(
         lane: which of H + 2K heads.
         angles: (size,) cosine and sine by turns, of the row's position; 0 for no rotation.
         weight: (H + K, size) of the norm over each head; 0 for none.
-        query: (K, rows, H / K, D) fp32 of the sequence; ``row`` is within it.
+        query: (K, rows, H / K, D) of the sequence; ``row`` is within it.
         store: where the slot keeps this head; ``column`` is the row's.
     """
     single = np.float32(0)
@@ -95,14 +95,16 @@ def turn(
     if lane < heads:
         groups = heads // key_heads
         place = ((lane // groups) * rows + row) * groups + lane % groups
-        out = carray(pointer(query + 4 * place * head, single), (size,))
+        target = query_tag(kind)
+        out = carray(pointer(query + bytes_of(target) * place * head, target), (size,))
         for i in range(size):
-            out[i] = ys[i] * np.float32(scale)
+            out[i] = narrow(ys[i] * np.float32(scale), target)
     elif lane < heads + key_heads:
-        side = store + (column // SIDE * head * SIDE + column % SIDE) * bytes_of(tag)
+        pair = paired_keys(kind)
+        side = store + (column // SIDE * head * SIDE + column % SIDE * pair) * bytes_of(tag)
         stored = carray(pointer(side, tag), (size * SIDE,))
         for i in range(size):
-            stored[i * SIDE] = narrow(ys[i], tag)
+            stored[i // pair * (SIDE * pair) + i % pair] = narrow(ys[i], tag)
     else:
         stored = carray(pointer(store + column * head * bytes_of(tag), tag), (size,))
         for i in range(size):
@@ -167,7 +169,11 @@ def top(
     for n in range(count):
         first = order[n] * GROUP
         for j in range(first, min(first + GROUP, vocabulary)):
-            found = _keep(out_ids, out_odds, found, k, j, widen(scores[j]))
+            value = widen(scores[j])
+            # As many peaks as are wanted are not below the least of these; NaN goes on.
+            if count == k and value < heights[k - 1]:
+                continue
+            found = _keep(out_ids, out_odds, found, k, j, value)
     best_value = out_odds[0]
     for n in range(k):
         out_odds[n] -= best_value
