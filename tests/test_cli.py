@@ -585,7 +585,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     assert warm[1] < cold[1]
     source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": PROMPT[:20]})
     before = file.read_bytes()
-    code, out, _ = call("generate", model, "--input", source, "--no-budget", "--warm", file, "--compare")
+    code, _, _ = call("generate", model, "--input", source, "--no-budget", "--warm", file, "--compare")
     assert code == 0
     assert file.read_bytes() != before
     call("chat", model, "--warm", file, "--max-new-tokens", 5, stdin="hello\n")

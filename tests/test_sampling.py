@@ -80,6 +80,12 @@ def test_noise_is_the_same_on_every_device(size):
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
 
+def _in_and_out():
+    for _ in range(200):
+        with one_thread:
+            pass
+
+
 def test_one_thread_is_left_as_it_was_found():
     before = torch.get_num_threads()
     try:
@@ -93,8 +99,8 @@ def test_one_thread_is_left_as_it_was_found():
         with pytest.raises(ZeroDivisionError), one_thread:
             1 / 0  # noqa: B018
         assert torch.get_num_threads() == 2
-        workers = [threading.Thread(target=_in_and_out)]
-        for worker in workers * 1:
+        workers = [threading.Thread(target=_in_and_out) for _ in range(4)]
+        for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
