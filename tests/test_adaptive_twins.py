@@ -174,7 +174,7 @@ def test_with_a_budget_and_fewer_rows_midway():
     text = [1, 2, 3, 1, 2, 5] * 6
     for drafter in drafters:
         drafter.reset(text, 1, frozenset())
-        drafter._catch_up()
+        drafter.draft(0)
     pure, fast = (drafter._grower for drafter in drafters)
     for rows, depth, bound in (
         (64, 9, stop),
@@ -246,8 +246,9 @@ def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     run(Model(500), [Request([499, 3, 499], AdaptiveDrafter(None, 500, state), 50)])
     state.save(tmp_path / "state")
     drafter = AdaptiveDrafter(None, 32, AdaptiveState.load(tmp_path / "state"))
+    drafter.reset([1, 2], 3, frozenset())
     with pytest.raises(SettingsError, match="of this model"):
-        drafter.reset([1, 2], 3, frozenset())
+        drafter.draft(5)
 
 
 def test_requests_of_one_state_may_keep_more_or_fewer_tokens():

@@ -113,6 +113,7 @@ class CompiledGrower:
             layout.G_TRUTHS: rows,
             layout.G_IDS: rows * width,
             layout.G_FOUND: rows,
+            layout.G_RECORDS: rows,
             layout.G_PROBABILITIES: rows,
             layout.G_EDGES: rows * stride,
             layout.G_HEAP_KEYS: rows + 2,

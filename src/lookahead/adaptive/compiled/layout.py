@@ -20,7 +20,8 @@ G_STRIDE, G_META, G_PROPOSED, G_CELLS, G_KINDS, G_EDGES, G_EDGE_TOKENS, G_EDGE_C
 G_HEAP_KEYS, G_HEAP_NUMBERS, G_FLOATS, G_SAID = range(43, 47)
 # and of a step that was made.
 G_PATH, G_TRUTHS, G_LENGTH, G_COLUMNS, G_WINDOW, G_IDS, G_ODDS, G_FOUND, G_CREDIT, G_CREDITED = range(47, 57)
-GROWER = 57
+# Scratch: where the records of a step's rows begin.
+G_RECORDS, GROWER = 57, 58
 # Floats of a grower.
 F_TEMPERATURE, F_FLOOR, F_LAST, FLOATS = range(4)
 # What is known of a node's proposals; S and G have three tokens and three buckets each.

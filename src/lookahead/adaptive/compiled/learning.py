@@ -47,6 +47,7 @@ from .layout import (
     G_PATH,
     G_PRIORS,
     G_PROPOSED,
+    G_RECORDS,
     G_SAMPLED,
     G_SIZE,
     G_STRIDE,
@@ -168,24 +169,28 @@ def _judge(g: Any) -> None:
 
 
 @code
-def _write(g: Any, table: int, key: int, node: int, origin: int) -> None:
-    """One row goes into one table."""
-    t = int64s(table)
-    slots, mask, width = int64s(t[L_SLOTS]), t[L_MASK], t[L_WIDTH]
-    at = find(slots, mask, 2, key)
+def _record_of(t: Any, key: int) -> int:
+    """Where the key's record begins, after giving it one if need be."""
+    slots = int64s(t[L_SLOTS])
+    at = find(slots, t[L_MASK], 2, key)
     if slots[at] == EMPTY:
         slots[at], slots[at + 1] = key + 1, t[L_NEXT]
         int64s(t[L_KEYS])[t[L_NEXT] & t[L_RING]] = key
         t[L_NEXT] += 1
-    record = (slots[at + 1] & t[L_RING]) * (1 + 2 * width)
-    words, singles = int32s(t[L_RECORDS]), float32s(t[L_RECORDS])
-    columns = g[G_COLUMNS]
-    ids, odds = int64s(g[G_IDS]), float32s(g[G_ODDS])
+    return (slots[at + 1] & t[L_RING]) * (1 + 2 * t[L_WIDTH])
+
+
+@code
+def _write(g: Any, t: Any, record: int, node: int, origin: int) -> None:
+    """One row goes into its record."""
+    words, singles, width = int32s(t[L_RECORDS]), float32s(t[L_RECORDS]), t[L_WIDTH]
+    ids, odds, columns = int64s(g[G_IDS]), float32s(g[G_ODDS]), g[G_COLUMNS]
     start = node * columns
     if g[G_SAMPLED]:
         words[record] = columns | origin << 8
         for i in range(columns):
             words[record + 1 + i] = ids[start + i]
+        for i in range(columns):
             singles[record + 1 + width + i] = odds[start + i]
         return
     count = 0
@@ -224,16 +229,19 @@ def _key(g: Any, order: int, node: int) -> int:
 @code
 def _write_rows(g: Any) -> None:
     """All rows go into the logit cache, likelier rows later and the path's last."""
-    tables, path = int64s(g[G_TABLES]), int64s(g[G_PATH])
+    tables, path, records = int64s(g[G_TABLES]), int64s(g[G_PATH]), int64s(g[G_RECORDS])
+    count, length = g[G_COUNT], g[G_LENGTH]
     for order in range(3):
-        table = tables[order]
-        t = int64s(table)
-        for node in range(g[G_COUNT] - 1, -1, -1):
-            on_path = index(path, 0, g[G_LENGTH], node) >= 0
-            origin = ON_PATH if on_path else REJECTED if node < g[G_WINDOW] else WINDOW
-            _write(g, table, _key(g, order, node), node, origin)
-        for i in range(g[G_LENGTH]):
-            _write(g, table, _key(g, order, path[i]), path[i], ON_PATH)
+        t = int64s(tables[order])
+        # All places first: tables are in slow memory after a forward pass, and look-ups wait for it together.
+        for i in range(count):
+            records[i] = _record_of(t, _key(g, order, count - 1 - i))
+        for i in range(count):
+            node = count - 1 - i
+            origin = REJECTED if node < g[G_WINDOW] else WINDOW
+            _write(g, t, records[i], node, origin)
+        for i in range(length):
+            _write(g, t, records[count - 1 - path[i]], path[i], ON_PATH)
         over = t[L_NEXT] - t[L_OLDEST] - t[L_MOST]
         if over > 0:
             slots, keys = int64s(t[L_SLOTS]), int64s(t[L_KEYS])

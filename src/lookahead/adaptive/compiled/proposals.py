@@ -82,36 +82,34 @@ def _under_noise(g: Any, table: int, record: int, depth: int, start: int) -> int
     temperature = np.float32(float64s(g[G_FLOATS])[F_TEMPERATURE])
     proposed, kinds, scores = int64s(g[G_PROPOSED]), int64s(g[G_KINDS]), float32s(g[G_SAID] + 96)
     count, origin = min(words[record] & 255, g[G_STRIDE] - BESIDE), words[record] >> 8
+    kept = 0
     for i in range(count):
         token = words[record + 1 + i]
-        inside = 0 <= token < size  # a state from a file may hold anything
-        scores[i] = odds[record + 1 + width + i] / temperature + noise[token] if inside else -np.inf
-    kept = min(count, SAMPLED_KEEP)
-    best = np.float32(0)
-    base = lag = 0
-    for place in range(kept):
-        # NaN, and what was taken, loses every comparison.
-        top = -1
-        for i in range(count):
-            if scores[i] == scores[i] and (top < 0 or scores[i] > scores[top]):
-                top = i
-        if top < 0:
-            return place
-        score = scores[top]
-        if place == 0:
-            best = score
-            height = 0
-            for edge in HEIGHTS:
-                height += 1 if edge < best else 0
-            base = (height * 3 + origin) * KINDS
+        if not 0 <= token < size:  # a state from a file may hold anything
+            continue
+        score = odds[record + 1 + width + i] / temperature + noise[token]
+        if score != score or (kept == SAMPLED_KEEP and score <= scores[kept - 1]):
+            continue
+        place = min(kept, SAMPLED_KEEP - 1)
+        while place > 0 and score > scores[place - 1]:
+            scores[place], proposed[start + place] = scores[place - 1], proposed[start + place - 1]
+            place -= 1
+        scores[place], proposed[start + place] = score, token
+        kept = min(kept + 1, SAMPLED_KEEP)
+    if kept == 0:
+        return 0
+    height = 0
+    for edge in HEIGHTS:
+        height += 1 if edge < scores[0] else 0
+    base = (height * 3 + origin) * KINDS
+    kinds[start] = base + BINS // 2
+    for place in range(1, kept):
         lag = 0
         for edge in EDGES:
-            lag += 1 if edge < best - score else 0
+            lag += 1 if edge < scores[0] - scores[place] else 0
+        kinds[start + place] = base + BINS + lag
         if place == 1:
             kinds[start] = base + lag
-        proposed[start + place] = words[record + 1 + top]
-        kinds[start + place] = base + (BINS + lag if place else BINS // 2)
-        scores[top] = np.nan
     return kept
 
 
