@@ -18,7 +18,10 @@ from lookahead.testing import assert_same_as_autoregressive
 from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
 
 pytest.importorskip("numba")
-from lookahead.targets.lean.native import NativeModel, jobs, team
+import llvmlite.binding as llvm
+
+from lookahead.targets.lean.native import TILES, NativeModel, jobs, team
+from lookahead.targets.lean.specs import read
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -36,6 +39,13 @@ def native(family: str = "llama", dtype: torch.dtype = torch.float32, **changes:
     assert isinstance(target, LeanTarget), target.reason
     assert isinstance(target.lean, NativeModel), target.reason
     return target
+
+
+def of_kind(kind: str, family: str = "llama", **changes: object) -> LeanTarget:
+    """Two targets may not share buffers of one model, so each call lays weights out anew."""
+    model = tiny(family, torch.bfloat16, **changes)
+    facts = make_target(model, path="transformers").facts
+    return LeanTarget(NativeModel(read(model, model.config), kind), facts, 4)
 
 
 def bush(seed: int, rows: int) -> TokenTree:
@@ -79,6 +89,26 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
                     assert plain.best(0) == drafted.best(node) == int(plain.row(0).float().argmax())
                 alone.commit([(slot, [0])])
         target.commit(paths)
+
+
+@pytest.mark.parametrize("kind", ["vectors", "pairs", "bytes"])
+def test_every_kind_of_product_has_these_bits(kind: str) -> None:
+    """As on processors without matrix tiles, and with weights as int8."""
+    if kind == "pairs" and not llvm.get_host_cpu_features().get("avx512bf16"):
+        pytest.skip("no AVX512-BF16 here")
+    if kind == "bytes" and not TILES:
+        pytest.skip("no AMX here")
+    target, alone = of_kind(kind), of_kind(kind)
+    naive = make_target(tiny("llama", torch.bfloat16), path="transformers")
+    starts = [one.prefill([(0, prompt(13))])[0].row(0).float() for one in (target, alone, naive)]
+    assert torch.equal(starts[0], starts[1])
+    assert (starts[0] - starts[2]).abs().max() < 0.35 * starts[2].std()
+    tree = bush(3, 45)
+    (scores,) = target.forward([(0, tree)])
+    for node in path_to(tree, max(range(45), key=tree.depths.__getitem__)):
+        (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
+        assert not tree.read[node] or torch.equal(plain.row(0), scores.row(node))
+        alone.commit([(0, [0])])
 
 
 @DTYPES

@@ -13,8 +13,17 @@ import sys
 from pathlib import Path
 
 import llvmlite.binding as llvm
+from numba.core import config
 
-_FEATURES = llvm.get_host_cpu_features()
+
+def _features() -> dict[str, bool]:
+    """Of the processor that numba compiles for: this one, unless its own settings name another."""
+    if config.CPU_FEATURES is not None:
+        return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
+    return {} if config.CPU_NAME == "generic" else dict(llvm.get_host_cpu_features())
+
+
+_FEATURES = _features()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 #: fp32 numbers in a vector, vectors in the register file, and whether a * b + c is one instruction.

@@ -168,13 +168,31 @@ def _vectors(rows_at_once: int, narrow_weights: bool) -> Any:
     return emitted(emit, 5)
 
 
+class _Brain(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not know by name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+BRAINS = ir.VectorType(_Brain(), 32)
+
+
 def _pairs(rows_at_once: int) -> Any:
     """Some rows (bf16) by 32 outputs, two inner numbers after two."""
     wide = ir.VectorType(I32, 16)
-    kind = ir.FunctionType(VECTOR, [wide, wide, VECTOR])
 
     def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
-        dot = ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
+        def dot(a: Any, b: Any, total: Any) -> Any:
+            a, b = (builder.bitcast(x, BRAINS) for x in (a, b))
+            return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, a, b])
+
         sums = [[cgutils.alloca_once_value(builder, zeros()) for _ in range(2)] for _ in range(rows_at_once)]
         with cgutils.for_range(builder, steps) as loop:
             here = builder.add(weights, builder.mul(loop.index, const(128)))
@@ -190,7 +208,7 @@ def _pairs(rows_at_once: int) -> Any:
                 pair.align = 4
                 factor = spread(builder, pair)
                 for v in range(2):
-                    builder.store(builder.call(dot, [factor, parts[v], builder.load(sums[r][v])]), sums[r][v])
+                    builder.store(dot(factor, parts[v], builder.load(sums[r][v])), sums[r][v])
         for r in range(rows_at_once):
             for v in range(2):
                 store_vector(
