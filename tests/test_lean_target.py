@@ -337,3 +337,17 @@ def test_a_llama_made_from_nothing_but_a_config_is_lean() -> None:
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
     assert make_target(LlamaForCausalLM(config)).path == "lean"
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")
+def test_int8_is_there_for_load() -> None:
+    import lookahead
+
+    llm = lookahead.load(weights="int8", dtype="bfloat16")
+    assert llm.path == "lean-int8"
+    assert "int8" in llm.target().reason
+    assert lookahead.load(dtype="bfloat16").path == "lean"
+    with pytest.raises(SettingsError, match="'same' or 'int8'"):
+        lookahead.load(weights="int4")
+    with pytest.raises(SettingsError, match="one process"):
+        lookahead.load(weights="int8", parallel="lookahead")

@@ -156,6 +156,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.team: Any = None
+        self.weights = "same"
         self._path: str | None = None
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
@@ -210,7 +211,8 @@ class LLM:
 
         if self.team is not None and path == "auto":
             return self.team.target()
-        return make_target(self.model, path=path)
+        weights = self.weights if path in ("auto", "lean") else "same"
+        return make_target(self.model, path=path, weights=weights)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids), checked."""

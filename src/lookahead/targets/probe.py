@@ -102,7 +102,9 @@ def make_target(
     elif is_tree and path != "transformers":
         verdict = lean_model(model, found.facts, _sample_tree, weights)
         if verdict.lean is not None:
-            return LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
+            lean = LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
+            lean.path = "lean" if weights == "same" else "lean-int8"
+            return lean
         reason = verdict.reason
     if path in ("lean", "graphed") or weights == "int8" or (path == "transformers" and found.mode != "tree"):
         what = "int8" if weights == "int8" else path
