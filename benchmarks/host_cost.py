@@ -172,6 +172,7 @@ def main() -> None:
             "rows": rows,
             "steps": len(found),
             "model": llm.name,
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
             "vocabulary": llm.vocabulary,
         }
         for name in ("draft", "observe", "scores", "noise", "host"):
