@@ -46,7 +46,7 @@ def test_tuned_times_are_found_again(toy):
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
     original = lookahead.adaptive.measure_times
-    monkeypatch.setattr("lookahead.adaptive.measure_times", lambda *a: calls.append(1) or original(*a))
+    monkeypatch.setattr("lookahead.adaptive.times.measure_times", lambda *a: calls.append(1) or original(*a))
     monkeypatch.setattr("lookahead.adaptive.times._known", {})
     llm = lookahead.load(toy, method="adaptive")
     for _ in range(2):

@@ -8,7 +8,7 @@ from .config import SOURCES, AdaptiveConfig
 from .costs import StepTimes
 from .drafter import AdaptiveDrafter
 from .state import AdaptiveState, warm_state
-from .times import load_times, measure_times, model_key, save_times, times_for, times_of
+from .times import load_times, measure_times, model_key, rehearse, save_times, times_for, times_of
 
 __all__ = [
     "SOURCES",
@@ -20,6 +20,7 @@ __all__ = [
     "load_times",
     "measure_times",
     "model_key",
+    "rehearse",
     "save_times",
     "times_for",
     "times_of",

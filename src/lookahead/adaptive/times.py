@@ -14,7 +14,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from ..core import SettingsError, Target, TokenTree
+import numpy as np
+
+from ..core import Decoder, Request, SettingsError, Target, TokenTree
 from .costs import MENU, StepTimes, from_points
 
 #: Rows and contexts of the short calibration.
@@ -74,6 +76,37 @@ def measure_times(
             times.bins[key] = from_points(points)
             times.plain[key] = min(plain, times.bins[key][0])
     return times
+
+
+def rehearse(target: Target, vocabulary: int) -> None:
+    """Draft for a few tokens, greedily and with noise, so that no text pays for what happens once in a process.
+
+    Args:
+        target: its slots must be free, and they are left free.
+        vocabulary: V.
+    """
+    from .drafter import AdaptiveDrafter
+
+    for noise in (None, _Silence(vocabulary)):
+        drafter = AdaptiveDrafter({"budget": False, "max_rows": 8}, vocabulary)
+        drafter.use_noise(noise)
+        prompt = [token % vocabulary for token in (1, 2, 3, 1, 2, 3, 1)]
+        decoder = Decoder(target)
+        decoder.add(Request(prompt, drafter, 6))
+        while decoder.busy:
+            decoder.step()
+
+
+class _Silence:
+    """Noise of a rehearsal: none."""
+
+    temperature = 1.0
+
+    def __init__(self, vocabulary: int) -> None:
+        self._zeros = np.zeros(vocabulary, np.float32)
+
+    def __call__(self, index: int) -> Any:
+        return self._zeros
 
 
 def _step(target: Target, slots: Sequence[int], tree: TokenTree, plain: bool = False) -> float:
@@ -154,18 +187,20 @@ _known: dict[str, StepTimes] = {}
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = weakref.WeakKeyDictionary()
 
 
-def times_for(model: Any, path: str, measure: Callable[[], StepTimes]) -> StepTimes:
-    """The step times of a model in hand; like ``times_of``, without working out its key every time.
+def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
+    """The step times of a model in hand: kept ones, or measured now. Also rehearses, the first time.
 
     Args:
         model: a transformers model.
         path: of the target that evaluates it.
-        measure: called where nothing is known yet.
+        make_target: called where nothing is known yet; for a fresh target, which has a ``vocabulary``.
     """
     mine = _of_models.setdefault(model, {})
     key = (model.dtype, model.device, path)
     if key not in mine:
-        mine[key] = times_of(model_key(model, path), measure)
+        target = make_target()
+        rehearse(target, target.vocabulary)
+        mine[key] = times_of(model_key(model, path), lambda: measure_times(target, target.vocabulary))
     return mine[key]
 
 

@@ -32,6 +32,6 @@ def warm_state(llm: LLM, file: str | os.PathLike[str] | None, config: Any) -> An
 
 def step_times(llm: LLM) -> Any:
     """Kept ones, or measured now, once."""
-    from ..adaptive import measure_times, times_for
+    from ..adaptive import times_for
 
-    return times_for(llm.model, llm.path, lambda: measure_times(llm.target(), llm.vocabulary))
+    return times_for(llm.model, llm.path, llm.target)

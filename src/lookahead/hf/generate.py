@@ -184,17 +184,12 @@ def _drafting(
 
 def _cold_state(model: PreTrainedModel, config: Any, path: str) -> Any:
     """Nothing of earlier texts, but the step times of this model on this machine, measured once."""
-    from ..adaptive import AdaptiveConfig, AdaptiveState, measure_times, times_for
+    from ..adaptive import AdaptiveConfig, AdaptiveState, times_for
 
     settings = AdaptiveConfig.of(config)
     if not settings.budget:
         return AdaptiveState(settings, keep=False)
-
-    def measure() -> Any:
-        target = make_target(model)
-        return measure_times(target, target.vocabulary)
-
-    return AdaptiveState(settings, keep=False, times=times_for(model, path, measure))
+    return AdaptiveState(settings, keep=False, times=times_for(model, path, lambda: make_target(model)))
 
 
 def _go_on_to(
