@@ -129,8 +129,7 @@ def measure(
             difference = _difference(naive, lean, tree)
             if not difference <= AGREE[dtype]:
                 raise SystemExit(f"{shape} {dtype} {context} {k}: the paths differ by {difference:.3g}")
-            times, shares = _paired(naive, lean, tree, rounds)
-            parts = [share * times[1] for share in shares]
+            times, parts = _paired(naive, lean, tree, rounds)
             line = Line(
                 shape,
                 dtype,
@@ -161,13 +160,13 @@ def _difference(naive: Any, lean: Any, tree: TokenTree) -> float:
 
 
 def _paired(naive: Any, lean: Any, tree: TokenTree, rounds: int) -> tuple[list[float], list[float]]:
-    """Median milliseconds of a step on each path; shares of products and attention in the lean one.
+    """Median milliseconds of a step on each path; and of products and attention in the lean one.
 
     The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
     in decoding as here, but on one path alone they are no concern of the other: a pause lies between.
     """
     times: list[list[float]] = [[], []]
-    shares: list[tuple[float, float]] = []
+    parts: list[list[float]] = []
     for _ in range(3):
         for target, mine in zip((naive, lean), times, strict=True):
             sleep(0.05)
@@ -177,10 +176,11 @@ def _paired(naive: Any, lean: Any, tree: TokenTree, rounds: int) -> tuple[list[f
                 if turn >= 2:
                     mine.append((perf_counter() - start) * 1e3)
             if target is lean:
-                shares.append(getattr(lean.lean, "shares", (float("nan"),) * 3)[:2])
+                shares = getattr(lean.lean, "shares", (float("nan"),) * 3)[:2]
+                parts.append([share * getattr(lean.lean, "seconds", 0.0) * 1e3 for share in shares])
     return (
         [statistics.median(mine) for mine in times],
-        [statistics.median(part) for part in zip(*shares, strict=True)],
+        [statistics.median(part) for part in zip(*parts, strict=True)],
     )
 
 
@@ -233,7 +233,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, help="torch's own choice by default")
     parser.add_argument("--out", type=Path, help="append the lines to this file, as JSON")
+    parser.add_argument(
+        "--table", type=Path, help="measure nothing: print the lines of such a file as a table"
+    )
     options = parser.parse_args()
+    if options.table:
+        print(HEADER)
+        fields = Line.__dataclass_fields__
+        for text in options.table.read_text().splitlines():
+            record = json.loads(text)
+            print(row(Line(**{name: record[name] for name in fields})))
+        return
     if options.threads:
         torch.set_num_threads(options.threads)
     facts = machine()

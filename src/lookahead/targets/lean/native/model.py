@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ class NativeModel:
 
     Attributes:
         layout: what runs, in a few words.
-        shares: of the last pass's time: products, attention, everything else.
+        seconds: of the last pass, without what Python does before and after.
+        shares: of these: products, attention, everything else.
     """
 
     def __init__(self, parts: ModelParts, kind: str | None = None) -> None:
@@ -61,6 +63,7 @@ class NativeModel:
         self._times = np.zeros(3, np.int64)
         self._status = np.zeros(1, np.int64)
         self._room = (0, 0, 0)
+        self.seconds = 0.0
         self._fill_plan(parts)
 
     def _fill_table(self, parts: ModelParts) -> np.ndarray:
@@ -193,7 +196,9 @@ class NativeModel:
         memory = self._shelf.take(logits + 4 * len(read) * (width // GROUP) + 64)
         p[jobs.LOGITS], p[jobs.PEAKS] = memory.ctypes.data, memory.ctypes.data + logits
         self._status[0] = 0
+        start = perf_counter()
         team.run(self._job, p.ctypes.data)
+        self.seconds = perf_counter() - start
         if self._status[0]:
             raise IndexError(
                 f"tokens must be 0 to {int(p[jobs.VOCABULARY]) - 1}, got {max(tokens)} or {min(tokens)}"
