@@ -11,6 +11,7 @@ import torch
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
+from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.lean import LeanTarget
 from lookahead.targets.probe import make_target
 from lookahead.targets.scores import LogitsBatch
@@ -133,12 +134,19 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
         alone.commit([(0, [0])])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "jacobi"])
-def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str) -> None:
+def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str, temperature: float) -> None:
     for family in ("llama", "mistral-sliding"):
         target = native(family, torch.bfloat16)
         assert_same_as_autoregressive(
-            target, [prompt(n, n) for n in (3, 12, 40)], method, None, 120, vocabulary=VOCABULARY
+            target,
+            [prompt(n, n) for n in (3, 12, 40)],
+            method,
+            None,
+            180,
+            vocabulary=VOCABULARY,
+            choose=lambda: make_choose([], None, SeededNoise(5, 0, VOCABULARY, 0.8) if temperature else None),
         )
 
 
