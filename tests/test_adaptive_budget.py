@@ -13,7 +13,7 @@ from lookahead.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.adaptive.budget import AHEAD, BLOCK, SHARE, STAKE
+from lookahead.adaptive.budget import AHEAD, BLOCK, LOOK, LOOK_SHARE, SHARE, STAKE
 from lookahead.adaptive.costs import MENU, from_points, place_of, slopes
 from lookahead.adaptive.times import times_file
 from lookahead.core import Request, SettingsError, make_drafter
@@ -122,7 +122,7 @@ def test_the_breaker_trips_backs_off_and_recovers():
     block(AHEAD - 0.01)
     assert sit_out() == 32
     assert budget.trips == 3
-    assert budget.paused_steps == 32 + 64 + 32
+    assert budget.plain_steps == 32 + 64 + 32
 
 
 def test_the_breaker_trips_early_where_much_is_lost():
@@ -154,6 +154,36 @@ def test_a_step_never_plays_with_more_than_the_stake(table):
         budget.learn(100, rows, sum(hopeful[:rows]), 1, seconds)  # and nothing ever comes of it
         lost += seconds - plain
     assert lost <= STAKE * plain + SHARE * budget._spent + 1e-9
+
+
+def test_looks_cost_no_more_than_their_purse():
+    budget = Budget(times_of(FLAT), 64)
+    plain, spent = FLAT[0], 0.0
+    for _ in range(200):
+        rest = budget.rest(100)
+        if rest:
+            budget.learn_plain(100, rest, rest * plain)
+        budget.glanced(100, 0.3 * plain)
+        spent += 0.3 * plain
+    assert spent <= (LOOK * STAKE + 0.35) * plain + LOOK_SHARE * budget._spent
+    assert budget.plain_steps < 200 * 50
+    budget.learn(100, 8, 4.0, 8, FLAT[place_of(8)])  # a gain may be spent on looking
+    assert budget.rest(100) == 0
+
+
+def test_experience_sets_the_stake_of_the_next_text_and_sampled_texts_are_others():
+    times = times_of(FLAT)
+    for _ in range(3):
+        budget = Budget(times, 64)
+        budget.learn(100, 64, 20.0, 1, 2 * FLAT[0])
+        budget.close(100)
+    assert times.experience[False].stake == 1 / 8
+    assert times.experience[True].stake == 1
+    for _ in range(5):
+        budget = Budget(times, 64)
+        budget.learn(100, 8, 4.0, 4, FLAT[place_of(8)])
+        budget.close(100)
+    assert times.experience[False].stake == 1.25
 
 
 def test_slopes_are_the_cheapest_way_on():
@@ -266,16 +296,18 @@ def test_a_pause_ends_when_the_text_becomes_predictable(clock):
     assert Clocked.now < 1.03 * 200 + 0.5 * 800
 
 
-def test_a_sequence_begins_as_the_last_one_ended(clock):
+def test_texts_after_bad_ones_play_with_less(clock):
     target = Clocked(200, unpredictable)
-    target.per_row = 1.0
+    target.per_row = 0.4
     state = AdaptiveState(keep=False, times=measure_times(target, 200, repeats=2))
-    plain = []
+    spent = []
     for _ in range(8):
-        (generation,) = run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, state), 60)])
-        plain.append(generation.stats.drafter["plain_steps"] / generation.stats.steps)
-    assert plain[-1] > plain[0]
-    assert plain[-1] > 0.9
+        before = Clocked.now
+        run(target, [Request([1, 2, 3] * 20, AdaptiveDrafter(None, 200, state), 60)])
+        spent.append(Clocked.now - before)
+    assert spent[0] <= 59 + STAKE + 0.02 * 59
+    assert sum(spent[4:]) <= 4 * 59 * 1.02
+    assert state.times.experience[False].stake < STAKE
 
 
 def test_measured_times_choose_the_rows(clock):

@@ -4,8 +4,10 @@ With F(k) the expected tokens of a step of k rows and t(k) its time, the best lo
 k that maximises F(k) - lambda * t(k), where lambda is that rate itself (renewal reward); maximising F(k) / t(k)
 step by step is not. k = 1 is always a candidate, and lambda is at least 1 / t(1).
 
-Never slower than plain decoding: drafting plays with a stake. What a text may lose is one plain step and 1 % of
-its time, plus what its drafts have gained before; a step that could lose more is not made.
+Never slower than plain decoding: drafting plays from two purses, counted in the time of plain steps. One pays for
+drafts: a stake of about one plain step, 1 % of the text's time, and what its drafts have gained before; a step that
+could lose more is not made. The other pays for looking at candidates where nothing comes of it: half the stake and
+1 % of the time. How large the stake is depends on how earlier texts fared, greedy and sampled ones apart.
 """
 
 from __future__ import annotations
@@ -23,42 +25,51 @@ HORIZON = 64
 AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
-#: What a text may lose: plain steps, and a share of the time that it has taken.
-STAKE, SHARE = 1.0, 0.01
+#: What drafts may lose: plain steps at first (more or less by experience), and a share of the time of the text.
+STAKE, SHARE = 1.0, 0.0075
+LEAST_STAKE, MOST_STAKE = 0.125, 1.25
+#: What looks may cost: a part of the stake at first, a share of the time, a part of what drafts have gained.
+LOOK, LOOK_SHARE, LOOK_GAIN = 0.5, 0.0075, 0.25
 #: Plain steps that earlier gains may add to that.
 CREDIT = 8.0
 #: Plain steps that probes must gain to end a pause.
 PROBED = 0.5
 MOST_BACKOFF = 6
-SHORTEST_INTERVAL, LONGEST_INTERVAL = 8, 256
+#: Plain steps between two looks: at most, and at least while paused.
+LONGEST_REST, PAUSED_REST = 256, 8
 #: A step that took this many times what its rows could cost at worst was interrupted by something else.
 SPIKE = 3.0
 
 
 class Budget:
-    """One sequence's choice of rows, and its circuit breaker.
+    """One sequence's choice of rows, its purses, and its circuit breaker.
 
-    The breaker trips when the stake is used up, or when ``BLOCK`` steps together were not ``AHEAD`` of plain
-    decoding. Then the sequence decodes plainly for 32, 64, 128, ... steps. Every few of these are drafted all
-    the same if the candidates promise a gain and the stake allows it; where such probes gain half a plain step
-    together, the pause is over. A sequence that begins where others were paused begins paused.
+    The breaker trips when the stake is used up, or when ``BLOCK`` steps with drafts together were not ``AHEAD`` of
+    plain decoding. For the next 32, 64, 128, ... steps candidates are then looked at less often and not learnt from;
+    where they promise a gain that the stake allows, they are tried all the same, and where such probes gain half
+    a plain step together, the pause is over.
 
     Args:
         times: shared by all sequences of a model.
         max_rows: never more than these.
+        sampled: whether tokens are drawn.
     """
 
-    def __init__(self, times: StepTimes, max_rows: int) -> None:
+    def __init__(self, times: StepTimes, max_rows: int, sampled: bool = False) -> None:
         self.times = times
         self.max_rows = max_rows
         self.batch = 1
-        self.pause = BLOCK << times.backoff - 1 if times.backoff > 1 else 0
+        self.experience = times.experience[sampled]
+        self.pause = 0
+        self.backoff = 0
         self.trips = 0
-        self.paused_steps = 0
+        self.plain_steps = 0
         self._tokens = self._seconds = 0.0
         self._accepted = self._expected = AGREEMENT
-        #: Seconds gained against plain decoding, negative where lost; seconds in all; gained in this pause.
-        self._gained = self._spent = self._probed = 0.0
+        #: Seconds gained against plain decoding by drafts, negative where lost; spent on looks; in all.
+        self._gained = self._looked = self._spent = 0.0
+        #: Gained in this pause.
+        self._probed = 0.0
         #: Steps of this block, what plain decoding would have taken for their tokens, what they took.
         self._block: tuple[int, float, float] = (0, 0.0, 0.0)
 
@@ -72,10 +83,26 @@ class Budget:
         """Tokens emitted over tokens expected of late, beyond the one that is certain."""
         return self._accepted / self._expected
 
-    def rest(self) -> int:
-        """Plain steps to make before the next look at candidates: 0, or enough that looking costs 1 %."""
-        interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, self.times.glance / SHARE))
-        return min(self.pause, int(interval))
+    def rest(self, context: int) -> int:
+        """Plain steps to make before the next look at candidates, so that the purse can pay for it; perhaps 0."""
+        if self.times.table(self.batch, context) is None:
+            return 0
+        plain = self.times.plain_of(self.batch, context)
+        missing = self.experience.look * plain - self._purse(plain)
+        steps = 0 if missing <= 0 else int(missing / (LOOK_SHARE * plain)) + 1
+        return min(LONGEST_REST, max(steps, PAUSED_REST if self.pause else 0))
+
+    def may_study(self, context: int) -> bool:
+        """Whether the purse can pay for learning from a step of one row."""
+        if self.times.table(self.batch, context) is None:
+            return True
+        plain = self.times.plain_of(self.batch, context)
+        return not self.pause and self._purse(plain) >= self.experience.study * plain
+
+    def _purse(self, plain: float) -> float:
+        """Seconds that looks may cost now."""
+        first = LOOK * self.experience.stake * plain
+        return first + LOOK_SHARE * self._spent + LOOK_GAIN * max(0.0, self._gained) - self._looked
 
     def rate(self, plain_seconds: float) -> float:
         """lambda: tokens per second of late, at least plain decoding's."""
@@ -83,7 +110,7 @@ class Budget:
 
     def stake(self, plain: float) -> float:
         """Seconds that may be lost in the next step."""
-        return STAKE * plain + SHARE * self._spent + self._gained
+        return self.experience.stake * plain + SHARE * self._spent + self._gained
 
     def stop(self, context: int, limit: int) -> list[float] | None:
         """stop[k]: the probability under which row k (from 1) and all further ones cannot pay.
@@ -129,12 +156,30 @@ class Budget:
     def learn_plain(self, context: int, steps: int, seconds: float) -> None:
         """``steps`` plain steps took ``seconds`` together."""
         self._spent += seconds
+        self.plain_steps += steps
         self._rested(steps)
         self.times.learn_plain(self.batch, context, seconds / steps, steps)
 
+    def glanced(self, context: int, seconds: float) -> None:
+        """To look at the candidates took ``seconds``, and the step stays a plain one."""
+        plain = self.times.plain_of(self.batch, context)
+        seconds = min(seconds, SPIKE * plain)
+        self._spent += seconds
+        self._looked += seconds
+        self.experience.look += 0.2 * (seconds / plain - self.experience.look)
+
+    def close(self, context: int) -> None:
+        """The text is over: what it was worth decides on the stake of the next."""
+        if self.times.table(self.batch, context) is None:
+            return
+        gained = self._gained / self.times.plain_of(self.batch, context)
+        if gained > PROBED:
+            self.experience.stake = min(MOST_STAKE, self.experience.stake * 2)
+        elif gained < -PROBED * self.experience.stake:
+            self.experience.stake = max(LEAST_STAKE, self.experience.stake / 2)
+
     def _rested(self, steps: int) -> None:
         self.pause = max(0, self.pause - steps)
-        self.paused_steps += steps
 
     def learn(self, context: int, rows: int, expected: float, tokens: int, seconds: float) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected, in ``seconds``."""
@@ -146,30 +191,35 @@ class Budget:
         self._accepted = (self._accepted - AGREEMENT) * fade + tokens - 1 + AGREEMENT
         self._expected = (self._expected - AGREEMENT) * fade + expected - 1 + AGREEMENT
         seconds = min(seconds, SPIKE * plain * max(rows, 4))
-        self._watch(tokens * plain, seconds, plain, context)
+        self._spent += seconds
+        if rows > 1:
+            self._watch(tokens * plain, seconds, plain, context)
+        else:
+            extra = max(0.0, seconds - plain)
+            self._looked += extra
+            self.experience.study += 0.2 * (extra / plain - self.experience.study)
+            self._rested(1)
 
     def _watch(self, worth: float, seconds: float, plain: float, context: int) -> None:
-        """Count what a step was worth in plain decoding's time against what it took."""
-        self._spent += seconds
+        """Count what a step with drafts was worth in plain decoding's time against what it took."""
         self._gained = min(CREDIT * plain, self._gained + worth - seconds)
         if self.pause:
             self._rested(1)
             self._probed += worth - seconds
-            self.times.glance += 0.3 * (max(0.0, seconds - worth) / plain - self.times.glance)
             if self._probed >= PROBED * plain:
                 self.pause = 0
-                self.times.backoff = max(0, self.times.backoff - 1)
+                self.backoff = max(0, self.backoff - 1)
             return
         steps, due, took = self._block
         steps, due, took = steps + 1, due + worth, took + seconds
         behind = steps >= BLOCK and due < AHEAD * took
         if behind or self.stake(plain) < self._least(context, plain):
-            self.pause = BLOCK << self.times.backoff
-            self.times.backoff = min(MOST_BACKOFF, self.times.backoff + 1)
+            self.pause = BLOCK << self.backoff
+            self.backoff = min(MOST_BACKOFF, self.backoff + 1)
             self.trips += 1
             self._probed = 0.0
         elif steps >= BLOCK:
-            self.times.backoff = 0
+            self.backoff = 0
         self._block = (0, 0.0, 0.0) if self.pause or steps >= BLOCK else (steps, due, took)
 
     def _least(self, context: int, plain: float) -> float:

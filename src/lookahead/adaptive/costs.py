@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log2
 
 #: Rows that a step may be given; times are kept for these alone.
@@ -15,6 +16,21 @@ GUESS = 0.02
 FAR_OFF = 3.0
 
 
+@dataclass(slots=True)
+class Experience:
+    """How texts have fared of late; everything in the time of plain steps.
+
+    Attributes:
+        stake: what the drafts of a new text may lose.
+        look: what it costs to look at candidates where the step stays a plain one.
+        study: what it costs besides to learn from a step of one row.
+    """
+
+    stake: float = 1.0  # budget.STAKE
+    look: float = 0.1
+    study: float = 0.1
+
+
 class StepTimes:
     """t(k) in seconds by number of sequences and length of the context, drafting included.
 
@@ -25,8 +41,7 @@ class StepTimes:
     Attributes:
         bins: tables by bin, seconds by place in ``MENU``.
         plain: by bin, a step of plain decoding, without drafting.
-        backoff: how often in a row the breaker has tripped of late, whatever the sequence.
-        glance: what a look at the candidates of a paused sequence has cost of late, in plain steps.
+        experience: how texts have fared, by whether they were sampled.
         drafts: how many drafts were made by all that share these times; each makes one a round.
     """
 
@@ -37,8 +52,7 @@ class StepTimes:
     ) -> None:
         self.bins = bins if bins is not None else {}
         self.plain = {key: table[0] for key, table in self.bins.items()} | (plain or {})
-        self.backoff = 0
-        self.glance = 0.3
+        self.experience = {False: Experience(), True: Experience()}
         self.drafts = 0
 
     @staticmethod

@@ -63,9 +63,10 @@ class AdaptiveDrafter(Drafter):
         times = self.state.times if self.state is not None else StepTimes()
         self._times = times
         self._drafts = times.drafts
-        self._budget = Budget(times, self.config.max_rows) if self.config.budget else None
+        sampled = self._sampling is not None
+        self._budget = Budget(times, self.config.max_rows, sampled) if self.config.budget else None
         #: Plain steps still to come before candidates are looked at; those made since, and their seconds.
-        self._rest = self._budget.rest() if self._budget is not None else 0
+        self._rest = self._budget.rest(self._context) if self._budget is not None else 0
         self._rested, self._rest_seconds = 0, 0.0
         self._offered = 0.0
         self._accepted = 0
@@ -121,7 +122,17 @@ class AdaptiveDrafter(Drafter):
         self._catch_up()
         grower.grow(limit, max_depth, budget.stop(self._context, limit))
         rows = budget.choose(grower.probabilities, self._context)
+        if rows == 1 and not budget.may_study(self._context):
+            return self._go_on_plainly(budget)
         return self._plant(rows, min(limit, MENU[place_of(rows)]), max_depth)
+
+    def _go_on_plainly(self, budget: Budget) -> TokenTree:
+        """The candidates promise nothing, and there is no time to learn from a single row."""
+        now = perf_counter()
+        budget.glanced(self._context, now - self._start)
+        self._start = now
+        self._rest = max(1, budget.rest(self._context))
+        return TokenTree(self._last)
 
     def _catch_up(self) -> None:
         """Take in what has not been read yet: the prompt, or what plain steps have emitted."""
@@ -171,7 +182,7 @@ class AdaptiveDrafter(Drafter):
                 del self._noise[index]
         if budget is not None:
             budget.learn(context, len(tree), self._expected, len(tokens), perf_counter() - self._start)
-            self._rest = budget.rest()
+            self._rest = budget.rest(self._context) if len(tree) == 1 else 0
 
     def _wake(self) -> None:
         """Plain steps are over, or the text is: count them."""
@@ -207,6 +218,8 @@ class AdaptiveDrafter(Drafter):
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the budget's figures."""
         self._wake()
+        if self._budget is not None:
+            self._budget.close(self._context)
         credit = dict.fromkeys((*SOURCES, "window"), 0) if self._begin is not None else self._grower.credit
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures["expected_acceptance"] = self._offered
@@ -214,6 +227,6 @@ class AdaptiveDrafter(Drafter):
         if self.config.window_size:
             figures["window_rows"] = self._explorer.rows_used if self._explorer is not None else 0
         if self._budget is not None:
-            figures["plain_steps"] = self._budget.paused_steps
+            figures["plain_steps"] = self._budget.plain_steps
             figures["breaker_trips"] = self._budget.trips
         return figures
