@@ -13,7 +13,7 @@ from lookahead.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.adaptive.budget import AHEAD, BLOCK, LOOK, LOOK_SHARE, SHARE, STAKE
+from lookahead.adaptive.budget import AHEAD, BLOCK, LOOK, LOOK_SHARE, MOST_STAKE, SHARE, STAKE
 from lookahead.adaptive.costs import MENU, from_points, place_of, slopes
 from lookahead.adaptive.times import times_file
 from lookahead.core import Request, SettingsError, make_drafter
@@ -173,17 +173,17 @@ def test_looks_cost_no_more_than_their_purse():
 
 def test_experience_sets_the_stake_of_the_next_text_and_sampled_texts_are_others():
     times = times_of(FLAT)
-    for _ in range(3):
+    for _ in range(4):
         budget = Budget(times, 64)
         budget.learn(100, 64, 20.0, 1, 2 * FLAT[0])
         budget.close(100)
     assert times.experience[False].stake == 1 / 8
-    assert times.experience[True].stake == 1
+    assert times.experience[True].stake == STAKE
     for _ in range(5):
         budget = Budget(times, 64)
         budget.learn(100, 8, 4.0, 4, FLAT[place_of(8)])
         budget.close(100)
-    assert times.experience[False].stake == 1.25
+    assert times.experience[False].stake == MOST_STAKE
 
 
 def test_slopes_are_the_cheapest_way_on():

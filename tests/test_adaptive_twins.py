@@ -11,7 +11,7 @@ from lookahead.adaptive import (
     AdaptiveState,
 )
 from lookahead.adaptive.config import DEFAULT_SOURCES
-from lookahead.adaptive.twins import why_not_compiled
+from lookahead.adaptive.twins import Twins, why_not_compiled
 from lookahead.core import Request, SettingsError, TokenTree
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, repetitive_text, run
@@ -287,3 +287,14 @@ def test_real_noise_of_both_kinds(tmp_path):
     assert trees[False] == trees[True]
     assert make_choose(prompt) is not None
     assert all(isinstance(TokenTree.of(tokens, parents), TokenTree) for tokens, parents, _ in trees[True])
+
+
+def test_both_know_how_long_the_end_of_a_text_has_been_seen_before():
+    pure, quick = Twins(False).trie(5).begin(), Twins(True).trie(5).begin()
+    rng = random.Random(2)
+    text = [rng.randrange(3) for _ in range(300)]
+    for token in text:
+        assert pure.matched == quick.matched
+        pure.feed([token])
+        quick.feed([token])
+    assert pure.matched >= 3

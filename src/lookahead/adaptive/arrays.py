@@ -18,7 +18,7 @@ from .compiled import layout
 from .config import AdaptiveConfig
 from .logits import ORDERS, Entry
 from .priors import joint_priors, logit_priors, suffix_priors
-from .suffix import FIELDS
+from .suffix import FIELDS, TOTAL
 
 #: Places of a new trie, and of a new table of the logit cache; powers of two. Memory that is not touched costs
 #: nothing, while moving to more of it does.
@@ -102,6 +102,15 @@ class ArrayReader:
         self.header = np.zeros(layout.R_FIRST + trie.order + 2, dtype=np.int64)
         self.address = address_of(self.header)
         self.header[layout.R_TRIE], self.header[layout.R_MARK] = trie.address, mark
+
+    @property
+    def matched(self) -> int:
+        """Tokens of the text's end that have been followed by something before, at most the order."""
+        nodes, header = self.trie._nodes, self.header
+        for length in range(int(header[layout.R_ACTIVE]) - 1, 0, -1):
+            if nodes[header[layout.R_FIRST + length] * FIELDS + TOTAL]:
+                return length
+        return 0
 
     def feed(self, tokens: Iterable[int]) -> None:
         """The text goes on."""

@@ -26,8 +26,8 @@ AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
 #: What drafts may lose: plain steps at first (more or less by experience), and a share of the time of the text.
-STAKE, SHARE = 1.0, 0.0075
-LEAST_STAKE, MOST_STAKE = 0.125, 1.25
+STAKE, SHARE = 0.75, 0.0075
+LEAST_STAKE, MOST_STAKE = 0.125, 1.0
 #: What looks may cost: a part of the stake at first, a share of the time, a part of what drafts have gained.
 LOOK, LOOK_SHARE, LOOK_GAIN = 0.5, 0.0075, 0.25
 #: Plain steps that earlier gains may add to that.
@@ -37,8 +37,8 @@ PROBED = 0.5
 MOST_BACKOFF = 6
 #: Plain steps between two looks: at most, and at least while paused.
 LONGEST_REST, PAUSED_REST = 256, 8
-#: A step that took this many times what its rows could cost at worst was interrupted by something else.
-SPIKE = 3.0
+#: A step that took this many times what its rows usually take was interrupted by something else.
+SPIKE = 2.0
 
 
 class Budget:
@@ -91,6 +91,13 @@ class Budget:
         missing = self.experience.look * plain - self._purse(plain)
         steps = 0 if missing <= 0 else int(missing / (LOOK_SHARE * plain)) + 1
         return min(LONGEST_REST, max(steps, PAUSED_REST if self.pause else 0))
+
+    def may_look(self, context: int, sure: bool) -> bool:
+        """Whether to look at candidates before the time, where they promise something, or surely something."""
+        plain = self.times.plain_of(self.batch, context)
+        if self.stake(plain) < self._least(context, plain):
+            return False
+        return sure or self._purse(plain) + LOOK_SHARE * self._spent >= self.experience.look * plain
 
     def may_study(self, context: int) -> bool:
         """Whether the purse can pay for learning from a step of one row."""
@@ -190,7 +197,9 @@ class Budget:
         self._seconds = self._seconds * fade + seconds
         self._accepted = (self._accepted - AGREEMENT) * fade + tokens - 1 + AGREEMENT
         self._expected = (self._expected - AGREEMENT) * fade + expected - 1 + AGREEMENT
-        seconds = min(seconds, SPIKE * plain * max(rows, 4))
+        table = self.times.table(self.batch, context)
+        assert table is not None
+        seconds = min(seconds, SPIKE * table[place_of(rows)])
         self._spent += seconds
         if rows > 1:
             self._watch(tokens * plain, seconds, plain, context)

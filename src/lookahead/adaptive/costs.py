@@ -26,7 +26,7 @@ class Experience:
         study: what it costs besides to learn from a step of one row.
     """
 
-    stake: float = 1.0  # budget.STAKE
+    stake: float = 0.75
     look: float = 0.1
     study: float = 0.1
 

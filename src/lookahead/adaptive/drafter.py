@@ -20,6 +20,10 @@ from .explorer import Explorer
 from .state import AdaptiveState
 
 
+#: While a text goes on plainly: steps between two peeks at whether it repeats itself, and for how many tokens.
+PEEK, REPEATS = 4, 4
+
+
 class AdaptiveDrafter(Drafter):
     """One calibrated token tree from every training-free source.
 
@@ -111,6 +115,8 @@ class AdaptiveDrafter(Drafter):
             return TokenTree(self._last)
         if self._begin is not None:
             self._open(*self._begin)
+            self._catch_up()
+            self._start = perf_counter()  # what happens once in a text says nothing of its steps
         grower, budget = self._grower, self._budget
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
@@ -171,6 +177,9 @@ class AdaptiveDrafter(Drafter):
             self._rest_seconds += perf_counter() - self._start
             if not self._rest:
                 self._wake()
+            elif not self._rested % PEEK and self._begin is None and self._peek():
+                self._rest = 0
+                self._wake()
             return
         self._study(tree, scores, path, tokens)
         budget, context = self._budget, self._context
@@ -183,6 +192,15 @@ class AdaptiveDrafter(Drafter):
         if budget is not None:
             budget.learn(context, len(tree), self._expected, len(tokens), perf_counter() - self._start)
             self._rest = budget.rest(self._context) if len(tree) == 1 else 0
+
+    def _peek(self) -> bool:
+        """Whether the text repeats itself, so that a look at the candidates is worth more than usual."""
+        reader, budget = self._grower.reader, self._budget
+        if reader is None or budget is None:
+            return False
+        self._catch_up()
+        matched = reader.matched
+        return matched >= REPEATS and budget.may_look(self._context, matched >= 2 * REPEATS)
 
     def _wake(self) -> None:
         """Plain steps are over, or the text is: count them."""

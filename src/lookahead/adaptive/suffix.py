@@ -114,6 +114,11 @@ class Reader:
         """Whether the trie has not started afresh since this text was last fed to it."""
         return self._nodes is self.trie.nodes
 
+    @property
+    def matched(self) -> int:
+        """Tokens of the text's end that have been followed by something before, at most the order."""
+        return self.trie.nodes[self.state + DEPTH] if self.state else 0
+
     def feed(self, tokens: Iterable[int]) -> None:
         """The text goes on."""
         trie, mark = self.trie, self.mark
