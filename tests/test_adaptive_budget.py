@@ -166,7 +166,7 @@ def test_looks_cost_no_more_than_their_purse():
         budget.glanced(100, 0.3 * plain)
         spent += 0.3 * plain
     assert spent <= (LOOK * STAKE + 0.35) * plain + LOOK_SHARE * budget._spent
-    assert budget.plain_steps < 200 * 50
+    assert budget.plain_steps < 200 * 70
     budget.learn(100, 8, 4.0, 8, FLAT[place_of(8)])  # a gain may be spent on looking
     assert budget.rest(100) == 0
 
@@ -340,3 +340,20 @@ def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
         load_times("model A")
     with pytest.raises(ValueError, match="positive"):
         StepTimes.from_dict({"0,0": [-1.0] * len(MENU)})
+
+
+def test_where_setting_up_is_dear_a_text_is_drafted_for_once_it_repeats_itself(clock):
+    def text(prefix):
+        return unpredictable(prefix) if len(prefix) < 100 else len(prefix) % 7
+
+    target = Clocked(200, text)
+    target.per_row = 0.05
+    state = AdaptiveState(keep=False, times=measure_times(target, 200, repeats=2))
+    state.times.experience[False].opening = 1.0
+    drafter = AdaptiveDrafter(None, 200, state)
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 60)])
+    assert drafter._begin is not None  # nothing was set up
+    assert generation.stats.drafter["plain_steps"] == 59
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 400)])
+    assert generation.stats.steps < 300
+    assert generation.stats.drafter["accepted_by_suffix"] > 50

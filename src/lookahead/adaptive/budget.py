@@ -26,15 +26,17 @@ AGREEMENT = 5.0
 #: The breaker: a rate under this many times plain decoding's, over this many steps, trips it.
 AHEAD, BLOCK = 1.02, 32
 #: What drafts may lose: plain steps at first (more or less by experience), and a share of the time of the text.
-STAKE, SHARE = 0.75, 0.0075
+STAKE, SHARE = 0.75, 0.005
 LEAST_STAKE, MOST_STAKE = 0.125, 1.0
 #: What looks may cost: a part of the stake at first, a share of the time, a part of what drafts have gained.
-LOOK, LOOK_SHARE, LOOK_GAIN = 0.5, 0.0075, 0.25
+LOOK, LOOK_SHARE, LOOK_GAIN = 0.5, 0.005, 0.25
 #: Plain steps that earlier gains may add to that.
 CREDIT = 8.0
 #: Plain steps that probes must gain to end a pause.
 PROBED = 0.5
 MOST_BACKOFF = 6
+#: A text whose drafting costs more plain steps to set up waits until it repeats itself.
+OPENING = 0.25
 #: Plain steps between two looks: at most, and at least while paused.
 LONGEST_REST, PAUSED_REST = 256, 8
 #: A step that took this many times what its rows usually take was interrupted by something else.
@@ -91,6 +93,17 @@ class Budget:
         missing = self.experience.look * plain - self._purse(plain)
         steps = 0 if missing <= 0 else int(missing / (LOOK_SHARE * plain)) + 1
         return min(LONGEST_REST, max(steps, PAUSED_REST if self.pause else 0))
+
+    def opened(self, context: int, seconds: float) -> None:
+        """To set up drafting for this text took ``seconds``."""
+        if self.times.table(self.batch, context) is not None:
+            cost = seconds / self.times.plain_of(self.batch, context)
+            self.experience.opening += 0.2 * (min(cost, 10.0) - self.experience.opening)
+
+    @property
+    def waits(self) -> bool:
+        """Whether drafting is set up only once the text repeats itself."""
+        return self.experience.opening > OPENING and bool(self.times.bins)
 
     def may_look(self, context: int, sure: bool) -> bool:
         """Whether to look at candidates before the time, where they promise something, or surely something."""

@@ -24,11 +24,13 @@ class Experience:
         stake: what the drafts of a new text may lose.
         look: what it costs to look at candidates where the step stays a plain one.
         study: what it costs besides to learn from a step of one row.
+        opening: what it costs to set up drafting for a text, its prompt read.
     """
 
     stake: float = 0.75
     look: float = 0.1
     study: float = 0.1
+    opening: float = 0.2
 
 
 class StepTimes:

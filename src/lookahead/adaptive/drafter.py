@@ -13,15 +13,14 @@ from typing import Any
 
 from ..core import Drafter, Scores, SettingsError, TokenTree
 from ..core.drafter import UNLIMITED_ROWS, Noise
-from .budget import MENU, Budget, place_of
+from .budget import LONGEST_REST, MENU, Budget, place_of
 from .config import SOURCES, AdaptiveConfig
 from .costs import StepTimes
 from .explorer import Explorer
 from .state import AdaptiveState
 
-
 #: While a text goes on plainly: steps between two peeks at whether it repeats itself, and for how many tokens.
-PEEK, REPEATS = 4, 4
+PEEK, REPEATS = 8, 4
 
 
 class AdaptiveDrafter(Drafter):
@@ -71,13 +70,20 @@ class AdaptiveDrafter(Drafter):
         self._budget = Budget(times, self.config.max_rows, sampled) if self.config.budget else None
         #: Plain steps still to come before candidates are looked at; those made since, and their seconds.
         self._rest = self._budget.rest(self._context) if self._budget is not None else 0
+        #: Stretches of ``REPEATS`` tokens seen, where drafting is not set up before one comes again; how often
+        #: in a row that was the case.
+        self._seen: set[tuple[int, ...]] | None = None
+        self._again = 0
+        if self._budget is not None and self._budget.waits:
+            self._seen = set(zip(*(self._unread[i:] for i in range(REPEATS)), strict=False))
+            self._rest = LONGEST_REST
         self._rested, self._rest_seconds = 0, 0.0
         self._offered = 0.0
         self._accepted = 0
 
     def _open(self, prompt: list[int], eos: frozenset[int]) -> None:
         """Make what drafting needs."""
-        config, self._begin = self.config, None
+        config, self._begin, self._seen = self.config, None, None
         kept = self.state is not None and self.state.keep
         state = self.state if kept else AdaptiveState(config, compiled=self._compiled)
         assert state is not None
@@ -116,7 +122,10 @@ class AdaptiveDrafter(Drafter):
         if self._begin is not None:
             self._open(*self._begin)
             self._catch_up()
-            self._start = perf_counter()  # what happens once in a text says nothing of its steps
+            now = perf_counter()  # what happens once in a text says nothing of its steps
+            if self._budget is not None:
+                self._budget.opened(self._context, now - self._start)
+            self._start = now
         grower, budget = self._grower, self._budget
         limit = min(max_rows, self.config.max_rows)
         if budget is None:
@@ -177,7 +186,7 @@ class AdaptiveDrafter(Drafter):
             self._rest_seconds += perf_counter() - self._start
             if not self._rest:
                 self._wake()
-            elif not self._rested % PEEK and self._begin is None and self._peek():
+            elif self._repeats() if self._seen is not None else not self._rested % PEEK and self._peek():
                 self._rest = 0
                 self._wake()
             return
@@ -192,6 +201,14 @@ class AdaptiveDrafter(Drafter):
         if budget is not None:
             budget.learn(context, len(tree), self._expected, len(tokens), perf_counter() - self._start)
             self._rest = budget.rest(self._context) if len(tree) == 1 else 0
+
+    def _repeats(self) -> bool:
+        """Whether the last tokens came before, and those before them too; asked before drafting is set up."""
+        assert self._seen is not None
+        last = tuple(self._unread[-REPEATS:])
+        self._again = self._again + 1 if last in self._seen else 0
+        self._seen.add(last)
+        return self._again > 1
 
     def _peek(self) -> bool:
         """Whether the text repeats itself, so that a look at the candidates is worth more than usual."""
