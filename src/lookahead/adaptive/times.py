@@ -75,7 +75,25 @@ def measure_times(
             key = StepTimes.bin_of(batch, context)
             times.bins[key] = from_points(points)
             times.plain[key] = min(plain, times.bins[key][0])
+    price_opening(times, vocabulary)
     return times
+
+
+def price_opening(times: StepTimes, vocabulary: int) -> None:
+    """Note what it costs here to set up drafting for a text of middling length, in plain steps."""
+    from .drafter import AdaptiveDrafter
+
+    if not times.plain:
+        return
+    drafter = AdaptiveDrafter({"budget": False, "max_rows": 8}, vocabulary)
+    spent = []
+    for _ in range(3):
+        drafter.reset([token % vocabulary for token in range(256)], 0, frozenset())
+        start = perf_counter()
+        drafter.draft(8)
+        spent.append(perf_counter() - start)
+    for experience in times.experience.values():
+        experience.opening = min(spent) / min(times.plain.values())
 
 
 def rehearse(target: Target, vocabulary: int) -> None:
@@ -201,6 +219,7 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
         target = make_target()
         rehearse(target, target.vocabulary)
         mine[key] = times_of(model_key(model, path), lambda: measure_times(target, target.vocabulary))
+        price_opening(mine[key], target.vocabulary)
     return mine[key]
 
 
