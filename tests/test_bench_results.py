@@ -284,14 +284,6 @@ def test_bad_words(words, message, monkeypatch):
     assert message in " ".join(done.output.split())
 
 
-def test_parallel_says_when_it_is_not_there(monkeypatch):
-    from lookahead.bench import reproduce
-
-    monkeypatch.setattr(reproduce, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match="lookahead parallelism cannot be measured"):
-        STUDIES["parallel"](None)
-
-
 def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     from lookahead import bench
 

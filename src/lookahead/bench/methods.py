@@ -127,6 +127,17 @@ def _adaptive_state(config: Any, warm: bool, old: Any) -> Any:
     return AdaptiveState(config, keep=warm, times=None if old is None else old.times)
 
 
+def _step_times(subject: Subject) -> Any:
+    """What steps cost here: kept ones, or measured now."""
+    from ..adaptive import measure_times, rehearse, times_for
+
+    if subject.model is not None:
+        path = str(getattr(subject.target, "path", ""))
+        return times_for(subject.model, path, lambda: subject.target)
+    rehearse(subject.target, subject.vocabulary)
+    return measure_times(subject.target, subject.vocabulary)
+
+
 #: Methods that keep state -> (settings, warm, the state so far or None) -> what ``make_drafter`` takes as ``pool``.
 STATES: dict[str, Callable[[Any, bool, Any], Any]] = {"lookahead": _pool, "adaptive": _adaptive_state}
 
@@ -150,13 +161,15 @@ class Drafted(Method):
         if self.state:
             self._kept = STATES[self.name](self.config, self.state == "warm", self._kept)
 
-    def _drafter(self, vocabulary: int) -> Drafter:
+    def _drafter(self, subject: Subject) -> Drafter:
         if self._kept is None:
             self.forget()
-        return make_drafter(self.name, self.config, vocabulary, self._kept)
+            if self.name == "adaptive":  # as ``lookahead.load`` does, and not counted here either
+                self._kept.times = _step_times(subject)
+        return make_drafter(self.name, self.config, subject.vocabulary, self._kept)
 
     def decode(self, subject: Subject, prompt: Sequence[int], options: Options) -> Outcome:
-        drafter = self._drafter(subject.vocabulary)
+        drafter = self._drafter(subject)
         choose, noise = chooser(prompt, options, subject)
         drafter.use_noise(noise)
         decoder = Decoder(subject.target)
