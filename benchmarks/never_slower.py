@@ -2,6 +2,7 @@
 
     python benchmarks/never_slower.py --quick                      a few minutes
     python benchmarks/never_slower.py --out never_slower.jsonl     all cases
+    python benchmarks/never_slower.py --page docs/results/never-slower.md --out FILE   a page from its lines
 
 Cases: functions of the standard library on the bundled model, greedy and at temperature 1; prompts of random
 tokens at temperature 1 on models of random weights in two Llama shapes, whose text nothing predicts; and the
@@ -28,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.adaptive import AdaptiveState, measure_times
-from lookahead.bench.record import environment
+from lookahead.bench.record import describe, environment
 from lookahead.bench.workloads import load_workload
 from lookahead.core import Decoder, Drafter, Request, make_drafter
 from lookahead.sampling import SeededNoise, make_choose
@@ -148,6 +149,49 @@ def cases(args: argparse.Namespace) -> Iterator[Line]:
             gc.collect()
 
 
+def page(path: str) -> str:
+    """The lines of a file as a page: by case, then the worst prompts."""
+    with open(path) as file:
+        lines = [json.loads(line) for line in file]
+    about = describe(lines[-1] | {"model": "several models", "dtype": "two dtypes"})
+    groups: dict[tuple[str, str, str, float], list[dict[str, Any]]] = {}
+    for line in lines:
+        key = (line["model"], line["dtype"], line["text"], line["temperature"])
+        groups.setdefault(key, []).append(line)
+    text = [
+        "# Never slower: adaptive against plain decoding, prompt by prompt",
+        "",
+        "`python benchmarks/never_slower.py --out never_slower.jsonl`",
+        "",
+        f"{about}. Each prompt is decoded by both methods in turn, three times; a ratio is the smallest wall time of",
+        "adaptive over that of our own plain decoding on the same path, prefill included. Below 1 is faster. `code`:",
+        "functions of the standard library; `random`: random tokens on a model of random weights. Adaptive begins",
+        "every prompt cold.",
+        "",
+        "| model | dtype | prompts | temperature | texts | equal | median ratio | best | worst | over 1.03 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (model, dtype, kind, temperature), some in groups.items():
+        ratios = [line["ratio"] for line in some]
+        text.append(
+            f"| {model} | {dtype} | {kind} | {temperature:g} | {len(some)} | {sum(line['equal'] for line in some)} "
+            f"| {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} "
+            f"| {sum(ratio > GOAL for ratio in ratios)} |"
+        )
+    over = sum(line["ratio"] > GOAL for line in lines)
+    text += [
+        "",
+        f"{len(lines)} prompts, {over} over {GOAL}. The worst:",
+        "",
+        "| ratio | prompt | seconds | plain |",
+    ]
+    text.append("|---|---|---|---|")
+    for line in sorted(lines, key=lambda line: -line["ratio"])[:12]:
+        name = f"{line['model']} {line['dtype']} {line['text']} T = {line['temperature']:g} #{line['prompt']}"
+        text.append(f"| {line['ratio']:.3f} | {name} | {line['adaptive']:.3f} | {line['plain']:.3f} |")
+    return "\n".join(text) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -162,7 +206,12 @@ def main() -> None:
     add("--rounds", type=int, default=3)
     add("--out", help="JSON lines; appended to")
     add("--quick", action="store_true", help="few prompts, the small shape, two rounds")
+    add("--page", help="write a page from the lines of --out, and measure nothing")
     args = parser.parse_args()
+    if args.page:
+        with open(args.page, "w", encoding="utf-8") as file:
+            file.write(page(args.out))
+        return
     if args.quick:
         args.prompts, args.random_prompts, args.rounds = 3, 4, 2
         args.random_tokens, args.shapes = 64, args.shapes[:1]

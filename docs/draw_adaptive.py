@@ -47,6 +47,7 @@ def rows_over_time(run: dict[str, Any]) -> Any:
         axes.plot(ends, one["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
         axes.set_yscale("log", base=2)
         axes.set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        axes.set_ylim(0.8, 150)
         axes.set_title(f"{workload}, greedy", fontsize=9)
         axes.grid(alpha=0.3)
         if place == 1:
