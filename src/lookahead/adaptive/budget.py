@@ -37,6 +37,8 @@ PROBED = 0.5
 MOST_BACKOFF = 6
 #: A text whose drafting costs more plain steps to set up waits until it repeats itself.
 OPENING = 0.25
+#: Further repetitions that it waits for, for each plain step of that cost.
+PATIENCE = 4
 #: Plain steps between two looks: at most, and at least while paused.
 LONGEST_REST, PAUSED_REST = 256, 8
 #: A step that took this many times what its rows usually take was interrupted by something else.
@@ -104,6 +106,11 @@ class Budget:
     def waits(self) -> bool:
         """Whether drafting is set up only once the text repeats itself."""
         return self.experience.opening > OPENING and bool(self.times.bins)
+
+    @property
+    def patience(self) -> int:
+        """How often in a row a text must repeat itself before drafting is set up: the dearer, the oftener."""
+        return 1 + int(PATIENCE * self.experience.opening)
 
     def may_look(self, context: int, sure: bool) -> bool:
         """Whether to look at candidates before the time, where they promise something, or surely something."""

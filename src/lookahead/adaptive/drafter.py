@@ -77,6 +77,7 @@ class AdaptiveDrafter(Drafter):
         if self._budget is not None and self._budget.waits:
             self._seen = set(zip(*(self._unread[i:] for i in range(REPEATS)), strict=False))
             self._rest = LONGEST_REST
+            self._needed = self._budget.patience
         self._rested, self._rest_seconds = 0, 0.0
         self._offered = 0.0
         self._accepted = 0
@@ -208,7 +209,7 @@ class AdaptiveDrafter(Drafter):
         last = tuple(self._unread[-REPEATS:])
         self._again = self._again + 1 if last in self._seen else 0
         self._seen.add(last)
-        return self._again > 1
+        return self._again > self._needed
 
     def _peek(self) -> bool:
         """Whether the text repeats itself, so that a look at the candidates is worth more than usual."""
