@@ -324,6 +324,23 @@ def test_measured_times_choose_the_rows(clock):
     assert rows[0.001] > 1.1 * rows[0.3]
 
 
+def test_a_slow_model_is_not_held_up(clock):
+    counts = []
+
+    class Counted(Clocked):
+        def forward(self, trees):
+            counts.append(len(trees[0][1]))
+            return super().forward(trees)
+
+    times = measure_times(Counted(200), 200)
+    assert set(counts) == {1, 16}
+    assert len(counts) == 5
+    assert times.table(1, 64)[place_of(64)] > times.table(1, 64)[place_of(16)] > times.plain_of(1, 64)
+    counts.clear()
+    measure_times(Counted(200), 200, rows=(1, 4, 16, 64), patience=float("inf"))
+    assert set(counts) == {1, 4, 16, 64}
+
+
 def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_times("model A") is None

@@ -9,6 +9,7 @@ import platform
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,8 @@ SHORT_ROWS = (1, 4, 16, 64)
 SHORT_CONTEXTS = (64,)
 #: Seconds of one point after which it is not repeated again.
 PATIENCE = 0.25
+#: Seconds of a step from which on few points are measured, and what happens once in a process does not matter.
+SLOW, SLOW_ROWS = 0.2, (1, 16)
 LARGEST_FILE = 1 << 20
 
 
@@ -60,6 +63,8 @@ def measure_times(
             points: dict[int, float] = {}
             try:
                 for count in rows:
+                    if patience < inf and points and min(points.values()) > SLOW and count not in SLOW_ROWS:
+                        continue
                     deepest = target.depth_limit(0)
                     spent: list[float] = []
                     while len(spent) <= repeats and (len(spent) < 2 or sum(spent) < patience):
@@ -68,7 +73,8 @@ def measure_times(
                     if progress is not None:
                         progress(batch, context, count, points[count])
                 root = TokenTree(rng.randrange(vocabulary))
-                plain = min(_step(target, slots, root, plain=True) for _ in range(repeats + 1))
+                again = repeats + 1 if min(points.values()) < SLOW else 1
+                plain = min(_step(target, slots, root, plain=True) for _ in range(again))
             finally:
                 for slot in slots:
                     target.release(slot)
@@ -217,9 +223,11 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     key = (model.dtype, model.device, path)
     if key not in mine:
         target = make_target()
-        rehearse(target, target.vocabulary)
-        mine[key] = times_of(model_key(model, path), lambda: measure_times(target, target.vocabulary))
-        price_opening(mine[key], target.vocabulary)
+        times = times_of(model_key(model, path), lambda: measure_times(target, target.vocabulary))
+        if times.plain and min(times.plain.values()) < SLOW:
+            rehearse(target, target.vocabulary)
+        price_opening(times, target.vocabulary)
+        mine[key] = times
     return mine[key]
 
 
