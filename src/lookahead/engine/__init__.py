@@ -9,8 +9,9 @@ The life of a prompt:
     llm.Result            text, tokens, finish reason, Stats
 """
 
-from .llm import LLM, Result, Stream, Update
+from .llm import LLM, Stream
 from .loading import BUNDLED, load
 from .options import Options
+from .results import Result, Update
 
 __all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load"]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..core import SettingsError
-from .llm import LLM, Result
+from .llm import LLM
 from .prompts import Prompt
+from .results import Result
 
 #: Warm-up, so that the first run of two is not charged for the process's first passes.
 WARM_UP_TOKENS = 8

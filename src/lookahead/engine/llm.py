@@ -8,119 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
 
 from ..core import (
     Decoder,
-    Generation,
     LookaheadConfig,
-    LookaheadError,
     NGramPool,
     Request,
     SettingsError,
-    Stats,
-    Step,
 )
 from ..core.drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from .options import OptionFields, Options
 from .prompts import Prompt, as_list, encode
+from .results import Result, Running, Update
 from .states import cold_state, warm_state
 from .text import TextStream
 
 #: Methods that can go on from what an earlier call has learnt.
 KEEPS_STATE = ("lookahead", "adaptive")
-
-
-@dataclass(slots=True)
-class Result:
-    """One finished text.
-
-    Attributes:
-        text: without stop strings and special tokens; "" where there is no tokenizer.
-        tokens: token ids as emitted, an end token or the tokens of a stop string included.
-        finish_reason: "stop" (end token or stop string), "length", or "error".
-        stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
-        prompt_tokens: token ids of the prompt.
-        seed: that gives these tokens again; None for greedy.
-        stopped: the stop string that was met, or None.
-        error: what ended it, where ``finish_reason`` is "error".
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
-    prompt_tokens: list[int] = field(repr=False)
-    seed: int | None = None
-    stopped: str | None = None
-    error: LookaheadError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a forward pass gave one prompt.
-
-    Attributes:
-        index: which prompt of the list.
-        step: the core's step; None where the prompt could not begin.
-        piece: text that has become safe to show, perhaps "".
-        result: on the last update of a prompt.
-    """
-
-    index: int
-    step: Step | None
-    piece: str
-    result: Result | None
-
-
-class _Running:
-    """One prompt while it is decoded."""
-
-    def __init__(self, index: int, request: Request, text: TextStream | None, seed: int | None) -> None:
-        self.index = index
-        self.request = request
-        self.text = text
-        self.seed = seed
-        self.generation: Generation | None = None
-        self.streams_by_token = False
-
-    def finished(self, token: int) -> str | None:
-        """Told of each token where stop strings are to be met."""
-        assert self.text is not None
-        return "stop" if self.text.push(token) else None
-
-    def update(self, step: Step | None) -> Update:
-        generation, text = self.generation, self.text
-        assert generation is not None
-        piece = ""
-        if text is not None:
-            if step is not None and not self.streams_by_token:
-                for token in step.tokens:
-                    text.push(token)
-            if generation.finish_reason is not None:
-                text.finish()
-            piece = text.drain()
-        return Update(self.index, step, piece, self.result())
-
-    def result(self) -> Result | None:
-        generation, text = self.generation, self.text
-        assert generation is not None
-        if generation.finish_reason is None:
-            return None
-        return Result(
-            text.text if text is not None else "",
-            generation.tokens,
-            generation.finish_reason,
-            generation.stats,
-            list(self.request.prompt),
-            self.seed,
-            text.stopped if text is not None else None,
-            generation.error,
-        )
 
 
 class LLM:
@@ -296,10 +204,10 @@ class LLM:
         ]
         return self._decode(waiting, batch_size)
 
-    def _decode(self, waiting: list[_Running], batch_size: int) -> Iterator[Update]:
+    def _decode(self, waiting: list[Running], batch_size: int) -> Iterator[Update]:
         decoder = Decoder(self.target())
         waiting = waiting[::-1]
-        running: dict[int, _Running] = {}
+        running: dict[int, Running] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < batch_size:
@@ -350,7 +258,7 @@ class LLM:
         """
         return warm_state(self, file, self._config_of("adaptive", config))
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> _Running:
+    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Running:
         ids = self.encode(prompt)
         room = options.max_new_tokens
         if self.context is not None:
@@ -375,7 +283,7 @@ class LLM:
             drafter.use_noise(noise)
         request = Request(ids, drafter, room, make_choose(ids, process, noise), eos)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
-        entry = _Running(index, request, text, seed)
+        entry = Running(index, request, text, seed)
         if options.stops:
             entry.streams_by_token = True
             request.finished = entry.finished

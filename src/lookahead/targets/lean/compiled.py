@@ -10,55 +10,13 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
-from numba import carray, njit, types
-from numba.extending import intrinsic, overload, register_jitable
+from numba import carray, njit
+from numba.extending import register_jitable
 
-TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+from .native.intrinsics import narrow, pointer, widen
+
 #: Sums in lanes and fused multiply-adds; NaN and infinity keep their meaning.
 MATHS = {"reassoc", "contract", "nsz"}
-
-
-@intrinsic
-def _pointer(context: Any, address: Any, tag: Any) -> Any:
-    """The address as a pointer to values of the tag's type."""
-    result = types.CPointer(tag)
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], target.get_value_type(result))
-
-    return result(types.int64, tag), generate
-
-
-def _widen(value: Any) -> Any:
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_widen)
-def _widen_code(value):  # type: ignore[no-untyped-def]  # numba compares the two signatures
-    """To fp32."""
-    if value == types.uint16:
-        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-    return lambda value: value
-
-
-def _narrow(value: Any, tag: Any) -> Any:
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_narrow)
-def _narrow_code(value, tag):  # type: ignore[no-untyped-def]
-    """From fp32 to the tag's type, to the nearest, ties to even; NaN stays NaN."""
-    if tag == types.uint16:
-
-        def to_bits(value, tag):  # type: ignore[no-untyped-def]
-            bits = np.float32(value).view(np.uint32)
-            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-            rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
-            return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
-
-        return to_bits
-    return lambda value, tag: np.float32(value)
 
 
 @register_jitable
@@ -87,28 +45,28 @@ def _exp(x: Any) -> Any:
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
 def norm(x: int, weight: int, out: int, rows: int, size: int, epsilon: float, tag: Any) -> None:
     """x (rows, size) / sqrt(mean(x^2) + epsilon) * weight -> out."""
-    xs = carray(_pointer(x, tag), (rows, size))
-    ws = carray(_pointer(weight, np.float32(0)), (size,))
-    outs = carray(_pointer(out, tag), (rows, size))
+    xs = carray(pointer(x, tag), (rows, size))
+    ws = carray(pointer(weight, np.float32(0)), (size,))
+    outs = carray(pointer(out, tag), (rows, size))
     for r in range(rows):
         total = np.float32(0)
         for i in range(size):
-            value = _widen(xs[r, i])
+            value = widen(xs[r, i])
             total += value * value
         factor = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
         for i in range(size):
-            outs[r, i] = _narrow(_widen(xs[r, i]) * factor * ws[i], tag)
+            outs[r, i] = narrow(widen(xs[r, i]) * factor * ws[i], tag)
 
 
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
 def gate(both: int, out: int, rows: int, size: int, tag: Any) -> None:
     """silu(both[:, :size]) * both[:, size:] -> out (rows, size)."""
-    ins = carray(_pointer(both, tag), (rows, 2 * size))
-    outs = carray(_pointer(out, tag), (rows, size))
+    ins = carray(pointer(both, tag), (rows, 2 * size))
+    outs = carray(pointer(out, tag), (rows, size))
     for r in range(rows):
         for i in range(size):
-            value = _widen(ins[r, i])
-            outs[r, i] = _narrow(value / (np.float32(1) + _exp(-value)) * _widen(ins[r, size + i]), tag)
+            value = widen(ins[r, i])
+            outs[r, i] = narrow(value / (np.float32(1) + _exp(-value)) * widen(ins[r, size + i]), tag)
 
 
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
@@ -138,17 +96,17 @@ def turn(
     """
     lanes = heads + 2 * key_heads
     single = np.float32(0)
-    ys = carray(_pointer(y, tag), (start + rows, lanes, size))
-    queries = carray(_pointer(query, single), (start + rows, heads, size))
-    stored = carray(_pointer(cache, single), (2 * key_heads, capacity, size))
-    angles = carray(_pointer(turns, single), (start + rows, size))
-    weights = carray(_pointer(weight, single), (heads + key_heads, size))
+    ys = carray(pointer(y, tag), (start + rows, lanes, size))
+    queries = carray(pointer(query, single), (start + rows, heads, size))
+    stored = carray(pointer(cache, single), (2 * key_heads, capacity, size))
+    angles = carray(pointer(turns, single), (start + rows, size))
+    weights = carray(pointer(weight, single), (heads + key_heads, size))
     one = np.empty(size, np.float32)
     for row in range(rows):
         r = start + row
         for h in range(heads + key_heads):
             for i in range(size):
-                one[i] = _widen(ys[r, h, i])
+                one[i] = widen(ys[r, h, i])
             if weight != 0:
                 total = np.float32(0)
                 for i in range(size):
@@ -169,47 +127,47 @@ def turn(
                     stored[h - heads, row, i] = one[i]
         for h in range(key_heads):
             for i in range(size):
-                stored[key_heads + h, row, i] = _widen(ys[r, heads + key_heads + h, i])
+                stored[key_heads + h, row, i] = widen(ys[r, heads + key_heads + h, i])
 
 
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
 def quantise(x: int, out: int, scales: int, rows: int, size: int, tag: Any) -> None:
     """Rows x (rows, size) to unsigned bytes around 128, each row by its own scale: x = (out - 128) * scale."""
-    xs = carray(_pointer(x, tag), (rows, size))
-    outs = carray(_pointer(out, np.uint8(0)), (rows, size))
-    steps = carray(_pointer(scales, np.float32(0)), (rows,))
+    xs = carray(pointer(x, tag), (rows, size))
+    outs = carray(pointer(out, np.uint8(0)), (rows, size))
+    steps = carray(pointer(scales, np.float32(0)), (rows,))
     for r in range(rows):
         largest = np.float32(0)
         for i in range(size):
-            largest = max(largest, abs(_widen(xs[r, i])))
+            largest = max(largest, abs(widen(xs[r, i])))
         steps[r] = largest / np.float32(127)
         inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
         for i in range(size):
-            outs[r, i] = np.uint8(np.int32(_widen(xs[r, i]) * inverse + np.float32(128.5)))
+            outs[r, i] = np.uint8(np.int32(widen(xs[r, i]) * inverse + np.float32(128.5)))
 
 
 @njit(cache=True, fastmath=MATHS, error_model="numpy")
 def rescale(y: int, scales: int, bias: int, other: int, out: int, rows: int, size: int, tag: Any) -> None:
     """y (rows, size) fp32 * scale of the row + bias + other -> out; bias and other may be 0 for none."""
-    ys = carray(_pointer(y, np.float32(0)), (rows, size))
-    steps = carray(_pointer(scales, np.float32(0)), (rows,))
-    biases = carray(_pointer(bias, tag), (size,))
-    others = carray(_pointer(other, tag), (rows, size))
-    outs = carray(_pointer(out, tag), (rows, size))
+    ys = carray(pointer(y, np.float32(0)), (rows, size))
+    steps = carray(pointer(scales, np.float32(0)), (rows,))
+    biases = carray(pointer(bias, tag), (size,))
+    others = carray(pointer(other, tag), (rows, size))
+    outs = carray(pointer(out, tag), (rows, size))
     for r in range(rows):
         step = steps[r]
         if other != 0 and bias != 0:
             for i in range(size):
-                outs[r, i] = _narrow(ys[r, i] * step + _widen(biases[i]) + _widen(others[r, i]), tag)
+                outs[r, i] = narrow(ys[r, i] * step + widen(biases[i]) + widen(others[r, i]), tag)
         elif other != 0:
             for i in range(size):
-                outs[r, i] = _narrow(ys[r, i] * step + _widen(others[r, i]), tag)
+                outs[r, i] = narrow(ys[r, i] * step + widen(others[r, i]), tag)
         elif bias != 0:
             for i in range(size):
-                outs[r, i] = _narrow(ys[r, i] * step + _widen(biases[i]), tag)
+                outs[r, i] = narrow(ys[r, i] * step + widen(biases[i]), tag)
         else:
             for i in range(size):
-                outs[r, i] = _narrow(ys[r, i] * step, tag)
+                outs[r, i] = narrow(ys[r, i] * step, tag)
 
 
 #: For reports.

@@ -142,9 +142,10 @@ class NumbaKernels(TorchKernels):
     def __init__(self, heads: int, key_heads: int, size: int, dtype: torch.dtype) -> None:
         super().__init__(heads, key_heads, size, dtype)
         from . import compiled
+        from .native.intrinsics import TAGS
 
         self._code: Any = compiled
-        self._tag = compiled.TAGS[dtype]
+        self._tag = TAGS[dtype]
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         out = torch.empty_like(x)
