@@ -20,10 +20,11 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.adaptive import AdaptiveDrafter, AdaptiveState, measure_times
 from lookahead.bench.record import environment
 from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, Request, TokenTree, make_drafter
+from lookahead.core import Decoder, Drafter, Request, TokenTree
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import AdaptiveDrafter, AdaptiveState, measure_times
 from lookahead.sampling import SeededNoise, make_choose
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 import lookahead
-from lookahead.adaptive import AdaptiveState
-from lookahead.adaptive.config import DEFAULT_SOURCES
 from lookahead.bench.record import environment
 from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, NGramPool, Request, make_drafter
+from lookahead.core import Decoder, Drafter, NGramPool, Request
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import AdaptiveState
+from lookahead.drafters.adaptive.config import DEFAULT_SOURCES
 from lookahead.sampling import SeededNoise, make_choose
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}

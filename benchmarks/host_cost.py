@@ -23,11 +23,12 @@ from time import perf_counter, thread_time
 from typing import Any
 
 import lookahead
-from lookahead.adaptive import AdaptiveDrafter
 from lookahead.bench.record import environment
 from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, Request, TokenTree, make_drafter
+from lookahead.core import Decoder, Drafter, Request, TokenTree
 from lookahead.core.drafter import Noise
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import AdaptiveDrafter
 from lookahead.sampling import SeededNoise, make_choose
 
 CASES = {

@@ -24,8 +24,9 @@ import torch
 from step import DTYPES, machine
 
 import lookahead
-from lookahead.core import METHODS, Request, TokenTree, make_drafter
-from lookahead.targets.probe import make_target
+from lookahead.core import Request, TokenTree
+from lookahead.drafters import METHODS, make_drafter
+from lookahead.targets.factory import make_target
 from lookahead.testing import run
 
 

@@ -28,12 +28,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
-from lookahead.adaptive import AdaptiveState, measure_times
 from lookahead.bench.record import describe, environment
 from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, Request, make_drafter
+from lookahead.core import Decoder, Drafter, Request
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import AdaptiveState, measure_times
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.probe import make_target
+from lookahead.targets.factory import make_target
 
 #: hidden, layers, heads, key-value heads, feed-forward, vocabulary
 SHAPES = {"135m": (576, 30, 9, 3, 1536, 49152), "0.5b": (896, 24, 14, 2, 4864, 151936)}

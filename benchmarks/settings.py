@@ -40,7 +40,9 @@ def prompts(path: Path, limit: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--humaneval", type=Path, required=True)
     parser.add_argument("--gsm8k", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=40, help="prompts of each")
@@ -48,7 +50,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args()
     llm = lookahead.load()
-    sets = {"code": prompts(arguments.humaneval, arguments.limit), "maths": prompts(arguments.gsm8k, arguments.limit)}
+    sets = {
+        "code": prompts(arguments.humaneval, arguments.limit),
+        "maths": prompts(arguments.gsm8k, arguments.limit),
+    }
     options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": 0}
     plain = {
         name: [llm.generate(p, method="autoregressive", **options).tokens for p in texts]

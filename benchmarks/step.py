@@ -29,8 +29,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.core import TokenTree
-from lookahead.targets.lean import LeanTarget
-from lookahead.targets.probe import make_target
+from lookahead.targets.cpu import LeanTarget
+from lookahead.targets.factory import make_target
 
 SHAPES = {
     "bundled": (256, 6, 4, 2, 64, 704, 4096),
@@ -106,7 +106,7 @@ def sample_tree(rows: int, vocabulary: int) -> TokenTree:
     tree = TokenTree(1)
     parent = 0
     for i in range(1, rows):
-        parent = tree.add((37 * i + 5) % vocabulary, 0 if i % 6 == 1 else parent, read=True)
+        parent = tree.add((37 * i + 5) % vocabulary, 0 if i % 6 == 1 else parent, needs_logits=True)
     return tree
 
 

@@ -12,7 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.core import NGramPool, TokenTree, Window, verify
+from lookahead.core import NGramPool, TokenTree, verify
+from lookahead.drafters import Window
 
 HERE = Path(__file__).parent
 PAGE = HERE / "how-it-works.md"
@@ -39,10 +40,10 @@ def one_step() -> tuple[TokenTree, Window, NGramPool, list[int]]:
     guesses = iter([WORDS.index(w) for w in ("sat", "on", "mat", "rug", "dog", "the")])
     window = Window(3, 3, lambda: next(guesses))
     warm_up = TokenTree(prefix[-2])
-    window.plant(warm_up)
+    window.add_to(warm_up)
     window.advance(prefix[-2], [target(warm_up.path_tokens(n)) for n in window.newest_nodes()], frozenset())
     tree = TokenTree(prefix[-1])
-    window.plant(tree)
+    window.add_to(tree)
     for continuation in pool.get(prefix[-1]):
         tree.add_candidate(continuation)
     return tree, window, pool, prefix
@@ -58,7 +59,7 @@ def draw_tree(tree: TokenTree, window: Window) -> str:
     lines: list[str] = []
 
     def walk(node: int, indent: str) -> None:
-        use = "root" if node == 0 else "window" if not tree.read[node] else "candidate"
+        use = "root" if node == 0 else "window" if not tree.needs_logits[node] else "candidate"
         if node in newest:
             use = "window, newest level"
         lines.append(f"{indent + label(tree, node):<24}T+{tree.depths[node]}  {use}")
@@ -90,11 +91,17 @@ def draw_step() -> str:
     for node, token in zip(path, tokens, strict=True):
         child = tree.child(node, token)
         found = "no row bears it: the bonus token" if child is None else f"row {child} bears it: descend"
-        lines.append(f"verify         under row {label(tree, node):<8} the target says {WORDS[token]:<5} {found}")
+        lines.append(
+            f"verify         under row {label(tree, node):<8} the target says {WORDS[token]:<5} {found}"
+        )
     lines.append(f"commit         keep rows {path}, drop the other {len(tree) - len(path)}")
-    lines.append("emit           " + " ".join(WORDS[t] for t in tokens) + f"   ({len(tokens)} tokens, one pass)")
+    lines.append(
+        "emit           " + " ".join(WORDS[t] for t in tokens) + f"   ({len(tokens)} tokens, one pass)"
+    )
     for ngram in window.advance(prefix[-1], new, frozenset()):
-        lines.append(f"observe        new n-gram {WORDS[ngram[0]]} -> " + " ".join(WORDS[t] for t in ngram[1:]))
+        lines.append(
+            f"observe        new n-gram {WORDS[ngram[0]]} -> " + " ".join(WORDS[t] for t in ngram[1:])
+        )
     return "\n".join(lines)
 
 
@@ -129,7 +136,7 @@ def draw_svg(path: Path) -> None:
         for column in range(-3, size):
             seen = column < 0 or tree.ancestors[row] >> column & 1
             colour = "#E8E8E8" if not seen else "#999999" if column < 0 else "#0072B2"
-            if column >= 0 and seen and tree.read[column] and column and column not in newest:
+            if column >= 0 and seen and tree.needs_logits[column] and column and column not in newest:
                 colour = "#D55E00"
             axes.add_patch(plt.Rectangle((column, row), 0.92, 0.92, color=colour))
     names = [f"{label(tree, n)}  (T+{tree.depths[n]})" for n in range(size)]

@@ -12,7 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.core import TokenTree, Window
+from lookahead.core import TokenTree
+from lookahead.drafters import Window
 from lookahead.parallel.shard import Shards, shard
 from lookahead.parallel.share import _under
 
@@ -28,7 +29,7 @@ def one_tree() -> tuple[TokenTree, list[str]]:
     window = Window(4, 3, lambda: next(numbers))
     window.advance(0, [next(numbers) for _ in range(window.columns)], frozenset())
     tree = TokenTree(0)
-    window.plant(tree)
+    window.add_to(tree)
     names = ["x", *(f"a{i}" for i in range(1, 4)), *(f"b{i}" for i in range(4))]
     for letter in "cd":
         tree.add_candidate([next(numbers), next(numbers)])

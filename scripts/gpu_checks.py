@@ -340,7 +340,8 @@ def make_model(machine: Machine, **shape: int) -> Any:
 
 def sample_tree(rows: int, vocabulary: int) -> Any:
     """The paper's (15, 5, ...) window as far as it goes, then candidates of four tokens."""
-    from lookahead.core import TokenTree, Window
+    from lookahead.core import TokenTree
+    from lookahead.drafters import Window
 
     tree = TokenTree(1)
     if rows >= 62:
@@ -348,7 +349,7 @@ def sample_tree(rows: int, vocabulary: int) -> Any:
         window = Window(15, 5, lambda: next(numbers) % vocabulary)
         for _ in range(3):
             window.advance(1, [next(numbers) % vocabulary for _ in range(window.columns)], frozenset())
-        window.plant(tree)
+        window.add_to(tree)
     number = 0
     while len(tree) < rows:
         number += 1
@@ -377,7 +378,7 @@ def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Ca
 
 def check_step(machine: Machine) -> None:
     """t(k) on the 7B shape, with the floor: bytes over bandwidth, operations over rate."""
-    from lookahead.targets.probe import make_target, probe
+    from lookahead.targets.factory import make_target, probe
     from lookahead.targets.transformers import TransformersTarget
 
     model = make_model(machine)
@@ -462,7 +463,7 @@ def _times(seconds: float, floor: float, one: float) -> str:
 
 def check_text(machine: Machine) -> None:
     """What is taken by itself against plain decoding, in full precision, so that every token must be equal."""
-    from lookahead.targets.probe import make_target
+    from lookahead.targets.factory import make_target
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
@@ -528,7 +529,7 @@ def check_ranks(machine: Machine) -> None:
 def as_rank(machine: Machine) -> None:
     """What each process of ``check_ranks`` does."""
     from lookahead import parallel
-    from lookahead.targets.probe import make_target
+    from lookahead.targets.factory import make_target
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()

@@ -26,7 +26,7 @@ def accept_a_wrong_node(monkeypatch):
 
     def broken(tree, choose, finished=None):
         steps.append(1)
-        wrong = next((n for n in range(1, len(tree)) if tree.parents[n] == 0 and tree.read[n]), None)
+        wrong = next((n for n in range(1, len(tree)) if tree.parents[n] == 0 and tree.needs_logits[n]), None)
         if len(steps) < 3 or wrong is None:
             return honest(tree, choose, finished)
         return honest(tree, lambda node: choose(node) if node else _wrong(tree, wrong, choose), finished)

@@ -10,15 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.adaptive import SOURCES, AdaptiveConfig, AdaptiveDrafter, AdaptiveState, grow, warm_state
-from lookahead.adaptive.calibration import SURE, Calibration
-from lookahead.adaptive.grow import Grower
-from lookahead.adaptive.logits import LogitCache, greedy_entries
-from lookahead.adaptive.suffix import COUNT, DEPTH, FIELDS, SHIFT, TOTAL, SuffixTrie
-from lookahead.adaptive.tables import Tables
-from lookahead.core import LookaheadConfig, Request, SettingsError, TokenTree, make_drafter
+from lookahead.core import LookaheadConfig, Request, SettingsError, TokenTree
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import (
+    SOURCES,
+    AdaptiveConfig,
+    AdaptiveDrafter,
+    AdaptiveState,
+    grow,
+    warm_state,
+)
+from lookahead.drafters.adaptive.calibration import SURE, Calibration
+from lookahead.drafters.adaptive.grow import Grower
+from lookahead.drafters.adaptive.logits import LogitCache, greedy_entries
+from lookahead.drafters.adaptive.suffix import COUNT, DEPTH, FIELDS, SHIFT, TOTAL, SuffixTrie
+from lookahead.drafters.adaptive.tables import Tables
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.probe import make_target
+from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
 
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
@@ -411,7 +419,7 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
     np.savez(path.with_suffix(".npz"), format=np.array(1), **{"greedy.hits.0": np.array([object()])})
     with pytest.raises(SettingsError, match="no saved state"):
         AdaptiveState.load(path.with_suffix(".npz"))
-    monkeypatch.setattr("lookahead.adaptive.state.LARGEST_FILE", 10)
+    monkeypatch.setattr("lookahead.drafters.adaptive.state.LARGEST_FILE", 10)
     with pytest.raises(SettingsError, match="at most"):
         AdaptiveState.load(path)
 

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from lookahead.adaptive import (
+from lookahead.core import Request, SettingsError
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import (
     AdaptiveDrafter,
     AdaptiveState,
     Budget,
@@ -13,10 +15,9 @@ from lookahead.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.adaptive.budget import AHEAD, BLOCK, LOOK, LOOK_SHARE, MOST_STAKE, SHARE, STAKE
-from lookahead.adaptive.costs import MENU, from_points, place_of, slopes
-from lookahead.adaptive.times import times_file
-from lookahead.core import Request, SettingsError, make_drafter
+from lookahead.drafters.adaptive.budget import AHEAD, BLOCK, LOOK, LOOK_SHARE, MOST_STAKE, SHARE, STAKE
+from lookahead.drafters.adaptive.costs import MENU, from_points, place_of, slopes
+from lookahead.drafters.adaptive.times import times_file
 from lookahead.testing import FakeTarget, run
 
 FLAT = [0.010 * (1 + 0.002 * k) for k in MENU]
@@ -266,7 +267,7 @@ class Clocked(FakeTarget):
 def clock(monkeypatch):
     Clocked.now = 0.0
     for module in ("drafter", "times"):
-        monkeypatch.setattr(f"lookahead.adaptive.{module}.perf_counter", lambda: Clocked.now)
+        monkeypatch.setattr(f"lookahead.drafters.adaptive.{module}.perf_counter", lambda: Clocked.now)
 
 
 def unpredictable(prefix):

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.adaptive import AdaptiveState, load_times, model_key, times_of
 from lookahead.cli import app
+from lookahead.drafters.adaptive import AdaptiveState, load_times, model_key, times_of
 from toy import save
 
 
@@ -45,9 +45,11 @@ def test_tuned_times_are_found_again(toy):
 
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
-    original = lookahead.adaptive.measure_times
-    monkeypatch.setattr("lookahead.adaptive.times.measure_times", lambda *a: calls.append(1) or original(*a))
-    monkeypatch.setattr("lookahead.adaptive.times._known", {})
+    original = lookahead.drafters.adaptive.measure_times
+    monkeypatch.setattr(
+        "lookahead.drafters.adaptive.times.measure_times", lambda *a: calls.append(1) or original(*a)
+    )
+    monkeypatch.setattr("lookahead.drafters.adaptive.times._known", {})
     llm = lookahead.load(toy, method="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)

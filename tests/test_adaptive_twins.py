@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from lookahead.adaptive import (
+from lookahead.core import Request, SettingsError, TokenTree
+from lookahead.drafters.adaptive import (
     SOURCES,
     AdaptiveDrafter,
     AdaptiveState,
 )
-from lookahead.adaptive.config import DEFAULT_SOURCES
-from lookahead.adaptive.twins import Twins, why_not_compiled
-from lookahead.core import Request, SettingsError, TokenTree
+from lookahead.drafters.adaptive.config import DEFAULT_SOURCES
+from lookahead.drafters.adaptive.twins import Twins, why_not_compiled
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, repetitive_text, run
 
@@ -99,7 +99,7 @@ def learned(state, sampled):
 
 
 def _pure_arrays(table):
-    from lookahead.adaptive.state import _arrays
+    from lookahead.drafters.adaptive.state import _arrays
 
     return _arrays(table)
 
@@ -266,7 +266,7 @@ def test_requests_of_one_state_may_keep_more_or_fewer_tokens():
 
 
 def test_without_numba_the_pure_twin_drafts(monkeypatch):
-    from lookahead.adaptive import twins
+    from lookahead.drafters.adaptive import twins
 
     monkeypatch.setattr(twins, "why_not_compiled", lambda: "numba is not installed (pip install numba)")
     assert not AdaptiveState().twins.compiled

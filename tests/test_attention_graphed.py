@@ -10,9 +10,9 @@ import torch
 from lookahead import attention
 from lookahead.attention.register import enable
 from lookahead.core import SettingsError, TokenTree
+from lookahead.targets.factory import _sample_tree, make_target, probe
 from lookahead.targets.graphable import HostReads, graphable
 from lookahead.targets.graphed import BUCKETS, GraphedTarget, bucket_of, buffer_size, fill, forget
-from lookahead.targets.probe import _sample_tree, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]

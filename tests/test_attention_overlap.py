@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lookahead.core import LookaheadConfig, Request, make_drafter
+from lookahead.core import LookaheadConfig, Request
 from lookahead.core.decode import greedy
-from lookahead.core.drafters import LookaheadDrafter
+from lookahead.drafters import LookaheadDrafter, make_drafter
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, run
 
@@ -39,8 +39,8 @@ class Launching(FakeTarget):
 class Busy(LookaheadDrafter):
     """Does what it can while the device works, and says which tree that was."""
 
-    def meanwhile(self, tree):
-        self.log.append("meanwhile")
+    def overlap(self, tree):
+        self.log.append("overlap")
         self.seen = tree
 
     def observe(self, tree, scores, path, tokens):

@@ -5,7 +5,7 @@ import torch
 
 from lookahead.attention.register import NAME, causal, enable, enabled
 from lookahead.core import SettingsError
-from lookahead.targets.probe import make_target, probe
+from lookahead.targets.factory import make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]

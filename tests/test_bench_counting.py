@@ -10,7 +10,8 @@ from lookahead.bench.record import was_busy
 from lookahead.bench.run import first_difference, loop_free
 from lookahead.bench.spec_bench import rows, write_answers
 from lookahead.bench.summary import unequal_text
-from lookahead.core import METHODS, SettingsError
+from lookahead.core import SettingsError
+from lookahead.drafters import METHODS
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.core import METHODS
+from lookahead.drafters import METHODS
 from lookahead.testing import tiny_model
 from toy import save
 

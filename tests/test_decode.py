@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import (
-    METHODS,
     Decoder,
     LookaheadConfig,
     NGramPool,
@@ -14,8 +13,8 @@ from lookahead.core import (
     Request,
     SettingsError,
     decode,
-    make_drafter,
 )
+from lookahead.drafters import METHODS, make_drafter
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 CORE_METHODS = ["lookahead", "jacobi", "prompt-lookup"]

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lookahead
-from lookahead.adaptive import AdaptiveConfig, AdaptiveState
-from lookahead.core import (
-    METHODS,
-    LookaheadConfig,
-    NGramPool,
-    NumericalError,
-    OutOfMemory,
-    SettingsError,
-    method_for,
-)
-from lookahead.core.drafters import OWN_SETTINGS
+from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
+from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
+from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
 from lookahead.engine import Options
 from lookahead.engine.options import OptionFields
 from lookahead.engine.text import Detokenizer, TextStream

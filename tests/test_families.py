@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lookahead.hf
-from lookahead.targets.probe import probe
+from lookahead.targets.factory import probe
 from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, tiny_model
 
 MODES = {

@@ -119,7 +119,9 @@ ADAPTIVE = {"lookahead_config": {"budget": False, "max_rows": 24}}
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["greedy", "sampled", "top-p", "repetition", "eos-list", "processor-sampled"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "sampled", "top-p", "repetition", "eos-list", "processor-sampled"]
+)
 def test_equal_output_where_the_drafter_sees_the_coming_noise(name, batch):
     plain, ours = both(prompts(batch), drafted=ADAPTIVE, **OPTIONS[name])
     assert ours.tolist() == plain.tolist()

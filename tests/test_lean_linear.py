@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lookahead.targets.lean.cache import LeanCache
-from lookahead.targets.lean.kernels import Norm, NumbaKernels, TorchKernels, Turns, best_kernels
-from lookahead.targets.lean.linear import Int8Linear, PackedLinear, PlainLinear, best_kind
-from lookahead.targets.lean.specs import LinearParts
+from lookahead.targets.cpu.cache import LeanCache
+from lookahead.targets.cpu.kernels import Norm, NumbaKernels, TorchKernels, Turns, best_kernels
+from lookahead.targets.cpu.linear import Int8Linear, PackedLinear, PlainLinear, best_kind
+from lookahead.targets.cpu.specs import LinearParts
 
 ROWS = (1, 2, 3, 5, 8, 13, 16, 31, 32, 64, 100, 128)
 packed_only = pytest.mark.skipif(best_kind(torch.float32)[0] is PlainLinear, reason="no oneDNN linear here")

@@ -12,8 +12,8 @@ import torch
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.lean import LeanTarget
-from lookahead.targets.probe import make_target
+from lookahead.targets.cpu import LeanTarget
+from lookahead.targets.factory import make_target
 from lookahead.targets.scores import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
 from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
@@ -21,8 +21,8 @@ from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
 pytest.importorskip("numba")
 import llvmlite.binding as llvm
 
-from lookahead.targets.lean.native import TILES, NativeModel, jobs, team
-from lookahead.targets.lean.specs import read
+from lookahead.targets.cpu.native import TILES, NativeModel, jobs, team
+from lookahead.targets.cpu.specs import read
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -57,7 +57,7 @@ def bush(seed: int, rows: int) -> TokenTree:
         tree.add(
             draw.randrange(VOCABULARY),
             draw.randrange(max(0, len(tree) - 6), len(tree)),
-            read=draw.random() < 0.8,
+            needs_logits=draw.random() < 0.8,
         )
     return tree
 
@@ -80,12 +80,12 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
         scores = target.forward(trees)
         paths = []
         for (slot, tree), drafted in zip(trees, scores, strict=True):
-            end = max(range(len(tree)), key=lambda node: (tree.read[node], tree.depths[node]))
+            end = max(range(len(tree)), key=lambda node: (tree.needs_logits[node], tree.depths[node]))
             path = path_to(tree, end)[:6]
             paths.append((slot, path))
             for node in path:
                 (plain,) = alone.forward([(slot, TokenTree(tree.tokens[node]))])
-                if tree.read[node]:
+                if tree.needs_logits[node]:
                     assert torch.equal(plain.row(0), drafted.row(node)), (turn, slot, node)
                     assert plain.best(0) == drafted.best(node) == int(plain.row(0).float().argmax())
                 alone.commit([(slot, [0])])
@@ -108,7 +108,7 @@ def test_every_kind_of_product_has_these_bits(kind: str) -> None:
     (scores,) = target.forward([(0, tree)])
     for node in path_to(tree, max(range(45), key=tree.depths.__getitem__)):
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
-        assert not tree.read[node] or torch.equal(plain.row(0), scores.row(node))
+        assert not tree.needs_logits[node] or torch.equal(plain.row(0), scores.row(node))
         alone.commit([(0, [0])])
 
 
@@ -130,7 +130,7 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
     for node in path:
         torch.set_num_threads(3 - threads)
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
-        assert not tree.read[node] or torch.equal(plain.row(0), scores.row(node))
+        assert not tree.needs_logits[node] or torch.equal(plain.row(0), scores.row(node))
         alone.commit([(0, [0])])
 
 
@@ -157,7 +157,7 @@ def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPat
     tree = bush(5, 40)
     right = target.forward([(0, tree)])[0]
     original = jobs.COLUMNS
-    from lookahead.targets.lean.native import model
+    from lookahead.targets.cpu.native import model
 
     honest = model._Step.__init__
 
@@ -173,7 +173,7 @@ def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(model._Step, "__init__", reversed_paths)
     wrong = target.forward([(0, tree)])[0]
-    deep = [node for node in tree.read_nodes() if tree.depths[node] >= 3]
+    deep = [node for node in tree.needs_logits_nodes() if tree.depths[node] >= 3]
     assert deep
     assert original == jobs.COLUMNS
     assert any(not torch.equal(right.row(node), wrong.row(node)) for node in deep)
@@ -185,7 +185,7 @@ def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
     target.prefill([(0, prompt(5)), (1, prompt(7))])
     trees = [(0, bush(1, 20)), (1, bush(2, 9))]
     for (_, tree), scores in zip(trees, target.forward(trees), strict=True):
-        nodes = tree.read_nodes()
+        nodes = tree.needs_logits_nodes()
         reference = LogitsBatch(torch.stack([scores.row(node) for node in nodes])[None])
         for k in (8, 3, 70):
             ids, odds = scores.top(nodes, k)
@@ -203,8 +203,8 @@ def test_nan_is_named_and_stays_with_its_row() -> None:
     with torch.no_grad():
         target.lean.embedding[11] = torch.nan
     tree = TokenTree(5)
-    tree.add(11, 0, read=True)
-    tree.add(12, 0, read=True)
+    tree.add(11, 0, needs_logits=True)
+    tree.add(12, 0, needs_logits=True)
     (scores,) = target.forward([(0, tree)])
     assert scores.row(0).isfinite().all()
     assert scores.row(2).isfinite().all()

@@ -10,10 +10,11 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree, make_drafter
-from lookahead.targets.lean import REGISTRY, LeanModel, LeanTarget, Spec, register
-from lookahead.targets.lean.linear import PlainLinear
-from lookahead.targets.probe import make_target
+from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
+from lookahead.drafters import make_drafter
+from lookahead.targets.cpu import REGISTRY, LeanModel, LeanTarget, Spec, register
+from lookahead.targets.cpu.linear import PlainLinear
+from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run
 
 VOCABULARY = 97
@@ -80,7 +81,7 @@ def branched(seed: int, rows: int = 14) -> TokenTree:
     for start in range(3):
         parent = 0
         for i in range((rows - 1) // 3):
-            parent = tree.add((seed * (start + 2) + 5 * i + start) % VOCABULARY, parent, read=i != 1)
+            parent = tree.add((seed * (start + 2) + 5 * i + start) % VOCABULARY, parent, needs_logits=i != 1)
     return tree
 
 
@@ -104,7 +105,7 @@ def test_logits_are_those_of_the_transformers_target(family: str) -> None:
         trees = [(s, branched(5 * turn + s, 14 + 3 * s)) for s in lengths]
         both = [target.forward(trees) for target in (naive, lean)]
         for (_, tree), a, b in zip(trees, *both, strict=True):
-            assert worst(a, b, tree.read_nodes()) < 2e-5
+            assert worst(a, b, tree.needs_logits_nodes()) < 2e-5
         last = [(s, len(tree) - 1, tree) for s, tree in trees]
         paths = [(s, [n for n in range(end + 1) if tree.ancestors[end] >> n & 1]) for s, end, tree in last]
         for target in (naive, lean):
@@ -127,7 +128,7 @@ def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str)
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.targets.lean import target as module
+    from lookahead.targets.cpu import target as module
 
     for family in ("llama", "mistral-sliding"):
         model = tiny(family)
@@ -206,7 +207,7 @@ def test_bf16_is_near_its_twin_and_a_row_does_not_depend_on_the_others() -> None
     tree = branched(7, 31)
     a, b = naive.forward([(0, tree)])[0], lean.forward([(0, tree)])[0]
     spread = float(a.row(0).float().std())
-    assert worst(a, b, tree.read_nodes()) < 0.25 * spread
+    assert worst(a, b, tree.needs_logits_nodes()) < 0.25 * spread
     alone = lean.forward([(0, TokenTree(tree.tokens[0]))])[0]
     assert torch.equal(alone.row(0), b.row(0))
 
@@ -285,11 +286,11 @@ def test_an_unknown_path_is_refused() -> None:
 def test_without_numba_the_torch_twin_agrees(
     family: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lookahead.targets.lean import forward
+    from lookahead.targets.cpu import forward
 
     if not onednn:
         monkeypatch.setattr(forward, "best_kind", lambda dtype: (PlainLinear, "plain weights: forced"))
-    monkeypatch.setitem(sys.modules, "lookahead.targets.lean.native", None)  # as where numba is not there
+    monkeypatch.setitem(sys.modules, "lookahead.targets.cpu.native", None)  # as where numba is not there
     model = tiny(family)
     lean, naive = make_target(model), make_target(model, path="transformers")
     assert isinstance(lean.lean, LeanModel)
@@ -299,7 +300,7 @@ def test_without_numba_the_torch_twin_agrees(
         target.prefill([(0, prompt(9))])
     tree = branched(3)
     a, b = (target.forward([(0, tree)])[0] for target in (lean, naive))
-    assert worst(a, b, tree.read_nodes()) < 2e-5
+    assert worst(a, b, tree.needs_logits_nodes()) < 2e-5
     assert_same_as_autoregressive(lean, [prompt(12, 1)], "lookahead", None, 20, vocabulary=VOCABULARY)
 
 

@@ -16,8 +16,9 @@ import time
 
 import pytest
 
-from lookahead.core import METHODS, NumericalError, OutOfMemory, Request, SettingsError, make_drafter
+from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError
 from lookahead.core.decode import greedy
+from lookahead.drafters import METHODS, make_drafter
 from lookahead.testing import FakeTarget, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
@@ -27,7 +28,7 @@ PRELOAD = [
     "torch.distributed",
     "lookahead.parallel",
     "lookahead.testing",
-    "lookahead.targets.probe",
+    "lookahead.targets.factory",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gemma3.modeling_gemma3",
 ]
@@ -202,7 +203,7 @@ def case_top(target):
     for one in (target, alone):
         one.prefill([(0, [1, 2])])
     (ours,), (plain,) = target.forward([(0, tree)]), alone.forward([(0, tree)])
-    nodes = tree.read_nodes()[::-1]
+    nodes = tree.needs_logits_nodes()[::-1]
     assert ours.top(nodes, 4) == plain.top(nodes, 4)
     assert [ours.row(node) for node in nodes] == [plain.row(node) for node in nodes]
     target.release(0)
@@ -279,7 +280,7 @@ def tiny_llama(rope=None):
 
 def model_cases(rank, family):
     """A real model: keys and values of rows that a rank lacks are computed again."""
-    from lookahead.targets.probe import make_target
+    from lookahead.targets.factory import make_target
     from lookahead.testing import tiny_model
 
     model = tiny_model(family, initializer_range=0.1)
@@ -358,7 +359,7 @@ def nan_rank(rank):
 
 
 def unequal_rank(rank, what):
-    from lookahead.targets.probe import make_target
+    from lookahead.targets.factory import make_target
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
@@ -387,7 +388,7 @@ def leader_ends(rank, how):
 
 def command_line(rank, arguments, dies_at):
     """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
-    import lookahead.targets.probe as probe
+    import lookahead.targets.factory as probe
     from lookahead.cli import app
 
     make, steps = probe.make_target, []
@@ -573,7 +574,7 @@ def split_by_tensors(rank, folder):
     from transformers import AutoModelForCausalLM
 
     from lookahead import parallel
-    from lookahead.targets.probe import make_target
+    from lookahead.targets.factory import make_target
 
     group = parallel.start("gloo", 60.0)
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size,), mesh_dim_names=("tp",))

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import LookaheadConfig, TokenTree, Window
+from lookahead.core import LookaheadConfig, TokenTree
+from lookahead.drafters import Window
 from lookahead.parallel.shard import _branches, shard
 from lookahead.parallel.share import Share, _under
 from lookahead.parallel.wire import (
@@ -32,7 +33,7 @@ def window_tree(width=15, ngram_size=5, candidates=15, seed=0):
     for _ in range(ngram_size - 2):
         window.advance(1, [fill() for _ in range(window.columns)], frozenset())
     tree = TokenTree(1)
-    window.plant(tree)
+    window.add_to(tree)
     for _ in range(candidates):
         tree.add_candidate([fill() for _ in range(ngram_size - 1)])
     return tree
@@ -54,7 +55,7 @@ def test_shards_are_parent_closed_and_every_read_row_has_one_owner(tree, ranks, 
         assert rows == tree.closure(rows)  # parent-closed, in row order, with the root
         tree.subtree(rows)
     for node, owner in enumerate(cut.owner):
-        assert (owner >= 0) == tree.read[node]
+        assert (owner >= 0) == tree.needs_logits[node]
         assert owner < 0 or node in cut.rows[owner]
     assert cut.owner[0] == 0
 
@@ -108,7 +109,7 @@ def test_owed_tokens_stand_above_the_root():
     tree = _under([5, 6], part)
     assert tree.tokens == [5, 6, 7, 8, 9]
     assert tree.depths == [0, 1, 2, 3, 4]
-    assert tree.read == [False, False, True, True, True]
+    assert tree.needs_logits == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("limit", [100, 11, 10, 9, 8])
@@ -140,7 +141,7 @@ def test_debts_are_paid_in_passes_of_their_own_where_depth_is_short(limit):
 @given(trees())
 def test_a_tree_survives_the_wire(tree):
     copy = unpack_tree(pack_tree(tree))
-    assert (copy.tokens, copy.parents, copy.read) == (tree.tokens, tree.parents, tree.read)
+    assert (copy.tokens, copy.parents, copy.needs_logits) == (tree.tokens, tree.parents, tree.needs_logits)
 
 
 @given(st.lists(st.lists(st.integers(-1, 1 << 40))))

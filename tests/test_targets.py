@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import lookahead.targets.transformers as target_module
-from lookahead.core import Decoder, Request, SettingsError, TokenTree, make_drafter
+from lookahead.core import Decoder, Request, SettingsError, TokenTree
+from lookahead.drafters import make_drafter
 from lookahead.targets.cache import TreeCache
+from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
 from lookahead.targets.plain import PlainTarget
-from lookahead.targets.probe import make_target, probe
 from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 

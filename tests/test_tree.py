@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import TokenTree, Window
+from lookahead.core import TokenTree
+from lookahead.drafters import Window
 
 
 def picture(tree):
@@ -30,9 +31,9 @@ def test_mask_of_a_small_tree_is_this_picture():
 def test_a_common_prefix_is_one_row_and_becomes_read():
     tree = TokenTree(0)
     window_row = tree.add(5, 0)
-    assert not tree.read[window_row]
+    assert not tree.needs_logits[window_row]
     tree.add_candidate([5, 6])
-    assert tree.read == [True, True, True]
+    assert tree.needs_logits == [True, True, True]
     assert tree.child(0, 5) == window_row
     assert tree.child(0, 6) is None
 
@@ -81,11 +82,11 @@ def test_window_mask_equals_the_dense_one(width, ngram_size):
     window = Window(width, ngram_size, lambda: next(fresh))
     root = 1
     for _ in range(ngram_size - 2):
-        window.plant(TokenTree(root))
+        window.add_to(TokenTree(root))
         window.advance(root, [next(fresh) for _ in window.newest_nodes()], frozenset())
     assert window.full
     tree = TokenTree(root)
-    window.plant(tree)
+    window.add_to(tree)
     assert tree.mask() == dense_window_mask(width, ngram_size - 1)
     expected = [i for i in range(width)] + [lv + i for lv in range(1, ngram_size - 1) for i in range(width)]
     assert tree.depths == expected

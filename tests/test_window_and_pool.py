@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import NGramPool, SettingsError, TokenTree, Window
+from lookahead.core import NGramPool, SettingsError, TokenTree
+from lookahead.drafters import Window
 
 
 def counting_window(width, ngram_size):
@@ -15,11 +16,11 @@ def counting_window(width, ngram_size):
 def test_one_step_closes_the_ngrams_that_the_paper_draws():
     window = counting_window(3, 3)
     assert window.levels == [[100, 101, 102]]  # one longer than W - 1: the warm-up uses one up
-    window.plant(TokenTree(1))
+    window.add_to(TokenTree(1))
     assert window.advance(1, [10, 11, 12, 13], frozenset()) == [(1, 10), (100, 11), (101, 12), (102, 13)]
     assert window.levels == [[101, 102], [11, 12, 13]]
     tree = TokenTree(10)
-    window.plant(tree)
+    window.add_to(tree)
     assert [tree.path_tokens(n) for n in window.newest_nodes()] == [
         [10, 11], [10, 101, 12], [10, 101, 102, 13],
     ]  # fmt: skip
@@ -29,7 +30,7 @@ def test_one_step_closes_the_ngrams_that_the_paper_draws():
 
 def test_an_end_token_is_harvested_and_replaced():
     window = counting_window(2, 2)
-    window.plant(TokenTree(1))
+    window.add_to(TokenTree(1))
     assert window.advance(1, [5, 2], frozenset({2})) == [(1, 5), (100, 2)]
     assert 2 not in window.levels[0]
 
@@ -40,7 +41,7 @@ def test_the_window_survives_any_narrowing(width, ngram_size, limits):
     for limit in sorted(limits, reverse=True):
         tree = TokenTree(1)
         window.narrow(limit - len(window.levels) + 2)
-        window.plant(tree)
+        window.add_to(tree)
         assert max(tree.depths) <= limit
         new = [50 + i for i, _ in enumerate(window.newest_nodes())]
         for ngram in window.advance(1, new, frozenset()):
@@ -49,7 +50,7 @@ def test_the_window_survives_any_narrowing(width, ngram_size, limits):
 
 def test_sliding_by_more_columns_keeps_the_shape():
     window = counting_window(4, 3)
-    window.plant(TokenTree(1))
+    window.add_to(TokenTree(1))
     window.advance(1, [10, 11, 12, 13, 14], frozenset())
     sizes = [len(level) for level in window.levels]
     window.slide(2)

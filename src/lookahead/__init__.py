@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .core import (
-    METHODS,
     PRESETS,
     LookaheadConfig,
     LookaheadError,
@@ -24,6 +23,7 @@ from .core import (
     SettingsError,
     Stats,
 )
+from .drafters import METHODS
 
 if TYPE_CHECKING:
     from .engine import BUNDLED, LLM, Options, Result, load

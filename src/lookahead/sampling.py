@@ -191,7 +191,7 @@ class Chooser:
             )
         return token
 
-    def meanwhile(self, tree: TokenTree) -> None:
+    def overlap(self, tree: TokenTree) -> None:
         """Draw the noise of every position that the step may emit, while a device evaluates it."""
         if self.noise is not None and self.noise.overlaps:
             first = self.position - self._start

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .core import Decoder, Generation, OutOfMemory, Request, TokenTree, make_drafter
+from .core import Decoder, Generation, OutOfMemory, Request, TokenTree
 from .core.decode import Choose, greedy
 from .core.errors import NumericalError
+from .drafters import make_drafter
 
 
 def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[Sequence[int]], int]:
@@ -39,7 +40,7 @@ class FakeScores:
         self._tree = tree
 
     def _context(self, node: int) -> list[int]:
-        if not self._tree.read[node]:
+        if not self._tree.needs_logits[node]:
             raise AssertionError(f"row {node} was not marked as read")
         return self._prefix + self._tree.path_tokens(node)
 
@@ -73,6 +74,9 @@ class FakeTarget:
         max_positions: bounds the depth of trees.
         max_rows: a wider step raises OutOfMemory.
     """
+
+    path = "fake"
+    reason = "a function of the prefix"
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ class HFLookahead(HFLM):
     """``hf`` of lm-evaluation-harness, whose texts are generated with lookahead.
 
     Args:
-        method: a drafting method of ``lookahead.core.METHODS``; by default "adaptive", or "lookahead" where
+        method: a drafting method of ``lookahead.drafters.METHODS``; by default "adaptive", or "lookahead" where
             ``lookahead`` is given.
         lookahead: (W, N, G) as "W/N/G", because the harness splits its arguments at commas; or a preset.
         **keywords: those of ``hf``.

@@ -3,7 +3,7 @@
 The counter, for both sides: the first forward pass of the target is the prefill, every later one is a step;
 its rows are the positions it evaluates, its tokens those that it adds to the text, the ending token included.
 A method is named by a text such as ``hf-greedy``, ``prompt-lookup``, ``lookahead:15,5,15`` or
-``lookahead:15,5,15:pool_from_prompt=0``; any name in ``lookahead.core.METHODS`` is one.
+``lookahead:15,5,15:pool_from_prompt=0``; any name in ``lookahead.drafters.METHODS`` is one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from ..core import METHODS, Decoder, Drafter, LookaheadConfig, NGramPool, Request, SettingsError, make_drafter
-from ..core.drafters import OWN_SETTINGS
+from ..core import Decoder, Drafter, LookaheadConfig, NGramPool, Request, SettingsError
+from ..drafters import METHODS, OWN_SETTINGS, make_drafter
 from .subject import Subject
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted")
@@ -122,17 +122,17 @@ def _pool(config: LookaheadConfig, warm: bool, old: Any) -> Any:
 
 def _adaptive_state(config: Any, warm: bool, old: Any) -> Any:
     """What it has measured of the machine is kept, cold or warm; what it has learnt of texts only when warm."""
-    from ..adaptive import AdaptiveState
+    from ..drafters.adaptive import AdaptiveState
 
     return AdaptiveState(config, keep=warm, times=None if old is None else old.times)
 
 
 def _step_times(subject: Subject) -> Any:
     """What steps cost here: kept ones, or measured now."""
-    from ..adaptive import measure_times, rehearse, times_for
+    from ..drafters.adaptive import measure_times, rehearse, times_for
 
     if subject.model is not None:
-        path = str(getattr(subject.target, "path", ""))
+        path = subject.target.path
         return times_for(subject.model, path, lambda: subject.target)
     rehearse(subject.target, subject.vocabulary)
     return measure_times(subject.target, subject.vocabulary)
@@ -143,7 +143,7 @@ STATES: dict[str, Callable[[Any, bool, Any], Any]] = {"lookahead": _pool, "adapt
 
 
 class Drafted(Method):
-    """One of ``lookahead.core.METHODS``, driven by the only loop.
+    """One of ``lookahead.drafters.METHODS``, driven by the only loop.
 
     Args:
         name: the method. config: its settings, as ``make_drafter`` takes them. state: "", "cold" or "warm".

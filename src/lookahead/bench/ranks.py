@@ -18,7 +18,8 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-from ..core import Decoder, LookaheadConfig, Request, TokenTree, make_drafter
+from ..core import Decoder, LookaheadConfig, Request, TokenTree
+from ..drafters import make_drafter
 from ..parallel.shard import shard
 from ..parallel.wire import FRAME, HEAD
 from .pictures import colour, new_figure
@@ -105,7 +106,7 @@ def step_times(
     for count in rows:
         tree = TokenTree(1)
         for number in range(count - 1):
-            tree.add(number % target.vocabulary, number // 4, read=True)
+            tree.add(number % target.vocabulary, number // 4, needs_logits=True)
         spent = []
         for _ in range(repeats):
             start = perf_counter()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..core import METHODS, SettingsError
+from ..core import SettingsError
+from ..drafters import METHODS
 from .pictures import COLOURS, colour, new_figure
 from .ranks import parallel
 from .sampling_quality import as_rows, joint_law, same_tokens

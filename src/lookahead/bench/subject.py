@@ -47,9 +47,9 @@ class Subject:
         """A subject from a transformers model and its tokenizer.
 
         Args:
-            path: "lean" or "transformers" to force one of the two; see ``lookahead.targets.probe.make_target``.
+            path: "lean" or "transformers" to force one of the two; see ``lookahead.targets.factory.make_target``.
         """
-        from ..targets.probe import make_target
+        from ..targets.factory import make_target
 
         target = make_target(model, path=path)
         eos = model.generation_config.eos_token_id

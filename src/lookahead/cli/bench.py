@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core import METHODS, SettingsError
+from ..core import SettingsError
+from ..drafters import METHODS
 from .console import note, stderr
 from .options import MACHINE, Device, Model, Threads
 

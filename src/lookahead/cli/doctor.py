@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..core import METHODS
+from ..drafters import METHODS
 from . import options as opt
 
 app = typer.Typer(add_completion=False)

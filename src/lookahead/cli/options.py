@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import DEFAULT_METHOD, METHODS, PRESETS, LookaheadConfig, SettingsError
-from ..core.drafters import OWN_SETTINGS
+from ..core import PRESETS, LookaheadConfig, SettingsError
+from ..drafters import DEFAULT_METHOD, METHODS, OWN_SETTINGS
 
 if TYPE_CHECKING:
     from ..engine import LLM

@@ -138,7 +138,9 @@ def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
         "id": name,
         "step": step.generation.stats.steps if tree is not None else 0,
         "rows": step.rows,
-        "tree": None if tree is None else {"tokens": tree.tokens, "parents": tree.parents, "read": tree.read},
+        "tree": None
+        if tree is None
+        else {"tokens": tree.tokens, "parents": tree.parents, "read": tree.needs_logits},
         "path": step.path,
         "tokens": step.tokens,
         "text": piece,

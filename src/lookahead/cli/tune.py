@@ -49,7 +49,7 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from ..adaptive import measure_times, model_key, save_times
+    from ..drafters.adaptive import measure_times, model_key, save_times
 
     target = llm.target()
     points: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def tune(
     )
     if not points:
         raise SettingsError("--contexts must hold a length that the model can take, got " + contexts)
-    path = save_times(model_key(llm.model, str(getattr(target, "path", ""))), times)
+    path = save_times(model_key(llm.model, target.path), times)
     if as_json:
         typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
     else:

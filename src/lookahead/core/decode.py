@@ -25,7 +25,7 @@ from .tree import TokenTree
 from .verify import verify
 
 #: (scores, node) -> the target's own token there. Asked exactly once per emitted token, in order. It may have a
-#: method ``meanwhile(tree)``, as a drafter has.
+#: method ``overlap(tree)``, as a drafter has.
 Choose = Callable[[Scores, int], int]
 PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
@@ -187,7 +187,7 @@ class Decoder:
         """Let a sequence join at the next step."""
         generation = Generation(request)
         generation.stats.prompt_tokens = len(request.prompt)
-        generation.stats.path = getattr(self.target, "path", "")
+        generation.stats.path = self.target.path
         self._waiting.append(generation)
         return generation
 
@@ -281,7 +281,7 @@ class Decoder:
             try:
                 scores = self.target.forward([(g.slot, t) for g, t in zip(running, trees, strict=True)])
                 for g, tree in zip(running, trees, strict=True):
-                    self._meanwhile(g.request, tree)
+                    self._overlap(g.request, tree)
                 spent = {"draft": drafted - start, "forward": perf_counter() - drafted}
                 return trees, scores, spent
             except OutOfMemory as error:
@@ -300,12 +300,12 @@ class Decoder:
                 self.max_rows = rows // 2
 
     @staticmethod
-    def _meanwhile(request: Request, tree: TokenTree) -> None:
+    def _overlap(request: Request, tree: TokenTree) -> None:
         """What needs no logits; a device that runs by itself is still computing them."""
-        ahead = getattr(request.choose, "meanwhile", None)
+        ahead = getattr(request.choose, "overlap", None)
         if ahead is not None:
             ahead(tree)
-        request.drafter.meanwhile(tree)
+        request.drafter.overlap(tree)
 
     def _walk(self, generation: Generation, tree: TokenTree, scores: Scores) -> Step | None:
         request = generation.request
@@ -319,7 +319,7 @@ class Decoder:
         stats = generation.stats
         stats.steps += 1
         stats.rows += len(tree)
-        stats.drafted += sum(tree.read) - 1
+        stats.drafted += sum(tree.needs_logits) - 1
         stats.accepted += len(tokens) - 1
         stats.tokens_per_step[len(tokens)] += 1
         stats.rows_per_step[len(tree)] += 1

@@ -50,7 +50,7 @@ class Drafter(ABC):
         A drafter may rank its candidates with it. The output does not depend on whether it does.
         """
 
-    def meanwhile(self, tree: TokenTree) -> None:  # noqa: B027
+    def overlap(self, tree: TokenTree) -> None:  # noqa: B027
         """Called between the launch of a step and the first look at its logits.
 
         On a device that runs by itself (CUDA) this time is free: the place for what does not depend on the

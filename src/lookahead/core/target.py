@@ -13,7 +13,7 @@ from .tree import TokenTree
 
 
 class Scores(Protocol):
-    """The target's logits at the rows of one tree that are read."""
+    """The target's logits at the rows of one tree that need logits."""
 
     def best(self, node: int) -> int:
         """The token with the largest logit under ``node``. Raises NumericalError on NaN."""
@@ -34,7 +34,17 @@ class Scores(Protocol):
 
 
 class Target(Protocol):
-    """The model being accelerated."""
+    """The model being accelerated.
+
+    Attributes:
+        path: what evaluates steps, as statistics name it; "" where there is nothing to tell apart.
+        reason: one line for people: why this path was taken.
+        vocabulary: V.
+    """
+
+    path: str
+    reason: str
+    vocabulary: int
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         """Evaluate and commit whole prompts, each into its slot. Node 0 of the scores is the last token.

@@ -26,22 +26,22 @@ class TokenTree:
         parents    the parent's row, -1 for the root
         depths     distance from the root; the row's position is T + depth
         ancestors  bit j of entry i is set where row j is an ancestor of row i, or row i itself
-        read       whether anybody reads the row's logits; verification descends only into such rows
+        needs_logits  whether the row's logits are computed; verification descends only into such rows
     """
 
-    __slots__ = ("_children", "ancestors", "depths", "parents", "read", "tokens")
+    __slots__ = ("_children", "ancestors", "depths", "needs_logits", "parents", "tokens")
 
     def __init__(self, root: int) -> None:
         self.tokens: list[int] = [root]
         self.parents: list[int] = [-1]
         self.depths: list[int] = [0]
         self.ancestors: list[int] = [1]
-        self.read: list[bool] = [True]
+        self.needs_logits: list[bool] = [True]
         self._children: dict[tuple[int, int], int] = {}
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """A tree of rows that are all read, made in one go; the root has parent -1.
+        """A tree of rows that all need logits, made in one go; the root has parent -1.
 
         Raises:
             ValueError: a parent does not come before its child, or a node has two children of one token.
@@ -49,7 +49,7 @@ class TokenTree:
         tree = cls(tokens[0])
         size = len(tokens)
         tree.tokens, tree.parents = list(tokens), list(parents)
-        tree.read = [True] * size
+        tree.needs_logits = [True] * size
         children = tree._children = dict(zip(zip(parents, tokens, strict=True), range(size), strict=True))
         del children[parents[0], tokens[0]]
         if len(children) != size - 1 or any(not 0 <= parents[node] < node for node in range(1, size)):
@@ -67,13 +67,13 @@ class TokenTree:
     def __repr__(self) -> str:
         return f"TokenTree(rows={len(self)}, depth={max(self.depths)})"
 
-    def add(self, token: int, parent: int, read: bool = False) -> int:
+    def add(self, token: int, parent: int, needs_logits: bool = False) -> int:
         """The child of ``parent`` that bears ``token``, made if need be. Returns its row."""
         key = (parent, token)
         node = self._children.get(key)
         if node is not None:
-            if read:
-                self.read[node] = True
+            if needs_logits:
+                self.needs_logits[node] = True
             return node
         node = len(self.tokens)
         self._children[key] = node
@@ -81,22 +81,22 @@ class TokenTree:
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.ancestors.append(self.ancestors[parent] | (1 << node))
-        self.read.append(read)
+        self.needs_logits.append(needs_logits)
         return node
 
     def add_candidate(self, tokens: Iterable[int], parent: int = 0) -> int:
         """Add a chain of tokens to verify, sharing what prefix is there. Returns the last row."""
         for token in tokens:
-            parent = self.add(token, parent, read=True)
+            parent = self.add(token, parent, needs_logits=True)
         return parent
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that bears ``token``, or None."""
         return self._children.get((node, token))
 
-    def read_nodes(self) -> list[int]:
-        """The rows whose logits somebody reads, in order; the root is always among them."""
-        return [node for node, read in enumerate(self.read) if read]
+    def needs_logits_nodes(self) -> list[int]:
+        """The rows whose logits are computed, in order; the root is always among them."""
+        return [node for node, needed in enumerate(self.needs_logits) if needed]
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root (included) down to ``node``."""
@@ -132,7 +132,7 @@ class TokenTree:
                 raise ValueError(
                     f"rows must be parent-closed: row {node} is here, its parent {self.parents[node]} is not"
                 )
-            new_row[node] = result.add(self.tokens[node], parent, self.read[node])
+            new_row[node] = result.add(self.tokens[node], parent, self.needs_logits[node])
         return result
 
     def mask(self) -> list[list[bool]]:

@@ -35,7 +35,7 @@ def verify(
         if finished is not None and finished(token):
             return path, tokens
         child = tree.child(node, token)
-        if child is None or not tree.read[child]:
+        if child is None or not tree.needs_logits[child]:
             return path, tokens
         path.append(child)
         node = child
@@ -63,7 +63,7 @@ def speculative_sample(
         p = list(law(node))
         accepted = None
         for child in range(node + 1, len(tree)):
-            if tree.parents[child] != node or not tree.read[child]:
+            if tree.parents[child] != node or not tree.needs_logits[child]:
                 continue
             token = tree.tokens[child]
             if rng.random() < p[token]:

@@ -19,7 +19,7 @@ from ..core import (
     Request,
     SettingsError,
 )
-from ..core.drafters import OWN_SETTINGS, make_drafter, method_for
+from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from .options import OptionFields, Options
 from .prompts import Prompt, as_list, encode
@@ -39,7 +39,7 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
-        probe: the verdict of ``lookahead.targets.probe``; None takes it now.
+        probe: the verdict of ``lookahead.targets.factory``; None takes it now.
         name: for people.
         tokenizer_error: why there is no tokenizer.
 
@@ -58,7 +58,7 @@ class LLM:
         name: str = "",
         tokenizer_error: str | None = None,
     ) -> None:
-        from ..targets.probe import probe as take_probe
+        from ..targets.factory import probe as take_probe
 
         self.model = model
         self.tokenizer = tokenizer
@@ -106,7 +106,7 @@ class LLM:
     def path(self) -> str:
         """What evaluates steps: "lean", "transformers", "graphed", ... as ``target`` finds."""
         if self._path is None:
-            self._path = str(getattr(self.target(), "path", ""))
+            self._path = self.target().path
         return self._path
 
     def target(self, path: str = "auto") -> Any:
@@ -115,7 +115,7 @@ class LLM:
         Args:
             path: "lean", "graphed" or "transformers" to force one of those that evaluate trees.
         """
-        from ..targets.probe import make_target
+        from ..targets.factory import make_target
 
         if self.team is not None and path == "auto":
             return self.team.target()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..core import LookaheadError, SettingsError, make_drafter, method_for
+from ..core import LookaheadError, SettingsError
+from ..drafters import make_drafter, method_for
 from .llm import LLM
 
 #: Where the model that comes with the package lies.
@@ -51,7 +52,7 @@ def load(
         dtype: of the weights; "auto" keeps what the checkpoint names.
         device: "cpu", "cuda", "cuda:1", ...; None takes a GPU where there is one.
         config: (W, N, G) and the rest, anything ``LookaheadConfig.of`` takes; or settings of adaptive.
-        method: how to draft unless a call says otherwise; a name in ``lookahead.core.METHODS``. None is
+        method: how to draft unless a call says otherwise; a name in ``lookahead.drafters.METHODS``. None is
             "adaptive", or "lookahead" where ``config`` is a (W, N, G).
         revision: of a hub id.
         trust_remote_code: let the model's own code run.
@@ -110,7 +111,7 @@ def load(
         llm.target()  # raises where there is no such path
     if group is not None:
         from ..parallel import join
-        from ..targets.probe import make_target
+        from ..targets.factory import make_target
 
         llm.team = join(lambda: make_target(model), group, model)
     return llm
@@ -326,7 +327,7 @@ def _check_causal(model: Any, name: str) -> None:
 
 def _probe(model: Any) -> Any:
     """The probe's verdict; said once where no tree can be used."""
-    from ..targets.probe import probe
+    from ..targets.factory import probe
 
     verdict = probe(model)
     if verdict.mode != "tree":

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from ..core import METHODS, SettingsError
+from ..core import SettingsError
+from ..drafters import METHODS
 from ..sampling import Process
 
 
@@ -55,7 +56,7 @@ class Options:
 
     Attributes:
         max_new_tokens: at least 1; the model's context may end the text earlier.
-        method: a name in ``lookahead.core.METHODS``; None for the one given to ``load``, or for the one that
+        method: a name in ``lookahead.drafters.METHODS``; None for the one given to ``load``, or for the one that
             ``config`` is for.
         config: anything ``LookaheadConfig.of`` takes, or settings of adaptive; None for the one given to ``load``.
         temperature: 0 is greedy, above 0 samples.
@@ -69,7 +70,7 @@ class Options:
         stop: strings that end the text and are not part of it.
         ignore_eos: go on past the model's end tokens.
         pool: what the method keeps across calls: an ``NGramPool`` for "lookahead", one prompt at a time, or an
-            ``lookahead.adaptive.AdaptiveState`` for "adaptive", which the prompts of a list share.
+            ``lookahead.drafters.adaptive.AdaptiveState`` for "adaptive", which the prompts of a list share.
     """
 
     max_new_tokens: int = 128

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def cold_state(llm: LLM, config: Any) -> Any:
     """Nothing of earlier texts, but the step times of this model on this machine."""
-    from ..adaptive import AdaptiveConfig, AdaptiveState
+    from ..drafters.adaptive import AdaptiveConfig, AdaptiveState
 
     settings = AdaptiveConfig.of(config)
     return AdaptiveState(settings, keep=False, times=step_times(llm) if settings.budget else None)
@@ -19,7 +19,7 @@ def cold_state(llm: LLM, config: Any) -> Any:
 
 def warm_state(llm: LLM, file: str | os.PathLike[str] | None, config: Any) -> Any:
     """A state that keeps what it learns; see ``LLM.warm_state``."""
-    from ..adaptive import AdaptiveConfig, AdaptiveState
+    from ..drafters.adaptive import AdaptiveConfig, AdaptiveState
 
     settings = AdaptiveConfig.of(config)
     text = llm.model.config.get_text_config(decoder=True)
@@ -32,6 +32,6 @@ def warm_state(llm: LLM, file: str | os.PathLike[str] | None, config: Any) -> An
 
 def step_times(llm: LLM) -> Any:
     """Kept ones, or measured now, once."""
-    from ..adaptive import times_for
+    from ..drafters.adaptive import times_for
 
     return times_for(llm.model, llm.path, llm.target)

@@ -15,10 +15,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..core import Decoder, Drafter, Request, SettingsError, Stats, make_drafter, method_for
+from ..core import Decoder, Drafter, Request, SettingsError, Stats
 from ..core.config import LookaheadConfig
-from ..core.drafters import OWN_SETTINGS
-from ..targets.probe import make_target, probe
+from ..drafters import OWN_SETTINGS, make_drafter, method_for
+from ..targets.factory import make_target, probe
 from ..targets.transformers import TransformersTarget
 from .refusals import caller_arguments, refuse
 from .rows import Criteria, NoiseStream, Row, RowNoise, may_draw_ahead, row_processors
@@ -116,7 +116,7 @@ def generate(
     ]
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     if pool is None and name == "adaptive":
-        pool = _cold_state(model, settings, str(getattr(target, "path", "")))
+        pool = _cold_state(model, settings, target.path)
 
     def drafter(row: Row) -> Drafter:
         made = make_drafter(name, settings, target.vocabulary, pool)
@@ -184,7 +184,7 @@ def _drafting(
 
 def _cold_state(model: PreTrainedModel, config: Any, path: str) -> Any:
     """Nothing of earlier texts, but the step times of this model on this machine, measured once."""
-    from ..adaptive import AdaptiveConfig, AdaptiveState, times_for
+    from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
 
     settings = AdaptiveConfig.of(config)
     if not settings.budget:

@@ -239,7 +239,7 @@ def fingerprint(target: Any, model: Any) -> list[int]:
     return [
         total,
         sum(tensor.numel() for tensor in tensors),
-        int(getattr(target, "vocabulary", 0)),
+        target.vocabulary,
         _stable(str(first.dtype)),
         _stable(first.device.type),
         _stable(type(target).__name__),

@@ -48,7 +48,7 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
     extra = extra if extra is not None else [0] * ranks
     if ranks == 1:
         whole = list(range(len(tree)))
-        return Shards([whole], [0 if read else -1 for read in tree.read])
+        return Shards([whole], [0 if read else -1 for read in tree.needs_logits])
     branches = [tree.ancestors[node] for node in _branches(tree)]
     low, high = 1 + max(extra), len(tree) + max(extra)
     while low < high:
@@ -65,7 +65,7 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
         own = [node for node in range(len(tree)) if bits >> node & 1]
         rows.append(own)
         for node in own:
-            if tree.read[node] and owner[node] < 0:
+            if tree.needs_logits[node] and owner[node] < 0:
                 owner[node] = rank
     return Shards(rows, owner)
 
@@ -73,7 +73,7 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
 def _branches(tree: TokenTree) -> list[int]:
     """Read rows with no read row below them, depth first; the root where it is the only one."""
     below: list[list[int]] = [[] for _ in tree.tokens]
-    wanted = list(tree.read)
+    wanted = list(tree.needs_logits)
     for node in range(len(tree) - 1, 0, -1):
         if wanted[node]:
             wanted[tree.parents[node]] = True

@@ -112,13 +112,13 @@ def _under(debt: Sequence[int], shard: TokenTree) -> TokenTree:
     if not debt:
         return shard
     tree = TokenTree(debt[0])
-    tree.read[0] = False
+    tree.needs_logits[0] = False
     last = 0
     for token in debt[1:]:
         last = tree.add(token, last)
     for row, token in enumerate(shard.tokens):
         parent = last if row == 0 else len(debt) + shard.parents[row]
-        tree.add(token, parent, shard.read[row])
+        tree.add(token, parent, shard.needs_logits[row])
     return tree
 
 

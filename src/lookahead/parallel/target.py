@@ -204,5 +204,5 @@ class ParallelTarget:
 def _part(tree: TokenTree, cut: Shards, rank: int) -> TokenTree:
     """A rank's rows as a tree in which only its own rows are read (and the root, for the comparison)."""
     part = tree.subtree(cut.rows[rank])
-    part.read = [row == 0 or cut.owner[node] == rank for row, node in enumerate(cut.rows[rank])]
+    part.needs_logits = [row == 0 or cut.owner[node] == rank for row, node in enumerate(cut.rows[rank])]
     return part

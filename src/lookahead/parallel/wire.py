@@ -163,7 +163,7 @@ def pack_tree(tree: TokenTree) -> list[int]:
     """One number per row: token, parent and read flag."""
     return [
         token << 32 | (parent + 1) << 1 | read
-        for token, parent, read in zip(tree.tokens, tree.parents, tree.read, strict=True)
+        for token, parent, read in zip(tree.tokens, tree.parents, tree.needs_logits, strict=True)
     ]
 
 

@@ -105,7 +105,7 @@ class _Worker:
         part.scores, part.offsets = part.share.forward(trees)
         best, sketches = [], []
         for (_, tree), scores, offset in zip(trees, part.scores, part.offsets, strict=True):
-            best += [best_or_nan(scores, offset + row) for row, read in enumerate(tree.read) if read]
+            best += [best_or_nan(scores, offset + row) for row, read in enumerate(tree.needs_logits) if read]
             if check:
                 sketches.append(sketch(scores, offset))
         self._answer(part, best, sketches)

@@ -191,7 +191,7 @@ def _difference(
         last = len(tree) - 1
         path = [node for node in range(last + 1) if tree.ancestors[last] >> node & 1]
         (expected,), (scores,) = naive.forward([(0, tree)]), graphed.forward([(0, tree)])
-        for node in tree.read_nodes():
+        for node in tree.needs_logits_nodes():
             worst = max(worst, _spread(expected.row(node), scores.row(node)))
         for target in (naive, graphed):
             target.commit([(0, path)])
@@ -207,7 +207,9 @@ def _together(
     graphed.prefill(prompts)
     two = [(slot, trees(19 + slot, naive.vocabulary)) for slot in range(2)]
     both = zip(naive.forward(two), graphed.forward(two), two, strict=True)
-    return max(_spread(a.row(node), b.row(node)) for a, b, (_, tree) in both for node in tree.read_nodes())
+    return max(
+        _spread(a.row(node), b.row(node)) for a, b, (_, tree) in both for node in tree.needs_logits_nodes()
+    )
 
 
 def _spread(reference: torch.Tensor, row: torch.Tensor) -> float:

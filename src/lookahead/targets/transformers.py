@@ -153,7 +153,7 @@ class TransformersTarget:
         rows = max(map(len, only_trees))
         self.cache.place(slots, lengths, rows)
         ids, positions = stack_rows(only_trees, lengths, rows)
-        nodes = sorted(set().union(*(tree.read_nodes() for tree in only_trees)))
+        nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
         dtype, device = self.model.dtype, self.model.device
         alibi, mask, bias = self.facts.alibi, None, nullcontext()
         tree_attention = enabled(self.model)

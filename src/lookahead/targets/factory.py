@@ -19,7 +19,7 @@ from .plain import PlainTarget
 from .transformers import ModelFacts, TransformersTarget
 
 if TYPE_CHECKING:
-    from .lean import LeanTarget
+    from .cpu import LeanTarget
 
 #: Largest tolerated difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
@@ -83,8 +83,8 @@ def make_target(
         SettingsError: the forced path is not there for this model.
     """
     from . import graphable
+    from .cpu import LeanTarget, lean_model
     from .graphed import CAPACITY, GraphedTarget
-    from .lean import LeanTarget, lean_model
 
     if path not in ("auto", "lean", "graphed", "transformers"):
         raise SettingsError(f"path must be 'auto', 'lean', 'graphed' or 'transformers', got {path!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ..core import SettingsError
+from ...core import SettingsError
 from .config import SOURCES, AdaptiveConfig
 from .grow import Grower
 from .suffix import SuffixTrie

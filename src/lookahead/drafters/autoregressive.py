@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drafter import UNLIMITED_ROWS, Drafter
-from ..target import Scores
-from ..tree import TokenTree
+from ..core.drafter import UNLIMITED_ROWS, Drafter
+from ..core.target import Scores
+from ..core.tree import TokenTree
 
 
 class AutoregressiveDrafter(Drafter):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import Scores
+from ...core import Scores
 from .logits import KINDS, WINDOW, greedy_entries, sampled_entries
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..config import LookaheadConfig
-from ..drafter import UNLIMITED_ROWS, Drafter
-from ..pool import NGramPool
-from ..target import Scores
-from ..tree import TokenTree
-from ..window import Window
+from ..core.config import LookaheadConfig
+from ..core.drafter import UNLIMITED_ROWS, Drafter
+from ..core.pool import NGramPool
+from ..core.target import Scores
+from ..core.tree import TokenTree
+from .window import Window
 
 
 class LookaheadDrafter(Drafter):
@@ -65,9 +65,9 @@ class LookaheadDrafter(Drafter):
         window.narrow(max_depth - levels + 2)
         if window.rows() >= max_rows:
             window.narrow((max_rows // 2) // max(1, levels))
-        window.plant(tree)
+        window.add_to(tree)
         if config.verify_window:
-            tree.read = [True] * len(tree)
+            tree.needs_logits = [True] * len(tree)
         if config.guess_set_size and max_depth > 0:
             for continuation in self.pool.get(self._text[-1])[: config.guess_set_size]:
                 room = max_rows - len(tree)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..core import TokenTree, Window
+from ...core import TokenTree
+from ..window import Window
 
 #: Steps over which the credit looks back, roughly, and what a window row is thought to bring at first.
 HORIZON = 100
@@ -47,10 +48,10 @@ class Explorer:
         self._window.narrow(max_depth - len(self._window.levels) + 2)
         return self._window.rows()
 
-    def plant(self, tree: TokenTree) -> None:
+    def add_to(self, tree: TokenTree) -> None:
         """Add the window to a tree, all of its rows to be read."""
-        self._window.plant(tree)
-        tree.read = [True] * len(tree)
+        self._window.add_to(tree)
+        tree.needs_logits = [True] * len(tree)
         self._planted = True
 
     def advance(

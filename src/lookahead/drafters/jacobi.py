@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..drafter import UNLIMITED_ROWS, Drafter
-from ..errors import SettingsError
-from ..target import Scores
-from ..tree import TokenTree
+from ..core.drafter import UNLIMITED_ROWS, Drafter
+from ..core.errors import SettingsError
+from ..core.target import Scores
+from ..core.tree import TokenTree
 
 
 class JacobiDrafter(Drafter):

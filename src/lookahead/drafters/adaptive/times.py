@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import Decoder, Request, SettingsError, Target, TokenTree
+from ...core import Decoder, Request, SettingsError, Target, TokenTree
 from .costs import MENU, StepTimes, from_points
 
 #: Rows and contexts of the short calibration.
@@ -139,7 +139,7 @@ def _step(target: Target, slots: Sequence[int], tree: TokenTree, plain: bool = F
     for score in scores:
         score.best(0)
         if not plain:
-            score.top(tree.read_nodes(), 8)
+            score.top(tree.needs_logits_nodes(), 8)
     target.commit([(slot, [0]) for slot in slots])
     return perf_counter() - start
 
@@ -153,7 +153,7 @@ def _bush(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> Token
             parent = 0
         if len(tree) > vocabulary // 2:  # a tiny vocabulary runs out of children
             break
-        tree.add(rng.randrange(vocabulary), parent, read=True)
+        tree.add(rng.randrange(vocabulary), parent, needs_logits=True)
     return tree
 
 

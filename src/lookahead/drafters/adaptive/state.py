@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import SettingsError
+from ...core import SettingsError
 from .budget import StepTimes
 from .config import AdaptiveConfig
 from .suffix import SHIFT

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .tree import TokenTree
+from ..core.tree import TokenTree
 
 
 class Window:
@@ -60,7 +60,7 @@ class Window:
         elif columns < self.columns:
             self.levels = [self.levels[0][: columns - 1]] + [lv[:columns] for lv in self.levels[1:]]
 
-    def plant(self, tree: TokenTree) -> None:
+    def add_to(self, tree: TokenTree) -> None:
         """Add the window's rows; the newest level is the one that is read."""
         if not self.levels:
             return

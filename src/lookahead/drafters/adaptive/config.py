@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..core import LookaheadConfig, SettingsError
+from ...core import LookaheadConfig, SettingsError
 
 #: Where candidates come from; the letters of docs/adaptive.md.
 SOURCES = {

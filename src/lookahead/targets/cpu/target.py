@@ -82,7 +82,7 @@ class LeanTarget:
                 length = self.lengths[slot]
                 mine = [length + depth for depth in tree.depths]
                 blocks.append(Block(slot, length, len(tree), tree, mine))
-                nodes.append(tree.read_nodes())
+                nodes.append(tree.needs_logits_nodes())
                 read += [len(tokens) + node for node in nodes[-1]]
                 tokens += tree.tokens
                 positions += mine

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from ..core import Drafter, Scores, SettingsError, TokenTree
-from ..core.drafter import UNLIMITED_ROWS, Noise
+from ...core import Drafter, Scores, SettingsError, TokenTree
+from ...core.drafter import UNLIMITED_ROWS, Noise
 from .budget import LONGEST_REST, MENU, Budget, place_of
 from .config import SOURCES, AdaptiveConfig
 from .costs import StepTimes
@@ -174,7 +174,7 @@ class AdaptiveDrafter(Drafter):
         tree = TokenTree.of(grower.tokens, grower.parents)
         self._window_start = rows
         if planted and explorer is not None:
-            explorer.plant(tree)
+            explorer.add_to(tree)
             grower.adopt(tree)
         return tree
 

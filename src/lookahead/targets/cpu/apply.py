@@ -132,7 +132,7 @@ def _difference(naive: TransformersTarget, lean: LeanTarget, trees: Callable[[in
     two = [trees(13 + b, vocabulary) for b in range(2)]
     last = len(two[0]) - 1
     path = [node for node in range(last + 1) if two[0].ancestors[last] >> node & 1]
-    steps.append((list(enumerate(two)), two[0].read_nodes()))
+    steps.append((list(enumerate(two)), two[0].needs_logits_nodes()))
     steps.append(([(b, TokenTree((17 + b) % vocabulary)) for b in range(2)], [0]))
     worst = 0.0
     for number, (rows, nodes) in enumerate(steps):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
-from ..core import Scores, TokenTree
+from ...core import Scores, TokenTree
 from .calibration import NOTHING, SILENT, STATES, SURE, VOICE_NGRAM, VOICES
 from .logits import under_noise
 from .observe import answers_by_position, judge, keep_ngram, read_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import Scores, TokenTree
+from ...core import Scores, TokenTree
 from .arrays import ArrayReader, ArrayTables, address_of, empty_slots
 from .compiled import entries as code
 from .compiled import layout

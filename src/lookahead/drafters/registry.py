@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
-from ..config import LookaheadConfig
-from ..drafter import Drafter
-from ..errors import SettingsError
-from ..pool import NGramPool
+from ..core.config import LookaheadConfig
+from ..core.drafter import Drafter
+from ..core.errors import SettingsError
+from ..core.pool import NGramPool
 from .autoregressive import AutoregressiveDrafter
 from .jacobi import JacobiDrafter
 from .lookahead import LookaheadDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = [
-    "DEFAULT_METHOD",
-    "METHODS",
-    "AutoregressiveDrafter",
-    "JacobiDrafter",
-    "LookaheadDrafter",
-    "PromptLookupDrafter",
-    "make_drafter",
-    "method_for",
-]
-
 
 def _adaptive(config: Any, vocabulary: int, pool: Any) -> Drafter:
-    """Lives beside the core, because it needs arrays; loaded when it is asked for."""
-    drafter: Drafter = import_module("lookahead.adaptive").AdaptiveDrafter(config, vocabulary, pool)
-    return drafter
+    """Imported when it is asked for, because it loads numpy and numba."""
+    from .adaptive import AdaptiveDrafter
+
+    return AdaptiveDrafter(config, vocabulary, pool)
 
 
 #: method -> (config, vocabulary size, pool to keep) -> drafter of one sequence
@@ -73,10 +62,10 @@ def make_drafter(method: str, config: Any = None, vocabulary: int = 0, pool: Any
     Args:
         method: a name in ``METHODS``.
         config: anything that ``LookaheadConfig.of`` takes, and (1, 1, 0) makes every method plain decoding;
-            "adaptive" takes a ``lookahead.adaptive.AdaptiveConfig`` or a mapping of its settings.
+            "adaptive" takes a ``lookahead.drafters.adaptive.AdaptiveConfig`` or a mapping of its settings.
         vocabulary: V, for guesses at random; 0 takes them from the prompt only.
         pool: what a method keeps across calls: an ``NGramPool`` for lookahead, a
-            ``lookahead.adaptive.AdaptiveState`` for adaptive.
+            ``lookahead.drafters.adaptive.AdaptiveState`` for adaptive.
     """
     if method not in METHODS:
         raise SettingsError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
