@@ -1,6 +1,6 @@
 """Draws the tree of docs/architecture.md from the code: every module with its first line, and the lines per package.
 
-    python docs/draw_architecture.py --write
+python docs/draw_architecture.py --write
 """
 
 from __future__ import annotations

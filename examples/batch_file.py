@@ -19,6 +19,10 @@ with destination.open("w", encoding="utf-8") as file:
     # `run` yields every step of every prompt; a prompt's last update carries its result, an error included.
     for update in llm.run(prompts, batch_size=4, max_new_tokens=64):
         if update.result is not None:
-            record = {"index": update.index, "text": update.result.text, "finish": update.result.finish_reason}
+            record = {
+                "index": update.index,
+                "text": update.result.text,
+                "finish": update.result.finish_reason,
+            }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 print(f"{len(prompts)} texts in {destination}")

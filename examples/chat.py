@@ -1,6 +1,6 @@
 """A conversation, streamed. Type a message and press Enter; an empty line ends it.
 
-    python examples/chat.py [MODEL]
+python examples/chat.py [MODEL]
 """
 
 import sys

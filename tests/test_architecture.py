@@ -18,7 +18,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 def table(heading):
     """The rows of the table under a heading, as lists of cells."""
     section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line[:1] == "|"
+    ]
     return rows[2:]
 
 
@@ -62,7 +66,8 @@ def test_packages_import_what_the_page_says():
 
 
 def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
-    hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in table("One prompt, from the shell to the forward pass and back")]
+    rows = table("One prompt, from the shell to the forward pass and back")
+    hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in rows]
     assert 5 <= len(hops) <= 10
     entered = []
 
@@ -74,7 +79,8 @@ def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
                 entered.append(place)
 
     seen = set()
-    monkeypatch.setattr(sys, "argv", ["lookahead", "generate", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"])
+    command = ["lookahead", "generate", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
+    monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
 
     sys.setprofile(note)
