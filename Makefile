@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN)/python -m lookahead generate --prompt-file examples/binary_search.py --max-new-tokens 160 --compare --color
+	$(RUN)/python -m lookahead generate --prompt-file examples/prompts/binary_search.py --max-new-tokens 160 --compare --color
 
 # Tiny models are faster on one thread than on threads that wait for each other.
 test: $(READY) lint

@@ -1,0 +1,28 @@
+"""A file of prompts, one JSON object a line, to a file of texts; several share every forward pass.
+
+    python examples/batch_file.py prompts.jsonl texts.jsonl [MODEL]
+
+The command line does the same and resumes: lookahead generate MODEL --input prompts.jsonl --output texts.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import lookahead
+
+source, destination = Path(sys.argv[1]), Path(sys.argv[2])
+llm = lookahead.load(sys.argv[3] if len(sys.argv) > 3 else None)
+prompts = [json.loads(line)["prompt"] for line in source.read_text(encoding="utf-8").splitlines()]
+
+with destination.open("w", encoding="utf-8") as file:
+    # `run` yields every step of every prompt; a prompt's last update carries its result, an error included.
+    for update in llm.run(prompts, batch_size=4, max_new_tokens=64):
+        if update.result is not None:
+            record = {
+                "index": update.index,
+                "text": update.result.text,
+                "finish": update.result.finish_reason,
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+print(f"{len(prompts)} texts in {destination}")

@@ -1,0 +1,19 @@
+"""Keep what the adaptive drafter learns, from call to call and from process to process.
+
+    python examples/warm_state.py FILE [MODEL]
+
+Run it twice: the second run begins with what the first one learnt. The file holds statistics of the texts, so keep
+it where the texts may be kept.
+"""
+
+import sys
+
+import lookahead
+
+file = sys.argv[1]
+llm = lookahead.load(sys.argv[2] if len(sys.argv) > 2 else None)
+state = llm.warm_state(file)  # empty where the file is not there yet
+for name in ("is_prime", "is_square", "is_even"):
+    result = llm.generate(f"def {name}(n):\n", max_new_tokens=64, pool=state)
+    print(f"{name}: {result.stats.compression_ratio:.2f} tokens per forward pass")
+state.save(file)

@@ -1,0 +1,208 @@
+"""Differential fuzzing: random calls of model.generate with and without lookahead, compared token for token.
+
+    python tests/fuzz.py --seconds 3600 --report docs/results/soak.md      the long form (make soak)
+    python tests/fuzz.py --case 1234                                       one case again, by its number
+
+A case is a function of its number alone: model family, weights, prompts, padding, lengths near powers of two and
+near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls draw from
+torch's generator under one seed, so sampled texts must be equal too, and so must the generator's state afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import lookahead
+from lookahead.testing import FAMILIES, tiny_model
+
+#: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
+ALONE = ("llama-dynamic-ntk",)
+METHODS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"lookahead_config": {"max_rows": 16, "budget": False}},
+    {"lookahead_config": {"max_rows": 64, "budget": False}},
+    {"method": "lookahead", "lookahead_config": "5,3,5"},
+    {"method": "lookahead", "lookahead_config": "15,5,15"},
+    {"method": "lookahead", "lookahead_config": "1,2,0"},
+    {"method": "lookahead", "lookahead_config": "3,2,7"},
+    {"method": "jacobi"},
+    {"method": "prompt-lookup"},
+    {"method": "autoregressive"},
+]
+
+
+@functools.lru_cache(maxsize=256)
+def model_of(family: str, seed: int, spread: float) -> Any:
+    model = tiny_model(family, seed=seed, initializer_range=spread)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@dataclass
+class Case:
+    """One pair of calls, made from its number."""
+
+    number: int
+    family: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+    ids: Any = None
+    mask: Any = None
+    model: Any = None
+
+    @classmethod
+    def of(cls, number: int) -> Case:
+        draw = random.Random(number)
+        case = cls(number, family=draw.choice(FAMILIES))
+        case.model = model_of(case.family, draw.randrange(2), draw.choice([0.05, 0.1, 0.2]))
+        rows = 1 if case.family in ALONE else draw.choice([1, 1, 1, 2, 3])
+        length = max(
+            1, draw.choice([1, 2, 5, 8, 16, 31, 32, 33, 64, 127, 128, 200]) + draw.choice([-1, 0, 0, 1])
+        )
+        new = draw.choice([1, 2, 3, 7, 16, 33, 48, 64, 100])
+        if draw.random() < 0.1:  # up to the model's last position
+            new = 256 - length
+        new = min(new, 256 - length)
+        vocabulary = draw.choice([4, 20, 96])
+        period = draw.choice([3, 7, length])
+        stretch = [[3 + draw.randrange(max(1, vocabulary - 3)) for _ in range(period)] for _ in range(rows)]
+        case.ids = torch.tensor([(row * length)[:length] for row in stretch])
+        case.mask = torch.ones_like(case.ids)
+        for row in range(1, rows):
+            padding = draw.randrange(length)
+            case.mask[row, :padding] = 0
+            case.ids[row, :padding] = 0
+        case.options = {"max_new_tokens": new}
+        if draw.random() < 0.5:
+            case.options |= {"do_sample": True, "temperature": draw.choice([0.3, 0.7, 1.0, 1.3])}
+            case.options |= draw.choice([{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 0}])
+        if draw.random() < 0.3:
+            case.options |= draw.choice(
+                [{"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 3}, {"min_new_tokens": min(5, new)}]
+            )
+        if draw.random() < 0.4:
+            case.options |= {
+                "eos_token_id": draw.sample(range(3, 96), draw.choice([1, 2, 8])),
+                "pad_token_id": 0,
+            }
+        if draw.random() < 0.2:
+            case.options |= {"return_dict_in_generate": True, "output_scores": True}
+        case.method = draw.choice(METHODS)
+        return case
+
+    def run(self, **ours: Any) -> tuple[Any, Any]:
+        torch.manual_seed(self.number)
+        out = self.model.generate(self.ids, attention_mask=self.mask, **self.options, **ours)
+        return out, torch.random.get_rng_state()
+
+    def difference(self) -> tuple[str, int]:
+        """("" or what differs, tokens compared)."""
+        plain, plain_state = self.run()
+        ours, state = self.run(custom_generate=lookahead.generate, **self.method)
+        pair = [out if torch.is_tensor(out) else out.sequences for out in (ours, plain)]
+        tokens = (pair[1].shape[1] - self.ids.shape[1]) * len(self.ids)
+        if pair[0].tolist() != pair[1].tolist():
+            return "tokens", tokens
+        if not torch.equal(state, plain_state):
+            return "the generator's state", tokens
+        if not torch.is_tensor(plain):
+            if len(ours.scores) != len(plain.scores):
+                return "the number of scores", tokens
+            for one, other in zip(ours.scores, plain.scores, strict=True):
+                if not torch.allclose(one, other, rtol=1e-3, atol=1e-3):
+                    return "scores", tokens
+        return "", tokens
+
+    def __str__(self) -> str:
+        shape = f"{len(self.ids)} x {self.ids.shape[1]} tokens"
+        return f"case {self.number}: {self.family}, {shape}, {self.options}, {self.method}"
+
+
+@dataclass
+class Report:
+    """What a run of the fuzzer saw."""
+
+    cases: int = 0
+    tokens: int = 0
+    families: Counter[str] = field(default_factory=Counter)
+    found: list[str] = field(default_factory=list)
+
+
+def fuzz(seconds: float, first: int = 0, tell: Any = None) -> Report:
+    """Run cases from a number on until the time is over."""
+    report, end, number = Report(), time.monotonic() + seconds, first
+    while time.monotonic() < end:
+        case = Case.of(number)
+        try:
+            wrong, tokens = case.difference()
+        except Exception as error:  # a crash is a finding like any other
+            wrong, tokens = f"{type(error).__name__}: {error}", 0
+        report.cases, report.tokens = report.cases + 1, report.tokens + tokens
+        report.families[case.family] += 1
+        if wrong:
+            report.found.append(f"{case}: {wrong}")
+        if tell is not None:
+            tell(report)
+        number += 1
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--case", type=int, help="run one case and say what differs")
+    parser.add_argument("--report", type=Path, help="write a page")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if given.case is not None:
+        case = Case.of(given.case)
+        print(case)
+        print(case.difference()[0] or "equal")
+        return
+    started = time.monotonic()
+
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=given.seconds)
+
+        def tell(report: Report) -> None:
+            said = f"{report.cases} cases, {report.tokens} tokens, {len(report.found)} differ"
+            bar.update(task, completed=time.monotonic() - started, description=said)
+
+        report = fuzz(given.seconds, given.first, tell)
+    lines = [
+        "# Differential fuzzing",
+        "",
+        f"`python tests/fuzz.py --seconds {given.seconds:.0f} --first {given.first}`",
+        "",
+        f"torch {torch.__version__}, float32, CPU. {report.cases} pairs of calls over {len(report.families)} "
+        f"families, {report.tokens} tokens compared with `model.generate` of transformers: **{len(report.found)} differ**.",
+        "",
+        *(f"- {line}" for line in report.found),
+    ]
+    page = "\n".join(lines).rstrip() + "\n"
+    if given.report is not None:
+        given.report.write_text(page)
+    print(page)
+    sys.exit(1 if report.found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""docs/architecture.md is true: its tree, its import rules, and the way of one prompt through the code."""
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import lookahead
+
+SOURCE = Path(lookahead.__file__).parent
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def table(heading):
+    """The rows of the table under a heading, as lists of cells."""
+    section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line[:1] == "|"
+    ]
+    return rows[2:]
+
+
+def test_the_tree_is_the_one_that_the_code_draws():
+    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    text = PAGE.read_text()
+    assert draw.page(text) == text, "run python docs/draw_architecture.py --write"
+
+
+def imported_packages(path):
+    """Packages of this library that a module imports, wherever in the module it does so."""
+    parts = path.relative_to(SOURCE).parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = list(parts[: len(parts) - node.level])
+                names = [[*base, *(node.module or "").split("."), alias.name] for alias in node.names]
+                found |= {next((part for part in name if part), "") for name in names}
+            elif (node.module or "").split(".")[0] == "lookahead":
+                found.add((node.module + ".x").split(".")[1])
+    return found
+
+
+def test_packages_import_what_the_page_says():
+    allowed = {}
+    for packages, others in table("Who may import whom"):
+        for package in re.findall(r"`(\w+)`", packages):
+            allowed[package] = {*re.findall(r"`(\w+)`", others), package, "core", "__version__"}
+    packages = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+    assert packages - {"__init__", "__main__", "models"} == set(allowed)
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {package}"
+        for path in SOURCE.rglob("*.py")
+        if (own := path.relative_to(SOURCE).parts[0].removesuffix(".py")) in allowed
+        for package in sorted(imported_packages(path) - allowed[own])
+    ]
+    assert not wrong
+
+
+def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
+    rows = table("One prompt, from the shell to the forward pass and back")
+    hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in rows]
+    assert 5 <= len(hops) <= 10
+    entered = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            place = str(Path(frame.f_code.co_filename).relative_to(SOURCE)), frame.f_code.co_qualname
+            if place not in seen:
+                seen.add(place)
+                entered.append(place)
+
+    seen = set()
+    command = ["lookahead", "generate", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
+    monkeypatch.setattr(sys, "argv", command)
+    from lookahead.cli import main
+
+    sys.setprofile(note)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.setprofile(None)
+    assert ended.value.code == 0
+    capsys.readouterr()
+    assert [place for place in entered if place in hops] == hops

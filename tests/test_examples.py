@@ -1,0 +1,54 @@
+"""Every program in examples/ runs as its first lines say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name, *arguments, stdin=""):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run_here():
+    covered = {"drop_in.py", "chat.py", "batch_file.py", "own_drafter.py", "warm_state.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == covered
+
+
+@pytest.mark.parametrize("name", ["drop_in.py", "own_drafter.py"])
+def test_a_comparison_with_plain_decoding_says_equal(name):
+    assert "equal: True" in run(name)
+
+
+def test_chat_answers_every_message():
+    shown = run("chat.py", stdin="def add(a, b):\nprint(\n\n")
+    prompts = [line for line in shown.splitlines() if line.startswith("> ")]
+    assert len(prompts) == 3
+    assert len(shown) > 50
+
+
+def test_a_file_of_prompts(tmp_path):
+    source, destination = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts = ["def f(x):\n", "import os\n", "for i in range(3):\n", "class A:\n", "x = 1\n"]
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    run("batch_file.py", source, destination)
+    records = [json.loads(line) for line in destination.read_text().splitlines()]
+    assert sorted(record["index"] for record in records) == list(range(5))
+    assert all(record["text"] and record["finish"] in ("stop", "length") for record in records)
+
+
+def test_a_state_is_kept_between_runs(tmp_path):
+    def ratios():
+        lines = run("warm_state.py", tmp_path / "state.safetensors").splitlines()
+        return [float(line.split(": ")[1].split()[0]) for line in lines]
+
+    cold, warm = ratios(), ratios()
+    assert (tmp_path / "state.safetensors").stat().st_size > 0
+    assert sum(warm) >= sum(cold)

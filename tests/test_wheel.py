@@ -1,0 +1,45 @@
+"""The wheel that users install: built here, put into an empty environment, and imported there."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_it_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lookahead", "lookahead_decoding"}
+    assert "lookahead/py.typed" in names
+    assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
+
+
+def test_it_imports_in_an_empty_environment(wheel, tmp_path):
+    """Nothing is installed beside it: what needs torch is imported when it is asked for."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, cwd=tmp_path
+    )
+    code = (
+        "import lookahead, lookahead.core as core, lookahead.drafters as drafters, lookahead.testing as testing;"
+        "request = core.Request([1, 2, 3, 1, 2], drafters.make_drafter('lookahead', (3, 3, 3)), 12);"
+        "[generation] = testing.run(testing.FakeTarget(), [request]);"
+        "print(lookahead.__version__, len(generation.tokens))"
+    )
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "12"
