@@ -19,7 +19,7 @@ from lookahead.drafters import METHODS
 from lookahead.testing import tiny_model
 from toy import save
 
-FIELDS = {"id", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
+FIELDS = {"id", "line", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -118,7 +118,7 @@ def test_json(model, llm):
     )
     record = json.loads(out)
     assert (code, err) == (0, "")
-    assert FIELDS - {"id"} <= set(record)
+    assert FIELDS - {"id", "line"} <= set(record)
     assert record["prompt"] == PROMPT
     assert record["text"] == llm.generate(PROMPT, max_new_tokens=20).text
     assert record["compare"]["equal"] is True

@@ -1,4 +1,4 @@
-"""`lookahead bench [MODEL]`: measure, plot, step costs, and the paper's results.
+"""`lookahead bench [MODEL]`: measure, plot, and step costs.
 
 The words after ``bench`` are a model or one of the commands below; what is no command is a model.
 """
@@ -47,8 +47,7 @@ Steps = Annotated[
     ),
 ]
 MORE = (
-    "Also: lookahead bench plot DIR, lookahead bench step-cost [MODEL], and lookahead bench reproduce "
-    "scaling-law | ablation | sampling-quality | end-to-end | parallel. Records are kept as they are made; "
+    "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
 
@@ -113,19 +112,19 @@ def measure(
     path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
-    from ..bench import Options, Records, default_methods, load_subject, load_workload, run, split_methods
+    from ..bench import Records, RunOptions, default_methods, load_model, load_workload, run, split_methods
     from ..bench.methods import make_methods
-    from ..bench.report import finish
+    from ..bench.report import write_report
 
     _quiet()
-    options = Options(max_new_tokens, temperature, top_k, seed, repeats, warm)
+    options = RunOptions(max_new_tokens, temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
     prompts = [
         prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
     ]
-    subject = load_subject(model, dtype, threads, draft_model, device, path)
+    loaded = load_model(model, dtype, threads, draft_model, device, path)
     for name in names:
-        make_methods(name, subject)  # a wrong name is an error before anything is measured
+        make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
     if not resume and records.path.exists():
         raise SettingsError(
@@ -133,13 +132,13 @@ def measure(
         )
     try:
         with Bar() as bar:
-            result = run(names, prompts, subject, options, records, bar.update)
+            result = run(names, prompts, loaded, options, records, bar.update)
     except KeyboardInterrupt:
         note(
             f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
         )
         raise
-    finish(result, out, command_line(), spec_bench)
+    write_report(result, out, command_line(), spec_bench)
 
 
 class Bar:
@@ -205,7 +204,7 @@ def step_cost(
     """Measure t(k), the time of a step of k rows, with the physical floor beside it, and say where the gap is."""
     import json
 
-    from ..bench import load_subject
+    from ..bench import load_model
     from ..bench import step_cost as cost
     from ..bench.pictures import save
     from ..bench.record import describe
@@ -214,9 +213,9 @@ def step_cost(
     records = []
     with Bar() as bar:
         for one in dtype.split(","):
-            subject = load_subject(model, one.strip(), threads, None, device, path)
+            loaded = load_model(model, one.strip(), threads, None, device, path)
             records += cost.measure(
-                subject, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
+                loaded, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
             )
     if not records:
         raise SettingsError(
@@ -240,62 +239,3 @@ def _numbers(text: str, option: str) -> list[int]:
     if numbers[0] < 1:
         raise SettingsError(f"{option} must be at least 1, got {numbers[0]}")
     return numbers
-
-
-@app.command("reproduce")
-def reproduce(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="scaling-law, ablation, sampling-quality, end-to-end or parallel.", metavar="NAME"
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="A directory or a hub id; the bundled model if not given.")
-    ] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(help="In place of the study's own choice.", rich_help_panel="Prompts")
-    ] = None,
-    data: Data = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel="Prompts")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page and its picture.", metavar="DIR")] = Path(
-        "docs/results"
-    ),
-    records: Annotated[
-        Path | None, typer.Option(help="Folder for the records. [default: bench/NAME]", metavar="DIR")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
-    repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    threads: Threads = None,
-    path: Steps = "auto",
-) -> None:
-    """Rerun one of the paper's results: its figure and a page with the command, the machine and the commit."""
-    from ..bench import Options, load_subject
-    from ..bench.reproduce import STUDIES
-    from ..bench.study import Study
-
-    if name not in STUDIES:
-        raise SettingsError(f"unknown result {name!r}; known are {', '.join(STUDIES)}")
-    _quiet()
-    folder = records if records is not None else Path("bench") / name
-    subject = load_subject(model, dtype, threads, None, device, path)
-    with Bar() as bar:
-        study = Study(
-            subject,
-            tuple(workload or ()),
-            data,
-            limit,
-            Options(max_new_tokens, seed=seed, repeats=repeats),
-            out,
-            folder,
-            command_line(),
-            bar.update,
-            typer.echo,
-        )
-        page = STUDIES[name](study)
-    typer.echo(f"\n{page}")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError
+from ..core.records import RecordWriter
 from . import options as opt
 from .console import note
-from .records import Writer, trace_line
+from .records import trace_line
 
 if TYPE_CHECKING:
     from ..engine import LLM, Result
@@ -152,12 +153,12 @@ def _check_flags(batch: bool, flags: dict[str, bool], as_json: bool, color: bool
 
 
 @contextmanager
-def tracing(path: Path | None, append: bool = False) -> Iterator[Writer | None]:
+def tracing(path: Path | None, append: bool = False) -> Iterator[RecordWriter | None]:
     """The writer of ``--trace``, or None."""
     if path is None:
         yield None
         return
-    writer = Writer(path, append)
+    writer = RecordWriter(path, append, durable=False)
     try:
         yield writer
     finally:
@@ -170,7 +171,7 @@ def _one(
     options: dict[str, Any],
     compare: bool,
     color: bool,
-    trace: Writer | None,
+    trace: RecordWriter | None,
     as_json: bool,
 ) -> int:
     """Stream one text to stdout; the exit status."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core import SettingsError
+from ..core.stats import first_divergence
 from .llm import LLM
 from .prompts import Prompt
 from .results import Result
@@ -86,14 +87,6 @@ def judge(llm: LLM, ours: Result, plain: Result) -> Comparison:
     if place is not None:
         gap = logit_gap(llm, plain.prompt_tokens + plain.tokens[:place])
     return Comparison(ours, plain, place, gap)
-
-
-def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first difference; None where both are the same."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
 
 
 def logit_gap(llm: LLM, tokens: Sequence[int]) -> float:
