@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core import SettingsError
+from ..core.stats import first_divergence
 from .llm import LLM
 from .prompts import Prompt
 from .results import Result
@@ -41,7 +42,7 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """Seconds of plain decoding over ours, prefill included."""
-        return seconds(self.plain) / max(seconds(self.ours), 1e-9)
+        return self.plain.seconds / max(self.ours.seconds, 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -51,14 +52,9 @@ class Comparison:
             "gap": self.gap,
             "steps": self.ours.stats.steps,
             "plain_steps": self.plain.stats.steps,
-            "seconds": seconds(self.ours),
-            "plain_seconds": seconds(self.plain),
+            "seconds": self.ours.seconds,
+            "plain_seconds": self.plain.seconds,
         }
-
-
-def seconds(result: Result) -> float:
-    """Wall time of all phases."""
-    return sum(result.stats.seconds.values())
 
 
 def warm_up(llm: LLM, prompt: Prompt, methods: Sequence[str | None] = (None, "autoregressive")) -> None:
@@ -88,14 +84,6 @@ def judge(llm: LLM, ours: Result, plain: Result) -> Comparison:
     return Comparison(ours, plain, place, gap)
 
 
-def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first difference; None where both are the same."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
-
-
 def logit_gap(llm: LLM, tokens: Sequence[int]) -> float:
     """Difference of the two largest logits after ``tokens``, from one causal pass."""
     with torch.no_grad():
@@ -113,7 +101,7 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     room = llm.context - len(prompt) if llm.context is not None else max_new_tokens
     if room < 1:
         raise SettingsError(f"the prompt must be shorter than the context of {llm.context} tokens")
-    settings = GenerationConfig(
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         max_new_tokens=min(max_new_tokens, room),
         eos_token_id=eos or None,
@@ -122,4 +110,5 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     ids = torch.tensor([list(prompt)], device=llm.model.device)
     with torch.no_grad():
         output = llm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return output[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
