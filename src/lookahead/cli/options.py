@@ -72,7 +72,6 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
         info = typer.Option(*flag, help=told["help"], metavar=told["metavar"], rich_help_panel=told["panel"])
     else:
         info = typer.Argument(help=told["help"], metavar=told["metavar"])
-    annotation = Annotated[kind, info]
     kind = Annotated[kind, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
