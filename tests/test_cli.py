@@ -26,7 +26,7 @@ from lookahead.engine.options import LoadOptions, Options
 from lookahead.testing import tiny_model
 from toy import save
 
-FIELDS = {"id", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
+FIELDS = {"id", "line", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -95,7 +95,7 @@ def test_settings_reach_the_drafter(model):
 
     one = steps("--lookahead", "3,4,2")
     two = steps("--window-size", 3, "--ngram-size", 4, "--guess-set-size", 2)
-    preset = steps("--preset", "code")
+    preset = steps("--preset", "7b")
     off = steps("--preset", "off")
     assert one == two
     assert one[0] == preset[0] == off[0]
@@ -125,7 +125,7 @@ def test_json(model, llm):
     )
     record = json.loads(out)
     assert (code, err) == (0, "")
-    assert FIELDS - {"id"} <= set(record)
+    assert FIELDS - {"id", "line"} <= set(record)
     assert record["prompt"] == PROMPT
     assert record["text"] == llm.generate(PROMPT, max_new_tokens=20).text
     assert record["compare"]["equal"] is True
@@ -183,7 +183,7 @@ def test_trace(model, llm, tmp_path):
     last = steps[0]["tokens"][-1]
     for step in steps[1:]:
         tree, path = step["tree"], step["path"]
-        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["read"]) == step["rows"]
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["needs_logits"]) == step["rows"]
         assert tree["tokens"][0] == last
         assert [tree["tokens"][node] for node in path[1:]] == step["tokens"][:-1]
         assert [tree["parents"][node] for node in path] == [-1, *path[:-1]]
@@ -357,19 +357,19 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--input", "x", "--json"], "--json and --input"),
         (["--prompt", "x", "--json", "--color"], "--color and --json"),
         (["--prompt", "x", "--lookahead", "5,5,5", "--window-size", 3], "--lookahead and --window-size"),
-        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "code"], "--lookahead and --preset"),
+        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "7b"], "--lookahead and --preset"),
         (["--prompt", "x", "--lookahead", "5,5"], "W,N,G"),
         (["--prompt", "x", "--lookahead", "5,600,5"], "ngram_size must be between 2 and 512, got 600"),
         (["--prompt", "x", "--window-size", 0], "window_size must be between 1 and 512, got 0"),
         (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
-        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of code"),
+        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of 7b"),
         (["--prompt", "x", "--method", "medusa"], "--method must be one of lookahead"),
         (
             ["--prompt", "x", "--method", "autoregressive", "--lookahead", "5,5,5"],
             "--lookahead has no effect",
         ),
         (["--prompt", "x", "--method", "jacobi", "--ngram-size", 4], "--ngram-size has no effect"),
-        (["--prompt", "x", "--max-rows", 5, "--preset", "code"], "--max-rows has no effect .*lookahead"),
+        (["--prompt", "x", "--max-rows", 5, "--preset", "7b"], "--max-rows has no effect .*lookahead"),
         (["--prompt", "x", "--method", "adaptive", "--guess-set-size", 4], "use --method lookahead"),
         (["--prompt", "x", "--max-rows", 0], "max_rows must be a whole number between 1 and 512, got 0"),
         (["--prompt", "x", "--sources", "suffix,stars"], "unknown sources stars; known are suffix"),
@@ -645,7 +645,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
     refused(
         "--warm has no effect with --method lookahead",
-        "generate", model, "--prompt", "x", "--preset", "code", "--warm", file,
+        "generate", model, "--prompt", "x", "--preset", "7b", "--warm", file,
     )  # fmt: skip
 
 

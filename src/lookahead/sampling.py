@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.decode import Choose, greedy
+from .core.choose import Choose, greedy
 from .core.errors import NumericalError, SettingsError
 from .core.tree import TokenTree
 from .threads import one_thread

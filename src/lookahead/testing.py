@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from .core import Decoder, Generation, OutOfMemory, Request, TokenTree
-from .core.decode import Choose, greedy
+from .core.choose import Choose, greedy
 from .core.errors import NumericalError
+from .core.stats import first_divergence
 from .drafters import make_drafter
 
 
@@ -305,11 +306,8 @@ def assert_same_as_autoregressive(
     for number, request in enumerate(requests("autoregressive")):
         (plain,) = run(target, [request])
         ours = drafted[number]
-        if ours.tokens != plain.tokens:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=False)) if a != b),
-                min(len(ours.tokens), len(plain.tokens)),
-            )
+        place = first_divergence(ours.tokens, plain.tokens)
+        if place is not None:
             raise AssertionError(
                 f"{method} differs from plain decoding for prompt {number} at token {place}: "
                 f"{ours.tokens[place : place + 5]} instead of {plain.tokens[place : place + 5]}"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core import LookaheadError, SettingsError
+from ..core.records import RecordWriter, drop_torn_line, read_records
 from .console import Interrupted, note, stderr
 from .drafting import warm_pool
 from .options import dismiss, read_bytes
 from .output import as_record, diverged, tracing
-from .records import Job, Writer, finished_records, read_jobs, still_to_do, trace_line
+from .records import Job, read_jobs, still_to_do, trace_line
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -48,14 +49,14 @@ def run_batch(
         raise SettingsError(f"--batch-size must be at least 1, got {batch_size}")
     jobs = read_jobs(read_bytes(source, "--input"))
     earlier = _prepare(source, output, resume, overwrite)
-    todo = still_to_do(jobs, earlier)
+    todo = still_to_do(jobs, earlier, output) if output is not None else jobs
     if earlier:
         note(f"{len(jobs) - len(todo)} of {len(jobs)} prompts have results; going on with {len(todo)}")
     batch = _Batch(jobs, todo, compare)
     batch.errors = sum("error" in record for record in earlier)
     if todo:
         llm = load()
-        sink = Writer(output, append=True) if output is not None else _Stdout()
+        sink = RecordWriter(output, append=True) if output is not None else _Stdout()
         try:
             with tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
                 batch.run(llm, sink, writer, batch_size, options | kept)
@@ -89,7 +90,9 @@ def _prepare(source: Path, output: Path | None, resume: bool, overwrite: bool) -
     if output.exists() and source.exists() and output.samefile(source):
         raise SettingsError(f"--input and --output must be two files, got {output} for both")
     if resume:
-        return finished_records(output)
+        records = read_records(output, "id", "an earlier run, which --resume needs")
+        drop_torn_line(output)
+        return records
     if output.exists() and output.stat().st_size and output.is_file():
         if not overwrite:
             raise SettingsError(
@@ -117,7 +120,7 @@ class _Batch:
         self.comparisons: list[Any] = []
 
     def run(
-        self, llm: LLM, sink: Any, trace: Writer | None, batch_size: int, options: dict[str, Any]
+        self, llm: LLM, sink: Any, trace: RecordWriter | None, batch_size: int, options: dict[str, Any]
     ) -> None:
         bad: list[tuple[int, dict[str, Any]]] = []
         good: list[tuple[int, Job, list[int]]] = []
@@ -162,7 +165,7 @@ class _Batch:
         assert result is not None
         if result.error is not None:
             return job.failed(str(result.error))
-        record = {"id": job.id} | as_record(result)
+        record = {"id": job.id, "line": job.line} | as_record(result)
         if self._compare:
             comparison = compare(llm, result, ids, **options)
             self.comparisons.append(comparison)

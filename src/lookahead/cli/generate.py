@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError
+from ..core.records import RecordWriter
 from ..engine.options import LoadOptions, Options
 from .batch import run_batch
 from .console import note
 from .drafting import DraftOptions, warm_pool
 from .options import Json, follow, load_model, read_text, takes
 from .output import as_record, compared, diverged, summary, tracing
-from .records import Writer, trace_line
+from .records import trace_line
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -114,7 +115,7 @@ def _one(
     options: dict[str, Any],
     compare: bool,
     color: bool,
-    trace: Writer | None,
+    trace: RecordWriter | None,
     as_json: bool,
 ) -> int:
     """Stream one text to stdout; the exit status."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .records import Writer
+from ..core.records import RecordWriter
 
 if TYPE_CHECKING:
     from ..engine.compare import Comparison
@@ -15,17 +15,9 @@ if TYPE_CHECKING:
     from ..engine.results import Result
 
 
-@contextmanager
-def tracing(path: Path | None, append: bool = False) -> Iterator[Writer | None]:
+def tracing(path: Path | None, append: bool = False) -> AbstractContextManager[RecordWriter | None]:
     """The writer of ``--trace``, or None."""
-    if path is None:
-        yield None
-        return
-    writer = Writer(path, append)
-    try:
-        yield writer
-    finally:
-        writer.close()
+    return nullcontext() if path is None else RecordWriter(path, append, durable=False)
 
 
 def as_record(result: Result) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,13 @@ def read_jobs(data: bytes) -> list[Job]:
     return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _job(number: int, line: bytes) -> Job:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         return Job(number, None, None, f"line {number} must be JSON in UTF-8 and is not: {error}")
     if not isinstance(value, dict):
@@ -68,67 +72,34 @@ def _job(number: int, line: bytes) -> Job:
     return Job(number, name, prompt)
 
 
-class Writer:
-    """Appends JSON lines, one unbuffered write each, so that an interrupt leaves whole lines."""
+def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
+    """Jobs without a record. A record belongs to the job of its line and id.
 
-    def __init__(self, path: Path, append: bool = False) -> None:
-        try:
-            self._file = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise SettingsError(f"{path} must be a file that can be written ({error.strerror})") from None
-
-    def write(self, record: dict[str, Any]) -> None:
-        try:
-            line = json.dumps(record, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:  # half a surrogate pair, which only escapes can say
-            line = json.dumps(record).encode("ascii")
-        rest = memoryview(line + b"\n")
-        while rest:  # a full disk or a pipe may take a part only
-            rest = rest[self._file.write(rest) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def finished_records(path: Path) -> list[dict[str, Any]]:
-    """The records of an earlier run; a torn last line is cut off the file.
+    Where the input has changed since, or the record names no line, it belongs to the job of its id, if only one
+    has it; but a record without an id belongs to its line alone.
 
     Raises:
-        SettingsError: the file holds something else.
+        SettingsError: the ids alone do not tell which jobs have records.
     """
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    records = []
-    for number, line in enumerate(whole.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            _ = record["id"]
-        except (ValueError, KeyError, TypeError):
+    lines = Counter((record.get("line"), _key(record["id"])) for record in records)
+    left = [job for job in jobs if not lines.pop((job.line, _key(job.id)), 0)]
+    by_id: Counter[str] = Counter()
+    for (line, key), count in lines.items():
+        by_id[key] += count if line is None or key != "null" else 0
+    same = {key: [job.line for job in left if _key(job.id) == key] for key in by_id if by_id[key]}
+    for key, numbers in same.items():
+        if len(numbers) > max(1, by_id[key]):
             raise SettingsError(
-                f"--resume needs the output of an earlier run; line {number} of {path} is not a record of one"
-            ) from None
-        records.append(record)
-    if len(whole) < len(data):
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
-    return records
+                f"--resume cannot tell which of the prompts with id {key} (lines {', '.join(map(str, numbers))}) "
+                f"have their results in {output}, whose records are of other lines or name none; "
+                "give every prompt an id of its own, or use --overwrite"
+            )
+    return [job for job in left if not same.get(_key(job.id))]
 
 
-def still_to_do(jobs: Iterable[Job], records: Iterable[dict[str, Any]]) -> list[Job]:
-    """Jobs without a record; of several with one id as many as have none."""
-    done = Counter(json.dumps(record["id"]) for record in records)
-    rest = []
-    for job in jobs:
-        key = json.dumps(job.id)
-        if done[key]:
-            done[key] -= 1
-        else:
-            rest.append(job)
-    return rest
+def _key(value: Any) -> str:
+    """An id as text: 1, 1.0 and "1" are three."""
+    return json.dumps(value, sort_keys=True)
 
 
 def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
@@ -140,7 +111,7 @@ def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
         "rows": step.rows,
         "tree": None
         if tree is None
-        else {"tokens": tree.tokens, "parents": tree.parents, "read": tree.needs_logits},
+        else {"tokens": tree.tokens, "parents": tree.parents, "needs_logits": tree.needs_logits},
         "path": step.path,
         "tokens": step.tokens,
         "text": piece,

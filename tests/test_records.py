@@ -1,0 +1,223 @@
+"""JSON lines that a run goes on with: torn lines, repeated ids, a full disk, and processes killed at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lookahead.cli import app
+from lookahead.core import SettingsError
+from lookahead.core.records import RecordWriter, drop_torn_line, read_records
+from lookahead.core.stats import first_divergence
+from toy import save
+
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+
+
+def read(path):
+    return read_records(path, "id", "a test")
+
+
+def test_a_record_is_a_line_and_a_torn_one_is_none(tmp_path):
+    path = tmp_path / "records.jsonl"
+    assert read(path) == []
+    with RecordWriter(path) as writer:
+        writer.write({"id": 1, "text": "für 東京\n"})
+        writer.write({"id": 2, "text": "\ud800"})
+        writer.write({"id": 3, "seconds": [float("nan"), float("inf"), 1.5]})
+    assert path.read_bytes().count(b"\n") == 3
+    assert read(path) == [
+        {"id": 1, "text": "für 東京\n"},
+        {"id": 2, "text": "\ud800"},
+        {"id": 3, "seconds": [None, None, 1.5]},
+    ]
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        finished = whole[:cut].count(b"\n")
+        assert len(read(path)) == finished
+        assert path.read_bytes() == whole[:cut]  # reading changes nothing
+        with RecordWriter(path, append=True) as writer:
+            writer.write({"id": "next"})
+        assert [r["id"] for r in read(path)] == [*range(1, finished + 1), "next"]
+
+
+def test_a_long_torn_line_is_found(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"id": 1}\n{"id": "' + b"x" * 200_000)
+    drop_torn_line(path)
+    assert path.read_bytes() == b'{"id": 1}\n'
+    path.write_bytes(b'{"id": "' + b"x" * 200_000)
+    drop_torn_line(path)
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "text", ["precious\n", "precious", '{"id": 1}\nprecious', '{"di": 1}\n', "[1]\n", "3\n"]
+)
+def test_a_file_of_something_else_is_refused_and_kept(text, tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=r"line [12] of .*records\.jsonl is not a record of a test"):
+        read(path)
+    assert path.read_text() == text
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    with pytest.raises(SettingsError, match="must be a file that can be written"):
+        RecordWriter(tmp_path / "no" / "folder")
+    with pytest.raises(SettingsError, match="must be a file that can be written"):
+        RecordWriter(tmp_path, append=True)
+    if os.path.exists("/dev/full"):
+        with (
+            RecordWriter("/dev/full", append=True) as writer,
+            pytest.raises(SettingsError, match="No space left"),
+        ):
+            writer.write({"id": 1})
+
+
+def test_first_divergence():
+    assert first_divergence([1, 2], [1, 2]) is None
+    assert first_divergence([1, 2, 3], [1, 2]) == 2
+    assert first_divergence([1, 5, 3], [1, 2, 3]) == 1
+    assert first_divergence([], []) is None
+
+
+# ---------------------------------------------------------------- lookahead generate --input --resume
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("toy")))
+
+
+def write(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def results(path):
+    """Input line -> what the record says, without times; fails where a line has two."""
+    found = {}
+    for record in lines(path):
+        assert record["line"] not in found, f"line {record['line']} has two results"
+        found[record["line"]] = {k: v for k, v in record.items() if k != "seconds"}
+    return found
+
+
+def generate(*words):
+    done = CliRunner().invoke(app, ["generate", *map(str, words)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+ROWS = [
+    {"id": "same", "prompt": PROMPT},
+    {"id": "same", "prompt": "x"},
+    {"id": None, "prompt": PROMPT[3:]},
+    "not JSON\n",
+    {"id": None, "prompt": "y"},
+    {"id": "same", "prompt": PROMPT[7:]},
+    {"prompt": "z"},
+    {"id": 1, "prompt": PROMPT[2:]},
+]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_resume_with_repeated_and_absent_ids_loses_and_doubles_nothing(size, model, tmp_path):
+    source = write(tmp_path / "in.jsonl", ROWS)
+    whole = tmp_path / "whole.jsonl"
+    base = (model, "--input", source, "--batch-size", size, "--max-new-tokens", 12, "--ignore-eos", "--temperature", 1,
+            "--seed", 3)  # fmt: skip
+    assert generate(*base, "--output", whole).exit_code == 1  # one line is not JSON
+    expected = results(whole)
+    assert sorted(expected) == list(range(1, len(ROWS) + 1))
+    written = whole.read_text().splitlines(keepends=True)
+    chooser = random.Random(size)
+    for keep in (1, 2, 4, 6):  # whichever of those in flight were done first
+        kept = chooser.sample(written, keep)
+        out = tmp_path / f"{keep}.jsonl"
+        out.write_text("".join(kept) + '{"id": "same", "outp')
+        done = generate(*base, "--output", out, "--resume")
+        assert done.exit_code == 1
+        assert f"{keep} of {len(ROWS)} prompts have results" in done.stderr
+        assert results(out) == expected
+
+
+def test_resume_after_the_input_has_grown_at_its_beginning(model, tmp_path):
+    rows = [{"id": f"p{i}", "prompt": PROMPT[i:]} for i in range(3)]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    base = (model, "--input", source, "--output", out, "--max-new-tokens", 4)
+    assert generate(*base).exit_code == 0
+    write(source, [{"id": "new", "prompt": "x"}, *rows])
+    assert "3 of 4 prompts have results" in generate(*base, "--resume").stderr
+    assert [r["id"] for r in lines(out)] == ["p0", "p1", "p2", "new"]
+
+
+def test_records_that_name_no_line(model, tmp_path):
+    """Outputs of earlier versions: an id that only one prompt has decides, a repeated one is refused."""
+    source = write(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}])
+    out = write(tmp_path / "out.jsonl", [{"id": "b", "output_ids": []}])
+    base = (model, "--input", source, "--output", out, "--max-new-tokens", 4, "--resume")
+    assert generate(*base).exit_code == 0
+    assert [r["id"] for r in lines(out)] == ["b", "a"]
+    write(source, [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "y"}])
+    write(out, [{"id": "a", "output_ids": []}])
+    refused = generate(*base)
+    assert refused.exit_code == 2
+    assert '--resume cannot tell which of the prompts with id "a" (lines 1, 2)' in " ".join(
+        refused.stderr.split()
+    )
+    assert lines(out) == [{"id": "a", "output_ids": []}]
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_an_id_that_is_no_json(name, model, tmp_path):
+    source = write(tmp_path / "in.jsonl", [f'{{"id": {name}, "prompt": "x"}}\n'])
+    out = tmp_path / "out.jsonl"
+    assert generate(model, "--input", source, "--output", out).exit_code == 1
+    (record,) = lines(out)
+    assert record["id"] is None
+    assert f"{name} is no JSON" in record["error"]
+
+
+def test_killed_at_any_moment_and_resumed(model, tmp_path):
+    """kill -9 of the real command: after the last --resume the output is that of one run."""
+    rows = [{"id": ("same", None, i)[i % 3], "prompt": PROMPT[i % 20 :]} for i in range(40)]
+    source, out, whole = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    base = ["generate", model, "--input", source, "--batch-size", 3, "--max-new-tokens", 40, "--ignore-eos"]
+    assert generate(*base[1:], "--output", whole).exit_code == 0
+    command = [sys.executable, "-m", "lookahead", *map(str, base), "--output", str(out), "--resume"]
+    moments = random.Random(0)
+    for _ in range(3):
+        before = out.read_bytes().count(b"\n") if out.exists() else 0
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        wanted = before + moments.randrange(1, 8)
+        while process.poll() is None and time.monotonic() < deadline:
+            if out.exists() and out.read_bytes().count(b"\n") >= wanted:
+                break
+            time.sleep(0.002)
+        time.sleep(moments.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with Path(out).open("ab") as file:  # what a machine that stops in the middle of a write leaves
+            file.write(lines_of(whole)[moments.randrange(40)][: moments.randrange(1, 30)])
+    assert generate(*base[1:], "--output", out, "--resume").exit_code == 0
+    assert results(out) == results(whole)
+
+
+def lines_of(path):
+    return path.read_bytes().splitlines()
