@@ -61,8 +61,11 @@ def run_batch(
             with tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
                 batch.run(llm, sink, writer, batch_size, options | kept)
         except KeyboardInterrupt:
-            done = len(jobs) - len(todo) + batch.written
-            where = f" in {output}; the same command with --resume goes on" if output is not None else ""
+            written, where = batch.written, ""
+            if output is not None:  # the file knows of a record whose writing was interrupted at its end
+                written = len(read_records(output, "id", "this run")) - len(earlier)
+                where = f" in {output}; the same command with --resume goes on"
+            done = len(jobs) - len(todo) + written
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         finally:
             sink.close()
