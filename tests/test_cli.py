@@ -1,5 +1,7 @@
 """The command line on a tiny checkpoint: what it prints, what it writes, and how it says what went wrong."""
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -11,11 +13,16 @@ from functools import partial
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
+from lookahead.cli.drafting import DraftOptions
+from lookahead.cli.options import takes
 from lookahead.drafters import METHODS
+from lookahead.engine.fields import keywords_of, option
+from lookahead.engine.options import LoadOptions, Options
 from lookahead.testing import tiny_model
 from toy import save
 
@@ -176,7 +183,7 @@ def test_trace(model, llm, tmp_path):
     last = steps[0]["tokens"][-1]
     for step in steps[1:]:
         tree, path = step["tree"], step["path"]
-        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["read"]) == step["rows"]
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["needs_logits"]) == step["rows"]
         assert tree["tokens"][0] == last
         assert [tree["tokens"][node] for node in path[1:]] == step["tokens"][:-1]
         assert [tree["parents"][node] for node in path] == [-1, *path[:-1]]
@@ -355,7 +362,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--lookahead", "5,600,5"], "ngram_size must be between 2 and 512, got 600"),
         (["--prompt", "x", "--window-size", 0], "window_size must be between 1 and 512, got 0"),
         (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
-        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of code"),
+        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of 7b"),
         (["--prompt", "x", "--method", "medusa"], "--method must be one of lookahead"),
         (
             ["--prompt", "x", "--method", "autoregressive", "--lookahead", "5,5,5"],
@@ -495,7 +502,7 @@ def test_doctor(model):
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert report["machine"]["torch_capability"]
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
-    assert report["model"]["path"] in ("lean", "transformers")
+    assert report["model"]["path"] == lookahead.load(model).path
     code, out, _ = call("doctor", model)
     assert code == 0
     assert "probe reason" in out
@@ -542,6 +549,49 @@ def test_help_and_version():
         code, out, _ = call(command, "--help")
         assert code == 0
         assert "--dtype" in out
+
+
+def test_a_field_of_the_options_is_an_option_of_the_commands_and_of_the_python_api():
+    """One place: what is declared in a dataclass is in --help, in the signature and in the docstring."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class More(Options):
+        some_limit: int = option(3, "A limit of some kind.", panel="Sampling", metavar="LIMIT")
+
+    @takes(some_limit=5, without=("top_k",))
+    def command(*, options: More, plain: bool = False) -> None:
+        typer.echo(f"{options.some_limit} {options.keywords()} {plain}")
+
+    @keywords_of(More)
+    def call_it(model, prompt, **options):
+        """Do it.
+
+        Args:
+            {options}
+        """
+
+    own = typer.Typer()
+    own.command()(command)
+    text = CliRunner().invoke(own, ["--help"], env={"COLUMNS": "200"}).stdout
+    assert re.search(r"--some-limit +LIMIT +A limit of some kind. +\[default: 5\]", ANSI.sub("", text))
+    assert "--top-p" in text
+    assert "--top-k" not in text
+    assert CliRunner().invoke(own, []).stdout == "5 {'some_limit': 5} False\n"
+    assert CliRunner().invoke(own, ["--some-limit", "3", "--seed", "2"]).stdout == "3 {'seed': 2} False\n"
+    assert inspect.signature(call_it).parameters["some_limit"].default == 3
+    assert "    some_limit: A limit of some kind." in call_it.__doc__
+
+
+def test_every_option_of_the_python_api_that_text_can_say_is_in_help():
+    for command in ("generate", "chat", "verify"):
+        text = ANSI.sub("", CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).stdout)
+        for options in (Options, LoadOptions, DraftOptions):
+            for field in dataclasses.fields(options):
+                flag = f"--{field.name.replace('_', '-')} "
+                offered = field.metadata["cli"] and field.kw_only
+                if command != "generate" and field.name in ("parallel_timeout", "warm"):
+                    continue
+                assert (flag in text and field.metadata["help"] in text) == offered, flag
 
 
 def test_the_command_itself_in_a_process():

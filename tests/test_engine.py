@@ -1,6 +1,7 @@
 """The engine on real (tiny) checkpoints: exact texts, whole characters, stop strings, and every bad input."""
 
 import dataclasses
+import inspect
 import json
 import random
 import re
@@ -16,8 +17,8 @@ import lookahead
 from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
 from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
-from lookahead.engine import Options
-from lookahead.engine.options import OptionFields
+from lookahead.engine.options import LoadOptions, Options, RunOptions
+from lookahead.engine.processors import make_process
 from lookahead.engine.text import Detokenizer, TextStream
 from lookahead.testing import tiny_model
 from toy import VOCABULARY, save, tokenizer
@@ -112,7 +113,7 @@ def test_warpers_are_those_of_model_generate(llm):
     ids = torch.tensor([llm.encode(PROMPT)])
     with torch.no_grad():
         raw = llm.model(ids).logits[:, -1]
-    process = options.process(ids.shape[1], llm.eos, llm.tokenizer, "cpu")
+    process = make_process(options, ids.shape[1], llm.eos, llm.tokenizer, "cpu")
     ours = process(ids, raw.clone()).softmax(-1)
     out = llm.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=1, temperature=0.7, top_k=30,
@@ -409,7 +410,17 @@ def test_bad_uses(llm):
 
 
 def test_option_names_are_written_once_each():
-    assert set(OptionFields.__annotations__) == set(Options.__dataclass_fields__)
+    for call, options in (
+        (lookahead.LLM.generate, RunOptions),
+        (lookahead.LLM.run, RunOptions),
+        (lookahead.LLM.stream, Options),
+        (lookahead.load, LoadOptions),
+    ):
+        names = inspect.signature(call).parameters
+        for field in dataclasses.fields(options):
+            assert field.name in names
+            assert f"    {field.name}: {field.metadata['help']}" in call.__doc__
+            assert f"    {field.name}: {field.metadata['help']}" in options.__doc__
 
 
 # ---------------------------------------------------------------- failures while decoding

@@ -1,4 +1,4 @@
-"""The command line: one file per command, imported when it is called. A new one is a file and a line here.
+"""The command line: one file per command. A new one is a file and a line at the end of this one.
 
 A user's mistake is one red line, ``error: ...``, on stderr and exit status 2; what fails without being one
 (NaN logits, memory) is such a line and exit status 1; Ctrl-C is exit status 130. There is no traceback for
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -18,37 +16,23 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
+from . import bench
+from .chat import chat
 from .console import Interrupted, is_follower, note, problem
+from .doctor import doctor
+from .generate import generate
 from .options import ranks
+from .tune import tune
+from .verify import verify
 
 __all__ = ["app", "main"]
 
 #: Commands that torchrun may start on several ranks.
 PARALLEL = ("generate",)
-#: name -> the module whose ``app`` (a Typer) it is. A command whose module is not there is not offered.
-COMMANDS = {
-    "generate": "lookahead.cli.generate",
-    "chat": "lookahead.cli.chat",
-    "verify": "lookahead.cli.verify",
-    "doctor": "lookahead.cli.doctor",
-    "bench": "lookahead.cli.bench",
-    "tune": "lookahead.cli.tune",
-    "serve": "lookahead.cli.serve",
-}
 
 
 class Commands(TyperGroup):
-    """Finds commands by name, and says errors in one line."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name, module in COMMANDS.items() if find_spec(module) is not None]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command = typer.main.get_command(import_module(COMMANDS[cmd_name]).app)
-        command.name = cmd_name
-        return command
+    """Says errors in one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -56,9 +40,11 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:  # before typer makes it a silent exit
             raise Interrupted("interrupted") from None
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+    def main(self, *args: Any, **extra: Any) -> Any:
+        standalone = extra.get("standalone_mode", True)
+        extra["standalone_mode"] = False
+        if not standalone:
+            return super().main(*args, **extra)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             for category in (UserWarning, RuntimeWarning):  # a line for people, whatever -W says
@@ -68,7 +54,7 @@ class Commands(TyperGroup):
     def _guarded(self, *args: Any, **extra: Any) -> int:
         """The exit status, with whatever went wrong said."""
         try:
-            status = super().main(*args, standalone_mode=False, **extra)
+            status = super().main(*args, **extra)
             sys.stdout.flush()
         except LookaheadError as error:
             if not (isinstance(error, SettingsError) and is_follower()):  # rank 0 says the same
@@ -121,6 +107,11 @@ def _root(
         raise SettingsError(
             f"torchrun can start {', '.join(PARALLEL)}, got {ctx.invoked_subcommand}; start it without torchrun"
         )
+
+
+for command in (generate, chat, verify, doctor, tune):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

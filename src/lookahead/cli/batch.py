@@ -12,11 +12,14 @@ import typer
 from ..core import LookaheadError, SettingsError
 from ..core.records import RecordWriter, drop_torn_line, read_records
 from .console import Interrupted, note, stderr
-from .options import dismiss, warm_pool
+from .drafting import warm_pool
+from .options import dismiss, read_bytes
+from .output import as_record, diverged, tracing
 from .records import Job, read_jobs, still_to_do, trace_line
 
 if TYPE_CHECKING:
-    from ..engine import LLM, Update
+    from ..engine.llm import LLM
+    from ..engine.results import Update
 
 
 class _Stdout:
@@ -42,12 +45,9 @@ def run_batch(
     warm: Path | None = None,
 ) -> int:
     """Run every prompt of ``source`` that has no result yet; the exit status."""
-    from .generate import check_options, diverged, tracing
-
-    check_options(options)
     if batch_size < 1:
         raise SettingsError(f"--batch-size must be at least 1, got {batch_size}")
-    jobs = read_jobs(_read(source))
+    jobs = read_jobs(read_bytes(source, "--input"))
     earlier = _prepare(source, output, resume, overwrite)
     todo = still_to_do(jobs, earlier, output) if output is not None else jobs
     if earlier:
@@ -61,8 +61,11 @@ def run_batch(
             with tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
                 batch.run(llm, sink, writer, batch_size, options | kept)
         except KeyboardInterrupt:
-            done = len(jobs) - len(todo) + batch.written
-            where = f" in {output}; the same command with --resume goes on" if output is not None else ""
+            written, where = batch.written, ""
+            if output is not None:  # the file knows of a record whose writing was interrupted at its end
+                written = len(read_records(output, "id", "this run")) - len(earlier)
+                where = f" in {output}; the same command with --resume goes on"
+            done = len(jobs) - len(todo) + written
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         finally:
             sink.close()
@@ -77,15 +80,6 @@ def run_batch(
             output.touch()
     note(f"{len(jobs)} prompts, {batch.errors} with an error" if jobs else f"{source} has no prompts")
     return int(batch.errors > 0)
-
-
-def _read(source: Path) -> bytes:
-    try:
-        return typer.get_binary_stream("stdin").read() if str(source) == "-" else source.read_bytes()
-    except OSError as error:
-        raise SettingsError(
-            f"--input must be a file that can be read, got {source} ({error.strerror})"
-        ) from None
 
 
 def _prepare(source: Path, output: Path | None, resume: bool, overwrite: bool) -> list[dict[str, Any]]:
@@ -141,7 +135,7 @@ class _Batch:
             except LookaheadError as error:
                 bad.append((place, job.failed(str(error))))
         seeds = None
-        if options["seed"] is not None:  # the line decides, so that a resumed run draws the same
+        if "seed" in options:  # the line decides, so that a resumed run draws the same
             seeds = [options["seed"] + job.line - 1 for _, job, _ in good]
         updates = llm.run([ids for _, _, ids in good], batch_size=batch_size, seeds=seeds, **options)
         with _progress() as progress:
@@ -169,7 +163,6 @@ class _Batch:
         self, llm: LLM, job: Job, ids: list[int], update: Update, options: dict[str, Any]
     ) -> dict[str, Any]:
         from ..engine.compare import compare
-        from .generate import as_record
 
         result = update.result
         assert result is not None

@@ -15,8 +15,9 @@ from typer.core import TyperGroup
 
 from ..core import SettingsError
 from ..drafters import METHODS
+from ..engine.options import MACHINE, LoadOptions
 from .console import note, stderr
-from .options import MACHINE, Device, Model, Threads
+from .options import quiet, takes
 
 MEASURE = "run"
 
@@ -33,9 +34,6 @@ class ModelOrCommand(TyperGroup):
 app = typer.Typer(cls=ModelOrCommand, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path, typer.Option(help="Folder for records, tables and pictures.", metavar="DIR")]
-Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MACHINE)
-]
 Data = Annotated[
     Path | None,
     typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel="Prompts"),
@@ -43,20 +41,24 @@ Data = Annotated[
 Steps = Annotated[
     str,
     typer.Option(
-        "--path", help="What evaluates our steps.", metavar="auto|lean|transformers", rich_help_panel=MACHINE
+        "--path", help="What evaluates our steps.", metavar="auto|cpu|transformers", rich_help_panel=MACHINE
     ),
 ]
+#: What ``load_model`` does not take.
+NOT_HERE = ("attention", "revision", "trust_remote_code", "local_files_only", "parallel_timeout")
 MORE = (
     "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
 
 
-def _quiet() -> None:
-    from transformers.utils import logging
+def _load_model(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> Any:
+    from ..bench import load_model
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
+    name = None if load.path_or_id is None else str(load.path_or_id)
+    device = None if load.device is None else str(load.device)
+    return load_model(name, dtype, load.threads, draft_model, device, path)
 
 
 def command_line() -> str:
@@ -70,8 +72,10 @@ def command_line() -> str:
 
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
+@takes(without=NOT_HERE, dtype="float32")
 def measure(
-    model: Model = None,
+    *,
+    load: LoadOptions,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,23 +110,19 @@ def measure(
     spec_bench: Annotated[
         bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")
     ] = False,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    threads: Threads = None,
     path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
-    from ..bench import Records, RunOptions, default_methods, load_model, load_workload, run, split_methods
+    from ..bench import Records, RunOptions, default_methods, load_workload, run, split_methods
     from ..bench.methods import make_methods
     from ..bench.report import write_report
 
-    _quiet()
     options = RunOptions(max_new_tokens, temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
     prompts = [
         prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
     ]
-    loaded = load_model(model, dtype, threads, draft_model, device, path)
+    loaded = _load_model(load, path, str(load.dtype), draft_model)
     for name in names:
         make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
@@ -189,31 +189,29 @@ def plot_records(
 
 
 @app.command("step-cost")
+@takes(without=(*NOT_HERE, "dtype"))
 def step_cost(
-    model: Model = None,
+    *,
+    load: LoadOptions,
     dtype: Annotated[
         str, typer.Option(help="One or several, with commas between.", rich_help_panel=MACHINE)
     ] = "float32,bfloat16",
     contexts: Annotated[str, typer.Option(help="Committed tokens, with commas between.")] = "128,512,1024",
     rows: Annotated[str, typer.Option(help="k, with commas between.")] = "1,2,4,8,16,32,64,128,256",
     out: Out = Path("bench"),
-    device: Device = None,
-    threads: Threads = None,
     path: Steps = "auto",
 ) -> None:
     """Measure t(k), the time of a step of k rows, with the physical floor beside it, and say where the gap is."""
     import json
 
-    from ..bench import load_model
     from ..bench import step_cost as cost
     from ..bench.pictures import save
     from ..bench.record import describe
 
-    _quiet()
     records = []
     with Bar() as bar:
         for one in dtype.split(","):
-            loaded = load_model(model, one.strip(), threads, None, device, path)
+            loaded = _load_model(load, path, one.strip())
             records += cost.measure(
                 loaded, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
             )

@@ -7,15 +7,15 @@ import os
 import platform
 import sys
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from .. import __version__
 from ..drafters import METHODS
-from . import options as opt
+from ..engine.options import LoadOptions
+from .options import Json, load_model, takes
 
-app = typer.Typer(add_completion=False)
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "typer", "rich",
     "triton", "matplotlib", "fastapi",
@@ -27,21 +27,10 @@ FLAGS = (
 )  # fmt: skip
 
 
-@app.command()
-def doctor(
-    model: opt.Model = None,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = None,
-    threads: opt.Threads = None,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
+@takes()
+def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
     """Versions, devices, instruction sets, and whether a model can take token trees."""
-    llm = opt.load_model(
-        model, dtype=dtype, device=device, threads=threads, revision=revision,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    llm = load_model(load)
     report = {"versions": versions(), "machine": machine(), "model": _model(llm)}
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))
@@ -79,7 +68,7 @@ def machine() -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "instruction_sets": flags,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": torch.backends.mkldnn.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "accelerators": devices,
@@ -112,7 +101,7 @@ def _model(llm: Any) -> dict[str, Any]:
         "name": llm.name,
         "class": type(llm.model).__name__,
         "parameters": sum(p.numel() for p in llm.model.parameters()),
-        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "dtype": llm.dtype,
         "device": str(llm.model.device),
         "attention": llm.model.config._attn_implementation,
         "context": llm.context,

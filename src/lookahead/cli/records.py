@@ -111,7 +111,7 @@ def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
         "rows": step.rows,
         "tree": None
         if tree is None
-        else {"tokens": tree.tokens, "parents": tree.parents, "read": tree.needs_logits},
+        else {"tokens": tree.tokens, "parents": tree.parents, "needs_logits": tree.needs_logits},
         "path": step.path,
         "tokens": step.tokens,
         "text": piece,

@@ -9,42 +9,35 @@ from typing import Annotated, Any
 import typer
 
 from ..core import SettingsError
-from . import options as opt
+from ..engine.options import LoadOptions
+from .options import Json, load_model, numbers, takes
 
-app = typer.Typer(add_completion=False)
 ROWS, CONTEXTS, BATCHES = "1,2,4,8,16,24,32,48,64,96,128", "64,512,1536", "1,2,4"
 
 
-@app.command()
+@takes()
 def tune(
-    model: opt.Model = None,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = None,
-    threads: opt.Threads = None,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
+    *,
     rows: Annotated[str, typer.Option(help="Rows of a step to measure.")] = ROWS,
     contexts: Annotated[str, typer.Option(help="Lengths of the text before it.")] = CONTEXTS,
     batches: Annotated[str, typer.Option(help="Sequences that share the step.")] = BATCHES,
     repeats: Annotated[int, typer.Option(help="Steps per point; the median counts.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Json = False,
+    load: LoadOptions,
 ) -> None:
     """Time steps of many sizes and keep the times, for --method adaptive.
 
     Without it the method measures a few points when it is used first, and goes on learning either way.
     """
     sizes = {
-        name: _numbers(text, name)
+        name: numbers(text, name)
         for name, text in (("--rows", rows), ("--contexts", contexts), ("--batches", batches))
     }
     if 1 not in sizes["--rows"]:
         raise SettingsError("--rows must contain 1, which is plain decoding")
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
-    llm = opt.load_model(
-        model, dtype=dtype, device=device, threads=threads, revision=revision,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    llm = load_model(load)
     if llm.probe.mode != "tree":
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
@@ -67,16 +60,6 @@ def tune(
         typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
     else:
         _show(llm.name, path, points, sizes["--rows"])
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < 1:
-        raise SettingsError(f"{option} must be whole numbers of at least 1, as in 1,4,16; got {text!r}")
-    return numbers
 
 
 def _show(name: str, path: Any, points: list[dict[str, Any]], rows: list[int]) -> None:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError
-from . import options as opt
+from ..engine.options import LoadOptions, Options
 from .console import note
+from .drafting import TAKES, TRIPLE, DraftOptions
+from .options import Json, load_model, read_bytes, takes
+from .output import diverged
+from .records import read_jobs
 
 if TYPE_CHECKING:
-    from ..engine import LLM
     from ..engine.compare import Comparison
-
-app = typer.Typer(add_completion=False)
+    from ..engine.llm import LLM
 
 #: Built-in prompts: code, sums, prose, lists, other scripts, and text that invites loops.
 PROMPTS = (
@@ -31,9 +33,9 @@ PROMPTS = (
 )
 
 
-@app.command()
+@takes(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
 def verify(
-    model: opt.Model = None,
+    *,
     prompt: Annotated[
         list[str] | None, typer.Option(help="In place of the built-in ones; may be given several times.")
     ] = None,
@@ -47,64 +49,36 @@ def verify(
             metavar="plain|generate",
         ),
     ] = "plain",
-    max_new_tokens: opt.MaxNewTokens = 64,
-    method: opt.Method = None,
-    lookahead: opt.Triple = None,
-    window_size: opt.WindowSize = None,
-    ngram_size: opt.NgramSize = None,
-    guess_set_size: opt.GuessSetSize = None,
-    preset: opt.Preset = None,
-    max_rows: opt.MaxRows = None,
-    sources: opt.Sources = None,
-    no_budget: opt.NoBudget = False,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    seed: opt.Seed = 0,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = None,
-    threads: opt.Threads = None,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the table.")] = False,
+    as_json: Json = False,
+    options: Options,
+    draft: DraftOptions,
+    load: LoadOptions,
 ) -> None:
     """Decode prompts by a method and plainly, and compare token for token.
 
     Exit status 1 where float32 or float64 differs. In shorter formats rounding may flip near ties: the gap
     between the two best logits says whether it was one.
     """
-    from .generate import check_options, diverged
-
     if prompt and input_ is not None:
         raise SettingsError("--prompt and --input cannot be given together; use one of them")
     if reference not in ("plain", "generate"):
         raise SettingsError(f"--reference must be plain or generate, got {reference!r}")
-    if reference == "generate" and (temperature or repetition_penalty is not None):
+    others = options.keywords().keys() - {"max_new_tokens", "seed"}
+    if reference == "generate" and others:
         raise SettingsError(
-            "--reference generate is for greedy decoding without penalties; "
-            "leave --temperature and --repetition-penalty out, or use --reference plain"
+            "--reference generate is for greedy decoding as it comes; leave "
+            f"{', '.join(sorted('--' + name.replace('_', '-') for name in others))} out, or use --reference plain"
         )
-    if method == "autoregressive" and reference == "plain":
+    if draft.method == "autoregressive" and reference == "plain":
         raise SettingsError(
             "--method autoregressive is plain decoding itself; compare it with --reference generate"
         )
-    method, config = opt.settings(
-        method, lookahead, window_size, ngram_size, guess_set_size, preset, max_rows, sources, no_budget
-    )
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-        "repetition_penalty": repetition_penalty, "seed": seed,
-    }  # fmt: skip
+    method, config = draft.resolve()
     if method == "adaptive":  # the most drafting, not what pays: it is the drafts that are examined
         config = {"budget": False} | (config or {})
-    check_options(options)
     prompts = _prompts(prompt, input_)
-    llm = opt.load_model(
-        model, dtype=dtype, device=device, threads=threads, revision=revision,
-        trust_remote_code=trust_remote_code, method=method, config=config,
-    )  # fmt: skip
-    comparisons = [_compare(llm, item, reference, options) for item in prompts]
+    llm = load_model(load, method, config)
+    comparisons = [_compare(llm, item, reference, options.keywords()) for item in prompts]
     status = diverged(llm, comparisons)
     if as_json:
         typer.echo(json.dumps(_as_json(llm, reference, comparisons), ensure_ascii=False))
@@ -118,9 +92,7 @@ def _prompts(prompt: list[str] | None, source: Path | None) -> list[Any]:
         return list(prompt)
     if source is None:
         return list(PROMPTS)
-    from .records import read_jobs
-
-    jobs = read_jobs(opt.read_text(source, "--input").encode())
+    jobs = read_jobs(read_bytes(source, "--input"))
     for job in jobs:
         if job.error is not None:
             raise SettingsError(f"{source}: {job.error}")
@@ -138,17 +110,17 @@ def _compare(llm: LLM, prompt: Any, reference: str, options: dict[str, Any]) -> 
         return compare(llm, llm.generate(prompt, **options), prompt, **options)
     ids = llm.encode(prompt)
     ours = llm.generate(ids, **options)
-    tokens = reference_tokens(llm, ids, options["max_new_tokens"])
+    tokens = reference_tokens(llm, ids, options.get("max_new_tokens", 128))
     return judge(llm, ours, replace(ours, tokens=tokens))
 
 
 def _as_json(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[str, Any]:
     return {
         "model": llm.name,
-        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "dtype": llm.dtype,
         "device": str(llm.model.device),
         "method": llm.method,
-        "lookahead": list(llm.config.triple) if opt.TAKES.get(llm.method, opt.FIXED) == opt.FIXED else None,
+        "lookahead": list(llm.config.triple) if TAKES.get(llm.method, TRIPLE) == TRIPLE else None,
         "reference": reference,
         "probe": llm.probe.mode,
         "equal": sum(c.equal for c in comparisons),

@@ -91,6 +91,7 @@ class LookaheadConfig:
         return max((k * (w + n - 1 - k) for k in range(1, n)), default=1) + g * (n - 1)
 
     def as_dict(self) -> dict[str, Any]:
+        """Every setting by name, ready for JSON."""
         return asdict(self)
 
     @classmethod

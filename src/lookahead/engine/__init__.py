@@ -3,15 +3,30 @@
 The life of a prompt:
     loading.load          a path or hub id -> LLM (model, tokenizer, probe)
     prompts.encode        text, chat messages or token ids -> token ids, checked
-    options.Options       sampling and length, checked; -> logits processors
+    options.Options       sampling and length, checked; processors: -> logits processors
     llm.LLM.run           a Decoder over a fresh target; an Update per step and prompt
     text.TextStream       tokens -> text that is safe to show (whole characters, no stop string)
-    llm.Result            text, tokens, finish reason, Stats
+    results.Result        text, tokens, finish reason, Stats
+
+``options`` and ``fields`` load no torch, so that ``--help`` does not either: names are imported when asked for.
 """
 
-from .llm import LLM, Stream
-from .loading import BUNDLED, load
-from .options import Options
-from .results import Result, Update
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .loading import BUNDLED, load
+    from .options import Options
+    from .results import Result, Stream, Update
 
 __all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import llm, loading, options, results
+
+    return next(getattr(module, name) for module in (llm, loading, options, results) if hasattr(module, name))

@@ -42,7 +42,7 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """Seconds of plain decoding over ours, prefill included."""
-        return seconds(self.plain) / max(seconds(self.ours), 1e-9)
+        return self.plain.seconds / max(self.ours.seconds, 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -52,14 +52,9 @@ class Comparison:
             "gap": self.gap,
             "steps": self.ours.stats.steps,
             "plain_steps": self.plain.stats.steps,
-            "seconds": seconds(self.ours),
-            "plain_seconds": seconds(self.plain),
+            "seconds": self.ours.seconds,
+            "plain_seconds": self.plain.seconds,
         }
-
-
-def seconds(result: Result) -> float:
-    """Wall time of all phases."""
-    return sum(result.stats.seconds.values())
 
 
 def warm_up(llm: LLM, prompt: Prompt, methods: Sequence[str | None] = (None, "autoregressive")) -> None:
@@ -106,7 +101,7 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     room = llm.context - len(prompt) if llm.context is not None else max_new_tokens
     if room < 1:
         raise SettingsError(f"the prompt must be shorter than the context of {llm.context} tokens")
-    settings = GenerationConfig(
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         max_new_tokens=min(max_new_tokens, room),
         eos_token_id=eos or None,
@@ -115,4 +110,5 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     ids = torch.tensor([list(prompt)], device=llm.model.device)
     with torch.no_grad():
         output = llm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return output[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from ..core import (
-    Decoder,
-    LookaheadConfig,
-    NGramPool,
-    Request,
-    SettingsError,
-)
+from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
-from .options import OptionFields, Options
-from .prompts import Prompt, as_list, encode
-from .results import Result, Running, Update
+from .fields import keywords_of
+from .options import Options, RunOptions
+from .processors import make_process
+from .prompts import OnePrompt, Prompt, as_list, encode
+from .results import Result, Stream, Update
+from .running import Running, decode_prompts
 from .states import cold_state, warm_state
 from .text import TextStream
+
+if TYPE_CHECKING:
+    from ..drafters.adaptive import AdaptiveState, StepTimes
+    from ..targets.factory import Probe
 
 #: Methods that can go on from what an earlier call has learnt.
 KEEPS_STATE = ("lookahead", "adaptive")
@@ -39,12 +40,15 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
-        probe: the verdict of ``lookahead.targets.factory``; None takes it now.
+        probe: what ``lookahead.targets.factory.probe`` found; None takes it now.
         name: for people.
         tokenizer_error: why there is no tokenizer.
 
     Attributes:
         team: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
+
+    Raises:
+        SettingsError: an unknown method, or settings that it cannot take.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class LLM:
         *,
         method: str | None = None,
         config: Any = None,
-        probe: Any = None,
+        probe: Probe | None = None,
         name: str = "",
         tokenizer_error: str | None = None,
     ) -> None:
@@ -64,7 +68,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.team: Any = None
-        self.weights = "same"
         self._path: str | None = None
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
@@ -77,8 +80,12 @@ class LLM:
         self.name = name or type(model).__name__
 
     def __repr__(self) -> str:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"LLM({self.name!r}, {dtype}, {self.model.device}, {self.method})"
+        return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as in "float32"."""
+        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def vocabulary(self) -> int:
@@ -104,37 +111,54 @@ class LLM:
 
     @property
     def path(self) -> str:
-        """What evaluates steps: "lean", "transformers", "graphed", ... as ``target`` finds."""
+        """What evaluates steps, as ``Target.path`` names it."""
         if self._path is None:
             self._path = self.target().path
         return self._path
 
-    def target(self, path: str = "auto") -> Any:
-        """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
+    def target(self, path: str = "auto") -> Target:
+        """A fresh target on this model; its ``path`` and ``reason`` say which kind and why.
 
         Args:
-            path: "lean", "graphed" or "transformers" to force one of those that evaluate trees.
+            path: what ``lookahead.targets.factory.make_target`` takes, to force one of the kinds.
+
+        Raises:
+            SettingsError: the forced path is not there for this model.
         """
         from ..targets.factory import make_target
 
         if self.team is not None and path == "auto":
-            return self.team.target()
-        weights = self.weights if path in ("auto", "lean") else "same"
-        return make_target(self.model, path=path, weights=weights)
+            ours: Target = self.team.target()
+            return ours
+        return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt (text, chat messages or token ids), checked."""
+        """Token ids of one prompt (text, chat messages or token ids).
+
+        Raises:
+            SettingsError: a prompt that cannot be taken; see ``lookahead.engine.prompts.encode``.
+        """
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
-    def generate(
-        self, prompt: Prompt, *, batch_size: int | None = None, **options: Unpack[OptionFields]
-    ) -> Any:
+    @overload
+    @keywords_of(RunOptions)
+    def generate(self, prompt: OnePrompt, **options: Any) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    @keywords_of(RunOptions)
+    def generate(self, prompt: Sequence[OnePrompt], **options: Any) -> list[Result]: ...
+
+    @overload
+    @keywords_of(RunOptions)
+    def generate(self, prompt: torch.Tensor, **options: Any) -> Result | list[Result]: ...
+
+    @keywords_of(RunOptions)
+    def generate(self, prompt: Any, **options: Any) -> Any:
         """The text that follows a prompt, or a list of texts for a list of prompts.
 
         Args:
             prompt: a text, chat messages, token ids, or a list of these.
-            batch_size: how many prompts of a list share forward passes; None for all.
-            **options: see ``Options``.
+            {options}
 
         Returns:
             A ``Result``, or a list of them in the order of the prompts.
@@ -144,17 +168,24 @@ class LLM:
             NumericalError, OutOfMemory: decoding failed. ``run`` keeps what was done until then.
         """
         prompts, several = as_list(prompt)
-        size = batch_size if batch_size is not None else max(1, len(prompts))
-        results: list[Result | None] = [None] * len(prompts)
-        for update in self.run(prompts, batch_size=size, **options):
+        if options.get("batch_size") is None:
+            options["batch_size"] = max(1, len(prompts))
+        results: dict[int, Result] = {}
+        for update in self.run(prompts, **options):
             if update.result is not None:
                 if update.result.error is not None:
                     raise update.result.error
                 results[update.index] = update.result
-        return results if several else results[0]
+        in_order = [results[i] for i in range(len(prompts))]
+        return in_order if several else in_order[0]
 
-    def stream(self, prompt: Prompt, **options: Unpack[OptionFields]) -> Stream:
+    @keywords_of(Options)
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """The text of one prompt in pieces, as tokens are accepted; see ``Stream``.
+
+        Args:
+            prompt: a text, chat messages or token ids.
+            {options}
 
         Raises:
             SettingsError: at once, before the first piece.
@@ -164,14 +195,8 @@ class LLM:
             raise SettingsError(f"stream takes one prompt, got a list of {len(prompts)}; use run or generate")
         return Stream(self.run(prompts, **options))
 
-    def run(
-        self,
-        prompts: list[Prompt],
-        *,
-        batch_size: int = 1,
-        seeds: Sequence[int] | None = None,
-        **options: Unpack[OptionFields],
-    ) -> Iterator[Update]:
+    @keywords_of(RunOptions)
+    def run(self, prompts: Sequence[Prompt], **options: Any) -> Iterator[Update]:
         """Decode a list of prompts and yield every step of each; what all else here is made of.
 
         At most ``batch_size`` prompts are in flight; the next one joins as soon as one is done. An error of
@@ -179,18 +204,15 @@ class LLM:
 
         Args:
             prompts: texts, chat messages or token ids.
-            batch_size: at least 1.
-            seeds: one per prompt, in place of seed + i.
-            **options: see ``Options``.
+            {options}
 
         Raises:
             SettingsError: at once, if an option or any prompt cannot be honoured.
         """
-        chosen = Options.of(options)
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise SettingsError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        chosen = RunOptions.of(options)
         if isinstance(chosen.pool, NGramPool) and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
+        seeds = chosen.seeds
         if seeds is not None and len(seeds) != len(prompts):
             raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
         if seeds is None:
@@ -202,30 +224,28 @@ class LLM:
             self._begin(i, prompt, chosen, seeds[i] if chosen.sampled else None)
             for i, prompt in enumerate(prompts)
         ]
-        return self._decode(waiting, batch_size)
+        return decode_prompts(self.target, waiting, chosen.batch_size or 1)
 
-    def _decode(self, waiting: list[Running], batch_size: int) -> Iterator[Update]:
-        decoder = Decoder(self.target())
-        waiting = waiting[::-1]
-        running: dict[int, Running] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < batch_size:
-                    joining = waiting.pop()
-                    joining.generation = decoder.add(joining.request)
-                    running[id(joining.generation)] = joining
-                steps = {id(step.generation): step for step in decoder.step()}
-                for key, entry in list(running.items()):
-                    assert entry.generation is not None
-                    done = entry.generation.finish_reason is not None
-                    if done:
-                        del running[key]
-                    if done or key in steps:
-                        yield entry.update(steps.get(key))
-        finally:  # also where the caller stops listening
-            for entry in running.values():
-                assert entry.generation is not None
-                decoder.cancel(entry.generation)
+    def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
+        """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
+
+        Args:
+            file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
+            config: settings of adaptive; None for those of ``load``.
+
+        Raises:
+            SettingsError: the file is of another model, or no such file.
+        """
+        text = self.model.config.get_text_config(decoder=True)
+        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
+        times = self._step_times if self.probe.mode == "tree" else lambda: None
+        return warm_state(self._config_of("adaptive", config), times, scope, file)
+
+    def _step_times(self) -> StepTimes:
+        """Kept ones, or measured now, once."""
+        from ..drafters.adaptive import times_for
+
+        return times_for(self.model, self.path, self.target)
 
     def _method_of(self, options: Options) -> str:
         """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
@@ -246,34 +266,23 @@ class LLM:
             return self.config
         return LookaheadConfig.for_device(self.model.device.type)
 
-    def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> Any:
-        """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
-
-        Args:
-            file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
-            config: settings of adaptive; None for those of ``load``.
-
-        Raises:
-            SettingsError: the file is of another model, or no such file.
-        """
-        return warm_state(self, file, self._config_of("adaptive", config))
-
     def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Running:
+        """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids = self.encode(prompt)
-        room = options.max_new_tokens
+        length = options.max_new_tokens
         if self.context is not None:
-            room = min(room, self.context - len(ids))
+            length = min(length, self.context - len(ids))
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
-        process = options.process(len(ids), eos, self.tokenizer, self.model.device)
+        process = make_process(options, len(ids), eos, self.tokenizer, self.model.device)
         method = self._method_of(options)
         if options.pool is not None and method not in KEEPS_STATE:
             raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
         config = self._config_of(method, options.config)
         pool = options.pool
         if pool is None and method == "adaptive" and self.probe.mode == "tree":
-            pool = cold_state(self, config)
+            pool = cold_state(config, self._step_times)
         drafter = make_drafter(method, config, self.vocabulary, pool)
         if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
@@ -281,46 +290,10 @@ class LLM:
         if seed is not None:
             noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, self.model.device)
             drafter.use_noise(noise)
-        request = Request(ids, drafter, room, make_choose(ids, process, noise), eos)
+        request = Request(ids, drafter, length, make_choose(ids, process, noise), eos)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
         entry = Running(index, request, text, seed)
         if options.stops:
             entry.streams_by_token = True
             request.finished = entry.finished
         return entry
-
-
-class Stream:
-    """Pieces of text; iterate once. ``result`` is there when the iteration is over.
-
-    Closing it (or leaving a ``with`` block) ends the generation.
-    """
-
-    def __init__(self, updates: Iterator[Update]) -> None:
-        self._updates = updates
-        self.result: Result | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        for update in self._updates:
-            if update.result is not None:
-                self.result = update.result
-                if update.result.error is not None:
-                    raise update.result.error
-            if update.piece:
-                return update.piece
-        raise StopIteration
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the generation; what has been shown stays."""
-        close = getattr(self._updates, "close", None)
-        if close is not None:
-            close()

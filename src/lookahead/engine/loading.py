@@ -6,7 +6,6 @@ model cannot be used is found here, before the first token, and said in one line
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import warnings
@@ -18,7 +17,11 @@ import torch
 
 from ..core import LookaheadError, SettingsError
 from ..drafters import make_drafter, method_for
+from ..targets.factory import make_target, probe
+from .checkpoints import check_directory
+from .fields import parameters_of
 from .llm import LLM
+from .options import LoadOptions
 
 #: Where the model that comes with the package lies.
 BUNDLED = Path(str(files("lookahead.models") / "bundled"))
@@ -29,89 +32,49 @@ TOKENIZER_FILES = (
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def load(
-    path_or_id: str | os.PathLike[str] | None = None,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device | None = None,
-    config: Any = None,
-    method: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    threads: int | None = None,
-    local_files_only: bool = False,
-    attention: str | None = None,
-    weights: str = "same",
-    parallel: str | None = None,
-    parallel_timeout: float | None = None,
-) -> LLM:
+@parameters_of(LoadOptions)
+def load(*path_or_id: Any, **options: Any) -> LLM:
     """Load a decoder-only language model and probe it.
 
     Args:
-        path_or_id: a directory, a hub id, or None for the bundled model.
-        dtype: of the weights; "auto" keeps what the checkpoint names.
-        device: "cpu", "cuda", "cuda:1", ...; None takes a GPU where there is one.
-        config: (W, N, G) and the rest, anything ``LookaheadConfig.of`` takes; or settings of adaptive.
-        method: how to draft unless a call says otherwise; a name in ``lookahead.drafters.METHODS``. None is
-            "adaptive", or "lookahead" where ``config`` is a (W, N, G).
-        revision: of a hub id.
-        trust_remote_code: let the model's own code run.
-        threads: of torch on the CPU, for the whole process; None leaves it.
-        local_files_only: no network.
-        attention: "sdpa" or "eager"; None takes what transformers takes for the model.
-        weights: "int8" evaluates steps on the CPU with weights as bytes: faster, and no longer the model's own
-            outputs (``docs/lean.md`` says how near they are).
-        parallel: "lookahead" spreads every step over the processes that torchrun started
-            (``lookahead.parallel``). This then returns on rank 0 only: the other ranks work for it and exit.
-        parallel_timeout: seconds of silence after which rank 0 ends and names the silent rank; the other ranks
-            end within twice that. None takes 120.
+        {options}
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
         OutOfMemory: the probe did not fit.
     """
-    make_drafter(
-        method_for(method, config), config
-    )  # what is wrong with these is an error before anything is read
-    if weights not in ("same", "int8"):
-        raise SettingsError(f"weights must be 'same' or 'int8', got {weights!r}")
-    if weights == "int8" and parallel is not None:
-        raise SettingsError(
-            "weights='int8' is for one process, and parallel was asked for; leave one of them out"
-        )
-    group, device = _start_ranks(parallel, device, parallel_timeout)
-    wanted_dtype, wanted_device = _dtype(dtype), _device(device)
-    if threads is not None:
-        if not isinstance(threads, int) or threads < 1:
-            raise SettingsError(f"threads must be at least 1, got {threads!r}")
-        torch.set_num_threads(threads)
-    name, local = _locate(path_or_id)
+    chosen = LoadOptions(*path_or_id, **options)
+    # What is wrong with these is an error before anything is read.
+    make_drafter(method_for(chosen.method, chosen.config), chosen.config)
+    group, device = _start_ranks(chosen.parallel, chosen.device, chosen.parallel_timeout)
+    wanted_dtype, wanted_device = _dtype(chosen.dtype), _device(device)
+    if chosen.threads is not None:
+        torch.set_num_threads(chosen.threads)
+    name, local = _locate(chosen.path_or_id)
     common = {
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "local_files_only": local_files_only or (not local and not _hub_reachable()),
+        "revision": chosen.revision,
+        "trust_remote_code": chosen.trust_remote_code,
+        "local_files_only": chosen.local_files_only or (not local and not _hub_reachable()),
     }
     if local:
         check_directory(Path(name))
-    model = _read_model(name, wanted_dtype, attention, common).to(wanted_device).eval()
+    model = _read_model(name, wanted_dtype, chosen.attention, common).to(wanted_device).eval()
     _check_causal(model, name)
-    verdict = _probe(model)
+    found = probe(model)
+    if found.mode != "tree":
+        warnings.warn(found.reason, UserWarning, stacklevel=2)
     tokenizer, missing = _read_tokenizer(name, local, common)
     llm = LLM(
         model,
         tokenizer,
-        method=method,
-        config=config,
-        probe=verdict,
-        name=name if path_or_id is not None else "bundled",
+        method=chosen.method,
+        config=chosen.config,
+        probe=found,
+        name=name if chosen.path_or_id is not None else "bundled",
         tokenizer_error=missing,
     )
-    if weights != "same":
-        llm.weights = weights
-        llm.target()  # raises where there is no such path
     if group is not None:
         from ..parallel import join
-        from ..targets.factory import make_target
 
         llm.team = join(lambda: make_target(model), group, model)
     return llm
@@ -125,8 +88,6 @@ def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tu
                 f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it"
             )
         return None, device
-    if parallel != "lookahead":
-        raise SettingsError(f"parallel must be 'lookahead' or None, got {parallel!r}")
     from ..parallel import TIMEOUT, local_device, start
 
     device = device if device is not None else local_device()
@@ -141,7 +102,8 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     name = short.get(name, name)
     if name not in DTYPES:
         raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
-    return getattr(torch, name)
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -187,68 +149,6 @@ def _hub_reachable() -> bool:
     except OSError:
         return False
     return True
-
-
-def check_directory(path: Path) -> None:
-    """Say what a model directory lacks before anything heavy is read.
-
-    Raises:
-        SettingsError: no or broken config.json, no weights in safetensors, missing shards, corrupt files.
-    """
-    config = path / "config.json"
-    if not config.is_file():
-        raise SettingsError(
-            f"a model directory must hold config.json and *.safetensors; {path} has no config.json"
-        )
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SettingsError(f"config.json must be JSON; {config} is not ({error})") from None
-    found = sorted(path.glob("*.safetensors"))
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        found = _shards(index)
-    if not found:
-        others = sorted(
-            p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern)
-        )
-        raise SettingsError(
-            f"a model directory must hold its weights as *.safetensors; {path} has "
-            + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
-        )
-    for shard in found:
-        check_safetensors(shard)
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(
-            f"{index} must be an index of safetensors shards and is not ({error!r})"
-        ) from None
-    missing = sorted(name for name in names if not (index.parent / name).is_file())
-    if missing:
-        raise SettingsError(
-            f"every shard named in {index.name} must be there; {index.parent} lacks {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            + "; copy or download the model again"
-        )
-    return [index.parent / name for name in sorted(names)]
-
-
-def check_safetensors(path: Path) -> None:
-    """Raises SettingsError where the file's header and size do not agree."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            file.keys()
-    except (SafetensorError, OSError, ValueError) as error:
-        raise SettingsError(
-            f"weights must be whole safetensors files; {path} ({path.stat().st_size} bytes) cannot be read "
-            f"({error}); copy or download it again"
-        ) from None
 
 
 def _read_model(name: str, dtype: Any, attention: str | None, common: dict[str, Any]) -> Any:
@@ -323,16 +223,6 @@ def _check_causal(model: Any, name: str) -> None:
             f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}) "
             "earlier positions see later tokens"
         )
-
-
-def _probe(model: Any) -> Any:
-    """The probe's verdict; said once where no tree can be used."""
-    from ..targets.factory import probe
-
-    verdict = probe(model)
-    if verdict.mode != "tree":
-        warnings.warn(verdict.reason, UserWarning, stacklevel=3)
-    return verdict
 
 
 def _read_tokenizer(name: str, local: bool, common: dict[str, Any]) -> tuple[Any, str | None]:

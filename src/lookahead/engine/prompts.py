@@ -7,7 +7,9 @@ from typing import Any
 
 from ..core import SettingsError
 
-#: Text, chat messages or token ids.
+#: One text, its chat messages or its token ids.
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+#: The same, or an array of token ids.
 Prompt = Any
 
 

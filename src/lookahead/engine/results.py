@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..core import Generation, LookaheadError, Request, Stats, Step
-from .text import TextStream
+from ..core import LookaheadError, Stats, Step
 
 
 @dataclass(slots=True)
@@ -32,6 +32,11 @@ class Result:
     stopped: str | None = None
     error: LookaheadError | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Wall time of all phases."""
+        return sum(self.stats.seconds.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -50,47 +55,37 @@ class Update:
     result: Result | None
 
 
-class Running:
-    """One prompt while it is decoded."""
+class Stream:
+    """Pieces of text; iterate once. ``result`` is there when the iteration is over.
 
-    def __init__(self, index: int, request: Request, text: TextStream | None, seed: int | None) -> None:
-        self.index = index
-        self.request = request
-        self.text = text
-        self.seed = seed
-        self.generation: Generation | None = None
-        self.streams_by_token = False
+    Closing it (or leaving a ``with`` block) ends the generation.
+    """
 
-    def finished(self, token: int) -> str | None:
-        """Told of each token where stop strings are to be met."""
-        assert self.text is not None
-        return "stop" if self.text.push(token) else None
+    def __init__(self, updates: Iterator[Update]) -> None:
+        self._updates = updates
+        self.result: Result | None = None
 
-    def update(self, step: Step | None) -> Update:
-        generation, text = self.generation, self.text
-        assert generation is not None
-        piece = ""
-        if text is not None:
-            if step is not None and not self.streams_by_token:
-                for token in step.tokens:
-                    text.push(token)
-            if generation.finish_reason is not None:
-                text.finish()
-            piece = text.drain()
-        return Update(self.index, step, piece, self.result())
+    def __iter__(self) -> Iterator[str]:
+        return self
 
-    def result(self) -> Result | None:
-        generation, text = self.generation, self.text
-        assert generation is not None
-        if generation.finish_reason is None:
-            return None
-        return Result(
-            text.text if text is not None else "",
-            generation.tokens,
-            generation.finish_reason,
-            generation.stats,
-            list(self.request.prompt),
-            self.seed,
-            text.stopped if text is not None else None,
-            generation.error,
-        )
+    def __next__(self) -> str:
+        for update in self._updates:
+            if update.result is not None:
+                self.result = update.result
+                if update.result.error is not None:
+                    raise update.result.error
+            if update.piece:
+                return update.piece
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation; what has been shown stays."""
+        close = getattr(self._updates, "close", None)
+        if close is not None:
+            close()

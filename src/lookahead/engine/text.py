@@ -32,7 +32,10 @@ class Detokenizer:
         self._known = len(self._window)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def push(self, token: int) -> str:
         """The text that ``token`` makes final; empty while a character is incomplete."""

@@ -1,0 +1,67 @@
+"""What users may rely on: the exact names of the package, and that each of them is explained."""
+
+import inspect
+from typing import get_overloads
+
+import pytest
+
+import lookahead
+
+
+def test_exported_names_are_exactly_these():
+    assert lookahead.__all__ == [
+        "BUNDLED",
+        "LLM",
+        "METHODS",
+        "PRESETS",
+        "LookaheadConfig",
+        "LookaheadError",
+        "NGramPool",
+        "NumericalError",
+        "Options",
+        "OutOfMemory",
+        "Result",
+        "SettingsError",
+        "Stats",
+        "__version__",
+        "generate",
+        "load",
+    ]
+    assert dir(lookahead) == sorted(lookahead.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Generator'"):
+        _ = lookahead.Generator
+
+
+@pytest.mark.parametrize("name", [name for name in lookahead.__all__ if name[0] != "_"])
+def test_public_objects_are_explained(name):
+    found = getattr(lookahead, name)
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
+        return
+    assert inspect.getdoc(found), name
+    members = (
+        {key: value for key, value in vars(found).items() if key[0] != "_"} if inspect.isclass(found) else {}
+    )
+    for key, value in members.items():
+        if isinstance(value, property) or inspect.isroutine(getattr(found, key)):
+            assert inspect.getdoc(getattr(found, key)), f"{name}.{key}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lookahead.load, lookahead.LLM.generate, lookahead.LLM.stream, lookahead.LLM.run],
+    ids=lambda c: c.__name__,
+)
+def test_calls_explain_every_argument_and_name_their_errors(call):
+    described = inspect.getdoc(call)
+    assert "Raises:\n    SettingsError: " in described
+    for name in inspect.signature(call).parameters.keys() - {"self"}:
+        assert f"    {name}: " in described, name
+
+
+def test_generate_has_a_type_for_one_prompt_and_for_a_list():
+    overloads = [inspect.signature(call) for call in get_overloads(lookahead.LLM.generate)]
+    assert [(s.parameters["prompt"].annotation, s.return_annotation) for s in overloads] == [
+        ("OnePrompt", "Result"),
+        ("Sequence[OnePrompt]", "list[Result]"),
+        ("torch.Tensor", "Result | list[Result]"),
+    ]
