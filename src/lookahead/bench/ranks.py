@@ -21,7 +21,7 @@ from typing import Any
 from ..core import Decoder, LookaheadConfig, Request, TokenTree
 from ..drafters import make_drafter
 from ..parallel.shard import shard
-from ..parallel.wire import FRAME, HEAD
+from ..parallel.wire import FRAME
 from .pictures import colour, new_figure
 from .study import Study
 
@@ -196,9 +196,9 @@ def _kv_bytes(subject: Any) -> str:
     return str(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
 
 
-def _bytes(numbers: int) -> int:
-    """Bytes of a message of so many numbers."""
-    return 8 * (FRAME + max(0, numbers - (FRAME - HEAD)))
+def _bytes(rows: int) -> int:
+    """Bytes of a message about so many rows, at most 12 each in JSON."""
+    return FRAME + max(0, 12 * rows - FRAME)
 
 
 def _figure(curves: dict[str, list[float]]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -27,6 +27,9 @@ from .results import Result, Running, Update
 from .states import cold_state, warm_state
 from .text import TextStream
 
+if TYPE_CHECKING:
+    from ..parallel import RankGroup
+
 #: Methods that can go on from what an earlier call has learnt.
 KEEPS_STATE = ("lookahead", "adaptive")
 
@@ -44,7 +47,7 @@ class LLM:
         tokenizer_error: why there is no tokenizer.
 
     Attributes:
-        team: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
+        rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class LLM:
         self.model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
-        self.team: Any = None
+        self.rank_group: RankGroup | None = None
         self.weights = "same"
         self._path: str | None = None
         self.method = method_for(method, config)
@@ -117,8 +120,10 @@ class LLM:
         """
         from ..targets.factory import make_target
 
-        if self.team is not None and path == "auto":
-            return self.team.target()
+        if self.rank_group is not None and path == "auto":
+            from ..parallel import ParallelTarget
+
+            return ParallelTarget(self.rank_group)
         weights = self.weights if path in ("auto", "lean") else "same"
         return make_target(self.model, path=path, weights=weights)
 

@@ -79,7 +79,7 @@ def load(
         raise SettingsError(
             "weights='int8' is for one process, and parallel was asked for; leave one of them out"
         )
-    group, device = _start_ranks(parallel, device, parallel_timeout)
+    connections, device = _start_ranks(parallel, device, parallel_timeout)
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:
         if not isinstance(threads, int) or threads < 1:
@@ -109,16 +109,16 @@ def load(
     if weights != "same":
         llm.weights = weights
         llm.target()  # raises where there is no such path
-    if group is not None:
+    if connections is not None:
         from ..parallel import join
         from ..targets.factory import make_target
 
-        llm.team = join(lambda: make_target(model), group, model)
+        llm.rank_group = join(lambda: make_target(model), connections, model)
     return llm
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
-    """(the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
+    """(connections to the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
     if parallel is None:
         if timeout is not None:
             raise SettingsError(
@@ -129,8 +129,8 @@ def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tu
         raise SettingsError(f"parallel must be 'lookahead' or None, got {parallel!r}")
     from ..parallel import TIMEOUT, local_device, start
 
-    device = device if device is not None else local_device()
-    return start(timeout=timeout if timeout is not None else TIMEOUT, device=_device(device)), device
+    device = _device(local_device(device))
+    return start(timeout=timeout if timeout is not None else TIMEOUT, device=device), device
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
