@@ -12,10 +12,11 @@ import re
 import sys
 from pathlib import Path
 
+from lookahead.parallel.share import _under
+
 from lookahead.core import TokenTree
 from lookahead.drafters import Window
 from lookahead.parallel.shard import Shards, shard
-from lookahead.parallel.share import _under
 
 HERE = Path(__file__).parent
 PAGES = ("parallel.md", "attention.md")
