@@ -193,7 +193,8 @@ def main() -> None:
         f"`python tests/fuzz.py --seconds {given.seconds:.0f} --first {given.first}`",
         "",
         f"torch {torch.__version__}, float32, CPU. {report.cases} pairs of calls over {len(report.families)} "
-        f"families, {report.tokens} tokens compared with `model.generate` of transformers: **{len(report.found)} differ**.",
+        f"families, {report.tokens} tokens compared with `model.generate` of transformers: "
+        f"**{len(report.found)} differ**.",
         "",
         *(f"- {line}" for line in report.found),
     ]
