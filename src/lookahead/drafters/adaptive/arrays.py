@@ -1,298 +1,151 @@
-"""The tables that compiled code works on: suffix trie, logit cache and calibrations as arrays.
+"""The memory that compiled code works on: arrays of records with named fields, grouped in named tuples.
 
-Twins of ``SuffixTrie``, ``LogitCache`` and ``Calibrations``; imported only where numba is there. Here memory is
-owned and made larger; what stands in it is read and written in ``compiled``.
+Nothing here computes. A function takes the groups that it needs; whoever owns a group (``LogitCache``,
+``SuffixTrie``, ``Grower``) makes its arrays larger when need be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .calibration import LEVELS, PRIOR_WEIGHT, SURE
-from .compiled import entries as code
-from .compiled import layout
-from .config import AdaptiveConfig
-from .logits import ORDERS, Entry
-from .priors import joint_priors, logit_priors, suffix_priors
-from .suffix import FIELDS, TOTAL
 
-#: Places of a new trie, and of a new table of the logit cache; powers of two. Memory that is not touched costs
-#: nothing, while moving to more of it does.
-FIRST_NODES, FIRST_ENTRIES = 1 << 12, 1 << 12
+def record(**fields: str) -> Any:
+    """A dtype whose elements have named fields: ``array[i].name`` for one, ``array["name"]`` for the column."""
+    return np.dtype((np.record, list(fields.items())), align=True)
 
 
-def address_of(array: Any) -> int:
-    """Where an array's memory begins. Whoever keeps the number keeps the array too."""
-    address: int = array.ctypes.data
-    return address
+#: A context of a suffix trie: how often it was seen, successors seen in all, the context one token shorter on the
+#: left, its last token, its length, the text that saw it last, and its three most frequent successors (0: none).
+CONTEXT = record(
+    count="i4", total="i4", link="i4", token="i4", depth="i4", text="i4", first="i4", second="i4", third="i4"
+)
+#: A bucket of proposals: how many there were and were right, and what follows from these: see ``calibration``.
+BUCKET = record(hits="f8", trials="f8", prior="f8", probability="f8", level="i8")
+#: Numbers of the oldest entry of a table and of the next one.
+SPAN = record(oldest="i8", newest="i8")
+#: A row of the tree: the token, its parent row, ``pair`` as key of its last two tokens, and the probability that the
+#: target walks through it. Then, once the sources were asked (``asked``): how many tokens they propose behind it,
+#: how many of these come from the logit cache and by how many tokens their row was found there, and how many edges
+#: are worth a place in the heap. ``entry`` is scratch.
+NODE = record(
+    token="i8",
+    parent="i8",
+    depth="i8",
+    pair="i8",
+    probability="f8",
+    asked="i8",
+    proposals="i8",
+    cached="i8",
+    order="i8",
+    edges="i8",
+    entry="i8",
+)
+#: A token that is proposed behind a row: its joint bucket, its bucket of the logit cache, its score there.
+PROPOSAL = record(token="i8", joint="i8", kind="i8", score="f4")
+#: A token that followed the longest match: -1 for none; its bucket.
+MATCH = record(token="i8", bucket="i8")
+#: A proposal that may become a row; ``cost`` is minus the probability of the path down to it.
+EDGE = record(cost="f8", token="i8")
+#: What waits to be taken: an edge (node * MAX_EDGES + place) or, as ~node, a row to be expanded.
+WAITING = record(cost="f8", number="i8")
+#: How far growing is: rows, entries of the heap, the least probability that is looked at; and the latter for the
+#: next tree.
+PROGRESS = record(rows="i8", heap="i8", floor="f8", next_floor="f8")
+
+#: Tokens that one suffix match proposes at most, and answers of the last step kept per position.
+MATCHES = 3
+ANSWERS = 3
+#: Proposals of a node beside those of the logit cache.
+BESIDE = 2 * MATCHES + ANSWERS
+#: Rows of ``Tree.matches`` and of the calibration of matches; places in ``Sources.texts``.
+SUFFIX, CORPUS = 0, 1
 
 
-def empty_slots(count: int, width: int) -> Any:
-    """Slots of a table by key."""
-    return np.zeros(count * width, dtype=np.int64)
+class TextEnd(NamedTuple):
+    """The end of a text in a suffix trie; no contexts at all where the source is off."""
+
+    trie: Any  # CONTEXT, by number; 0 is the root, the empty context
+    slots: Any  # key of context and token -> context
+    contexts: Any  # int32: those that the text ends with, by length; -1 behind the longest
+    text: int  # number of the text in its trie
 
 
-class ArrayTrie:
-    """Twin of ``SuffixTrie``: a node is a number from 0, its fields stand in ``FIELDS`` int32."""
+class Cache(NamedTuple):
+    """The logit cache: by order m (three of them), rows by the key of their last m tokens."""
 
-    def __init__(self, order: int, max_nodes: int | None = None) -> None:
-        self.order = order
-        self.max_nodes = max_nodes
-        self.texts = 0
-        self.header = np.zeros(layout.TRIE, dtype=np.int64)
-        self.address = address_of(self.header)
-        self.header[layout.T_ORDER] = order
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.header[layout.T_GENERATION] += 1  # readers notice
-        self._nodes = np.zeros(0, dtype=np.int32)
-        self._slots = empty_slots(1, 2)
-        self.header[layout.T_MASK] = self.header[layout.T_USED] = 0
-        self._make_room(FIRST_NODES)
-        self._nodes[:FIELDS] = 0
-        self.header[layout.T_USED] = 1
-
-    def begin(self) -> ArrayReader:
-        """A new text."""
-        self.texts += 1
-        return ArrayReader(self, self.texts)
-
-    @property
-    def nodes(self) -> Any:
-        """Fields of the nodes, (nodes, FIELDS)."""
-        return self._nodes[: self.header[layout.T_USED] * FIELDS].reshape(-1, FIELDS)
-
-    @property
-    def children(self) -> dict[int, int]:
-        """Key of node and token -> node; a copy."""
-        return {int(mark) - 1: int(node) for mark, node in self._slots.reshape(-1, 2) if mark != layout.EMPTY}
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` more; a trie that is full starts afresh first."""
-        if self.max_nodes is not None and self.header[layout.T_USED] > self.max_nodes:
-            self.clear()
-        needed = int(self.header[layout.T_USED]) + tokens * (self.order + 1)
-        if needed * FIELDS > len(self._nodes):
-            self._make_room(needed)
-
-    def _make_room(self, needed: int) -> None:
-        count = 1 << (needed - 1).bit_length()
-        nodes = np.empty(count * FIELDS, dtype=np.int32)
-        nodes[: len(self._nodes)] = self._nodes
-        slots = empty_slots(2 * count, 2)
-        code.rehash(
-            address_of(self._slots), int(self.header[layout.T_MASK]), address_of(slots), 2 * count - 1, 2
-        )
-        self._nodes, self._slots = nodes, slots
-        self.header[layout.T_NODES], self.header[layout.T_SLOTS] = address_of(nodes), address_of(slots)
-        self.header[layout.T_MASK] = 2 * count - 1
+    slots: Any  # (3, 2n) key -> number; an entry's place is its number modulo n
+    keys: Any  # (3, n)
+    origins: Any  # (3, n): where the row stood
+    ids: Any  # (3, n, width): the best tokens, -1 where there are no more
+    odds: Any  # (3, n, width): their log-odds against the best one; NaN where there was no such token
+    spans: Any  # (3,) SPAN
+    max_entries: int
 
 
-class ArrayReader:
-    """Twin of ``Reader``."""
+class Calibration(NamedTuple):
+    """What proposals of each kind are worth, as ``BUCKET``."""
 
-    def __init__(self, trie: ArrayTrie, mark: int) -> None:
-        self.trie = trie
-        self.header = np.zeros(layout.R_FIRST + trie.order + 2, dtype=np.int64)
-        self.address = address_of(self.header)
-        self.header[layout.R_TRIE], self.header[layout.R_MARK] = trie.address, mark
-
-    @property
-    def matched(self) -> int:
-        """Tokens of the text's end that have been followed by something before, at most the order."""
-        nodes, header = self.trie._nodes, self.header
-        for length in range(int(header[layout.R_ACTIVE]) - 1, 0, -1):
-            if nodes[header[layout.R_FIRST + length] * FIELDS + TOTAL]:
-                return length
-        return 0
-
-    def feed(self, tokens: Iterable[int]) -> None:
-        """The text goes on."""
-        text = np.array(list(tokens), dtype=np.int64)
-        self.feed_from(address_of(text), len(text))
-
-    def feed_from(self, address: int, count: int) -> None:
-        """The same, of int64 in memory."""
-        self.trie.reserve(count)
-        self.catch_up()
-        code.feed(self.address, address, count)
-
-    def catch_up(self) -> None:
-        """Begin at the root where the trie has started afresh."""
-        generation = self.trie.header[layout.T_GENERATION]
-        if self.header[layout.R_GENERATION] != generation:
-            self.header[layout.R_GENERATION] = generation
-            self.header[layout.R_ACTIVE], self.header[layout.R_FIRST] = 1, 0
+    logits: Any  # (3, kinds), by order
+    matches: Any  # (2, kinds): in this text, in the corpus
+    joint: Any  # (kinds,), by what all sources say together
 
 
-class ArrayTable:
-    """Twin of one dict of the logit cache: at most ``width`` tokens by key, in the order in which keys came.
+class Tree(NamedTuple):
+    """The tree that is grown, and what is known of its rows."""
 
-    To be read like that dict; rows are written by compiled code, after ``reserve``.
-    """
-
-    def __init__(self, most: int, width: int, sampled: bool) -> None:
-        self.sampled = sampled
-        self.header = np.zeros(layout.TABLE, dtype=np.int64)
-        self.address = address_of(self.header)
-        self.header[layout.L_MOST] = most
-        self._allot(FIRST_ENTRIES, width)
-
-    @property
-    def width(self) -> int:
-        """Tokens per entry at most."""
-        return int(self.header[layout.L_WIDTH])
-
-    def __len__(self) -> int:
-        return int(self.header[layout.L_NEXT] - self.header[layout.L_OLDEST])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._keys[self._places()].tolist())
-
-    def __contains__(self, key: int) -> bool:
-        return key in set(self)
-
-    def __getitem__(self, key: int) -> Entry:
-        keys, ids, values, origins = self.arrays()
-        row = keys.tolist().index(key)
-        count = int((ids[row] >= 0).sum())
-        if self.sampled:
-            return ids[row, :count], values[row, :count], int(origins[row])
-        return tuple(ids[row, :count].tolist()), values[row, :count].astype(np.uint8).tobytes()
-
-    def arrays(self) -> tuple[Any, Any, Any, Any]:
-        """Keys (n,), ids (n, width), values (n, width) and origins (n,) as they are saved."""
-        places, width = self._places(), self.width
-        records = self._records[places]
-        counts, origins = records[:, 0] & 255, (records[:, 0] >> 8).astype(np.int8)
-        width = max(1, int(counts.max())) if len(counts) else 1
-        ids, values = records[:, 1 : 1 + width].copy(), records[:, 1 + self.width : 1 + self.width + width]
-        behind = np.arange(width) >= counts[:, None]
-        ids[behind] = -1
-        values = values.copy().view(np.float32) if self.sampled else values.astype(np.float32)
-        values[behind] = 0
-        return self._keys[places], ids, values, origins if self.sampled else np.zeros_like(origins)
-
-    def fill(self, keys: Any, ids: Any, values: Any, origins: Any) -> None:
-        """The inverse of ``arrays``, for an empty table; the keys must differ."""
-        count, width = ids.shape
-        self.widen(width)
-        self.reserve(count)
-        self._keys[:count] = keys
-        records = self._records[:count]
-        records[:, 0] = (ids >= 0).sum(axis=1) | origins.astype(np.int32) << 8
-        records[:, 1 : 1 + width] = ids
-        packed = values.astype(np.float32).view(np.int32) if self.sampled else values.astype(np.int32)
-        records[:, 1 + self.width : 1 + self.width + width] = packed
-        code.enlist(self.address, count)
-        self.header[layout.L_NEXT] = count
-
-    def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` more."""
-        needed = int(self.header[layout.L_NEXT] - self.header[layout.L_OLDEST]) + rows
-        if needed > len(self._keys):
-            self._allot(1 << (needed - 1).bit_length(), self.width)
-
-    def widen(self, width: int) -> None:
-        """Make room for ``width`` tokens per entry."""
-        if width > self.width:
-            self._allot(len(self._keys), width)
-
-    def _places(self) -> Any:
-        return (
-            np.arange(self.header[layout.L_OLDEST], self.header[layout.L_NEXT]) & self.header[layout.L_RING]
-        )
-
-    def _allot(self, entries: int, width: int) -> None:
-        """Move to new memory; entries keep their numbers."""
-        header = self.header
-        keys = np.empty(entries, dtype=np.int64)
-        records = np.empty((entries, 1 + 2 * width), dtype=np.int32)
-        if len(self):
-            old, places, before = self._records, self._places(), self.width
-            new = np.arange(header[layout.L_OLDEST], header[layout.L_NEXT]) & entries - 1
-            keys[new] = self._keys[places]
-            records[new, : 1 + before] = old[places, : 1 + before]
-            records[new, 1 + width : 1 + width + before] = old[places, 1 + before :]
-        if not header[layout.L_SLOTS] or entries > len(self._keys):
-            slots = empty_slots(2 * entries, 2)
-            if header[layout.L_SLOTS]:
-                code.rehash(
-                    int(header[layout.L_SLOTS]),
-                    int(header[layout.L_MASK]),
-                    address_of(slots),
-                    2 * entries - 1,
-                    2,
-                )
-            self._slots = slots
-            header[layout.L_SLOTS], header[layout.L_MASK] = address_of(slots), 2 * entries - 1
-        self._keys, self._records = keys, records
-        header[layout.L_KEYS], header[layout.L_RECORDS] = address_of(keys), address_of(records)
-        header[layout.L_RING], header[layout.L_WIDTH] = entries - 1, width
+    nodes: Any  # (rows,) NODE
+    proposals: Any  # (rows, most) PROPOSAL
+    edges: Any  # (rows, most) EDGE, likeliest first
+    matches: Any  # (2, rows, MATCHES) MATCH
+    places: Any  # (2, rows): context that matches at a row; -1 where not looked for yet
+    heap: Any  # (rows + 2,) WAITING
+    progress: Any  # (1,) PROGRESS
 
 
-class ArrayLogits:
-    """Twin of ``LogitCache``."""
+class Sources(NamedTuple):
+    """What proposes."""
 
-    def __init__(self, max_entries: int, width: int, sampled: bool) -> None:
-        self.tables = [ArrayTable(max_entries, width, sampled) for _ in range(ORDERS)]
-        self._addresses = np.array([table.address for table in self.tables], dtype=np.int64)
-        self.address = address_of(self._addresses)
-
-
-class ArrayCalibration:
-    """Twin of ``Calibration``: a stretch of arrays that all calibrations share."""
-
-    def __init__(self, owner: ArrayCalibrations, start: int, count: int) -> None:
-        self.start = start
-        part = slice(start, start + count)
-        self.priors, self.hits, self.trials = owner.priors[part], owner.hits[part], owner.trials[part]
-        self.estimate, self.levels = owner.estimate[part], owner.levels[part]
-
-    def load(self, hits: Sequence[float], trials: Sequence[float]) -> None:
-        """Take counts over; there must be as many as buckets."""
-        self.hits[:], self.trials[:] = hits, trials
-        estimate = (self.hits + PRIOR_WEIGHT * self.priors) / (self.trials + PRIOR_WEIGHT)
-        self.estimate[:] = np.minimum(estimate, SURE)
-        self.levels[:] = np.searchsorted(LEVELS, estimate)
+    texts: tuple[TextEnd, TextEnd]
+    cache: Cache
+    answers: Any  # (depths, ANSWERS): what the last step answered there, best first; -1 for none
+    noise: Any  # (positions, V): Gumbel noise, by position of the token in the text modulo their number
+    known: Any  # (positions,): whose noise that is
 
 
-class ArrayCalibrations:
-    """Twin of ``Calibrations``."""
+class Rules(NamedTuple):
+    """What does not change within a step."""
 
-    def __init__(self, sampled: bool) -> None:
-        priors, estimate, levels, sizes = _beginning(sampled)
-        self.priors, self.estimate, self.levels = priors, estimate.copy(), levels.copy()
-        self.hits, self.trials = np.zeros_like(priors), np.zeros_like(priors)
-        ends = np.cumsum(sizes).tolist()
-        parts = [ArrayCalibration(self, end - n, n) for end, n in zip(ends, sizes, strict=True)]
-        self.logits, (self.suffix, self.corpus, self.joint) = parts[:ORDERS], parts[ORDERS:]
-
-    def all(self) -> list[ArrayCalibration]:
-        """In the order in which they are saved."""
-        return [*self.logits, self.suffix, self.corpus, self.joint]
+    vocabulary: int
+    sampled: bool
+    use_logits: bool
+    use_answers: bool
+    temperature: float
+    haste: float
+    position: int  # tokens of the text
+    tail: tuple[int, int, int]  # the last three of them
 
 
-class ArrayTables:
-    """Twin of ``Tables``."""
+class Step(NamedTuple):
+    """What a step has brought."""
 
-    def __init__(self, config: AdaptiveConfig, sampled: bool) -> None:
-        width = config.sampled_top if sampled else config.top
-        self.logits = ArrayLogits(config.max_entries, width, sampled)
-        self.calibrations = ArrayCalibrations(sampled)
+    path: Any  # accepted rows
+    tokens: Any  # the target's token under each
+    ids: Any  # (rows, top): best tokens of each row
+    odds: Any  # (rows, top): their log-odds against the best one
+    own: Any  # (rows,): the target's own token under each row; filled in
+    credit: Any  # by CREDITED: accepted tokens; added to
 
 
-@cache
-def _beginning(sampled: bool) -> tuple[Any, Any, Any, list[int]]:
-    """Priors, estimates and levels of all buckets, and how many there are of each kind."""
-    parts = [logit_priors(order, sampled) for order in range(ORDERS)]
-    parts += [suffix_priors(sampled), suffix_priors(sampled), joint_priors(sampled)]
-    priors = np.concatenate([np.array(part) for part in parts])
-    levels = np.searchsorted(LEVELS, priors).astype(np.int64)
-    return priors, np.minimum(priors, SURE), levels, [len(part) for part in parts]
+def new_tree(rows: int, proposals: int) -> Tree:
+    """Memory for trees of so many rows, with so many proposals behind each at most."""
+    return Tree(
+        np.zeros(rows, NODE),
+        np.zeros((rows, proposals), PROPOSAL),
+        np.zeros((rows, proposals), EDGE),
+        np.zeros((2, rows, MATCHES), MATCH),
+        np.zeros((2, rows), np.int64),
+        np.zeros(rows + 2, WAITING),
+        np.zeros(1, PROGRESS),
+    )

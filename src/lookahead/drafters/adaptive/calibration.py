@@ -1,88 +1,67 @@
-"""What a proposal is worth: the observed share of right ones among proposals like it.
+"""What a proposal is worth: the observed share of right ones among proposals of its kind.
 
-A bucket is a kind of proposal ("second best of a row seen behind the same three tokens, 2.1 logits behind").
-Its estimate is (hits + 4 * prior) / (trials + 4): it starts at the prior and ends at the truth. Two sources
-that agree say more than either, so estimates of the two main sources are sorted into levels, and a second
-table of buckets is indexed by the pair of levels.
+    probability of a bucket = (hits + prior_weight * prior) / (trials + prior_weight)
+
+It starts at the prior and ends at the truth. ``buckets`` tells the kinds: two sources that agree say more than
+either, so the levels of confidence of all of them choose a joint bucket, whose probability is the edge's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .arrays import BUCKET, Calibration
+from .buckets import LEVELS, ORDERS
+from .compiling import compiled
+from .priors import joint_priors, logit_priors, match_priors
 
 PRIOR_WEIGHT = 4.0
 #: No edge is surer than this, and the edges under one node together are not either.
-SURE = 0.98
+MAX_PROBABILITY = 0.98
 #: Trials after which old ones begin to fade, so that a warm state follows a change of workload.
-MEMORY = 4000.0
-#: Upper ends of the levels of confidence but the last.
-LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-COUNT = len(LEVELS) + 1
-#: What a source says of a token: a level; silent, the source's best being of a level; or no word at all.
-SILENT = COUNT
-NOTHING = 2 * COUNT
-STATES = 2 * COUNT + 1
-#: How far from the root: the root itself, its children, deeper.
-ZONES = 3
-#: Further voices: none, the last step's first or later answer at this position, the window's n-grams, both.
-VOICES = 5
-VOICE_NONE, VOICE_JACOBI, VOICE_JACOBI_LATER, VOICE_NGRAM, VOICE_BOTH = range(VOICES)
-CELLS = ZONES * VOICES * STATES * STATES
+MAX_TRIALS = 4000.0
 
 
-class Calibration:
-    """Buckets of one source.
+@compiled
+def learn(bucket: Any, right: bool) -> None:
+    """A proposal of this kind was judged, verified or not."""
+    hits = bucket.hits + (1.0 if right else 0.0)
+    trials = bucket.trials + 1.0
+    if trials > MAX_TRIALS:
+        trials *= 0.5
+        hits *= 0.5
+    bucket.hits, bucket.trials = hits, trials
+    estimate = (hits + PRIOR_WEIGHT * bucket.prior) / (trials + PRIOR_WEIGHT)
+    bucket.probability = min(estimate, MAX_PROBABILITY)
+    level = 0
+    for end in LEVELS:
+        level += 1 if end < estimate else 0
+    bucket.level = level
 
-    Attributes:
-        estimate: probability by bucket. levels: its level of confidence. Both are kept up to date.
-    """
 
-    __slots__ = ("estimate", "hits", "levels", "priors", "trials")
+def load(buckets: Any, hits: Any, trials: Any) -> None:
+    """Take counts over; there must be as many as buckets."""
+    estimate = (hits + PRIOR_WEIGHT * buckets["prior"]) / (trials + PRIOR_WEIGHT)
+    buckets["hits"], buckets["trials"] = hits, trials
+    buckets["probability"] = np.minimum(estimate, MAX_PROBABILITY)
+    buckets["level"] = np.searchsorted(LEVELS, estimate)
 
-    def __init__(self, priors: Sequence[float]) -> None:
-        self.priors = tuple(priors)
-        estimate, levels = _beginning(self.priors)
-        self.hits = [0.0] * len(estimate)
-        self.trials = [0.0] * len(estimate)
-        self.estimate = list(estimate)
-        self.levels = list(levels)
 
-    def load(self, hits: Sequence[float], trials: Sequence[float]) -> None:
-        """Take counts over; there must be as many as buckets."""
-        self.hits = list(hits)
-        self.trials = list(trials)
-        for bucket in range(len(self.priors)):
-            self._update(bucket)
-
-    def learn(self, buckets: Sequence[int], right: int) -> None:
-        """Proposals were judged, verified or not: that at place ``right`` was right; -1 if none was."""
-        hits, trials, priors = self.hits, self.trials, self.priors
-        estimates, levels = self.estimate, self.levels
-        for place, bucket in enumerate(buckets):
-            hit = hits[bucket]
-            if place == right:
-                hit += 1.0
-            trial = trials[bucket] + 1.0
-            if trial > MEMORY:
-                trial *= 0.5
-                hit *= 0.5
-            hits[bucket] = hit
-            trials[bucket] = trial
-            estimate = (hit + PRIOR_WEIGHT * priors[bucket]) / (trial + PRIOR_WEIGHT)
-            estimates[bucket] = estimate if estimate < SURE else SURE
-            levels[bucket] = bisect_left(LEVELS, estimate)
-
-    def _update(self, bucket: int) -> None:
-        estimate = (self.hits[bucket] + PRIOR_WEIGHT * self.priors[bucket]) / (
-            self.trials[bucket] + PRIOR_WEIGHT
-        )
-        self.estimate[bucket] = estimate if estimate < SURE else SURE
-        self.levels[bucket] = bisect_left(LEVELS, estimate)
+def new_calibration(sampled: bool) -> Calibration:
+    """Buckets of which nothing has been seen, for greedy or sampled decoding."""
+    return Calibration(*(part.copy() for part in _beginning(sampled)))
 
 
 @cache
-def _beginning(priors: tuple[float, ...]) -> tuple[list[float], list[int]]:
-    """Estimates and levels of buckets that nothing has been seen of."""
-    return [min(SURE, prior) for prior in priors], [bisect_left(LEVELS, prior) for prior in priors]
+def _beginning(sampled: bool) -> tuple[Any, Any, Any]:
+    logits = [logit_priors(order, sampled) for order in range(ORDERS)]
+    parts = []
+    for priors in (logits, [match_priors(sampled)] * 2, joint_priors(sampled)):
+        buckets = np.zeros(np.shape(priors), BUCKET)
+        buckets["prior"] = priors
+        load(buckets, buckets["hits"], buckets["trials"])
+        parts.append(buckets)
+    return parts[0], parts[1], parts[2]

@@ -8,16 +8,15 @@ from typing import Any
 
 from ...core import LookaheadConfig, SettingsError
 
-#: Where candidates come from; the letters of docs/adaptive.md.
+#: Where candidates come from.
 SOURCES = {
-    "suffix": "S: what followed the longest earlier match of the last tokens in this text",
-    "logits": "L: the best tokens of the last row that was evaluated behind the same last tokens",
-    "ngrams": "P: the n-grams that the window has closed",
-    "jacobi": "J: what the last step answered at the same position",
-    "corpus": "G: suffix matches over the texts of earlier requests too, where a state is kept",
+    "suffix": "what followed the longest earlier match of the last tokens in this text",
+    "logits": "the best tokens of the last row that was evaluated behind the same last tokens",
+    "jacobi": "what the last step answered at the same position",
+    "corpus": "suffix matches over the texts of earlier requests too, where a state is kept",
 }
 #: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
-DEFAULT_SOURCES = ("suffix", "logits", "ngrams", "jacobi")
+DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class AdaptiveConfig:
         max_rows: rows of a step at most, 1 to 512.
         budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
             and the drafts depend on nothing but the tokens.
-        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. The window
-            without "ngrams" is a mere explorer, and without "logits" nothing reads what it explores.
+        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
+            "logits" nothing uses what the window explores.
         window_size: W of the window at most; 0 for no window.
         ngram_size: N of the window, at least 2.
         suffix_order: longest suffix that is matched, at least 1.

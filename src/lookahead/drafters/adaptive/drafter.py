@@ -1,8 +1,7 @@
 """The adaptive drafter: grows a tree, reads every row of the answer, and learns what its proposals are worth.
 
-The parts: ``suffix``, ``logits``, ``explorer`` and ``observe`` are the sources, ``calibration`` prices what
-they propose, ``grow`` builds the tree, ``budget`` says how many rows pay, ``state`` is what may be kept. These
-have compiled twins (``twins``): ``compiled`` is the code, ``arrays`` its memory, ``compiled_grower`` the seam.
+The parts: ``sources`` propose, ``calibration`` says what a proposal is worth, ``growth`` builds the tree,
+``learning`` reads the answer, ``budget`` says how many rows pay, ``state`` is what may be kept.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from ...core.drafter import UNLIMITED_ROWS, Noise
 from .budget import LONGEST_REST, MENU, Budget, place_of
 from .config import SOURCES, AdaptiveConfig
 from .costs import StepTimes
-from .explorer import Explorer
+from .grower import Grower
+from .sources.suffix import SuffixTrie
+from .sources.window import WindowSource
 from .state import AdaptiveState
 
 #: While a text goes on plainly: steps between two peeks at whether it repeats itself, and for how many tokens.
@@ -30,7 +31,6 @@ class AdaptiveDrafter(Drafter):
         config: anything that ``AdaptiveConfig.of`` takes; None takes the state's.
         vocabulary: V; 0 takes the largest token seen plus one, which makes keys of contexts ambiguous.
         state: what is kept from request to request; None begins cold.
-        compiled: without a state, whether numba's code drafts; see ``AdaptiveState``.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class AdaptiveDrafter(Drafter):
         config: Any = None,
         vocabulary: int = 0,
         state: AdaptiveState | None = None,
-        compiled: bool | None = None,
     ) -> None:
         if state is not None and not isinstance(state, AdaptiveState):
             raise SettingsError(f"adaptive keeps an AdaptiveState across calls, got {type(state).__name__}")
@@ -47,7 +46,6 @@ class AdaptiveDrafter(Drafter):
         self.config = AdaptiveConfig.of(config)
         self.vocabulary = vocabulary
         self.state = state
-        self._compiled = compiled if state is None else state.twins.compiled
         self._sampling: Noise | None = None
 
     def use_noise(self, noise: Noise | None) -> None:
@@ -62,7 +60,7 @@ class AdaptiveDrafter(Drafter):
         self._last = first
         self._context = len(prompt)
         self._noise: dict[int, Any] = {}
-        self._explorer: Explorer | None = None
+        self._explorer: WindowSource | None = None
         times = self.state.times if self.state is not None else StepTimes()
         self._times = times
         self._drafts = times.drafts
@@ -86,7 +84,7 @@ class AdaptiveDrafter(Drafter):
         """Make what drafting needs."""
         config, self._begin, self._seen = self.config, None, None
         kept = self.state is not None and self.state.keep
-        state = self.state if kept else AdaptiveState(config, compiled=self._compiled)
+        state = self.state if kept else AdaptiveState(config)
         assert state is not None
         vocabulary = max(self.vocabulary, max(self._unread) + 1)
         if state.largest >= vocabulary:
@@ -94,16 +92,16 @@ class AdaptiveDrafter(Drafter):
                 f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has "
                 f"{vocabulary}"
             )
-        twins, sampled = state.twins, self._sampling is not None
-        self._grower = grower = twins.grower(state.tables(sampled), vocabulary, config, sampled)
-        grower.reader = twins.trie(config.suffix_order).begin() if "suffix" in config.sources else None
+        sampled = self._sampling is not None
+        self._grower = grower = Grower(state.tables(sampled), vocabulary, config, sampled)
+        grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         grower.tail = [prompt[0]] * 3
         if self._sampling is not None:
             grower.noise = self._noise_below
             grower.temperature = max(self._sampling.temperature, 1e-3)
         if config.window_size:
-            self._explorer = Explorer(config.window_size, config.ngram_size, prompt, eos, config.seed)
+            self._explorer = WindowSource(config.window_size, config.ngram_size, prompt, eos, config.seed)
 
     def _noise_below(self, depth: int) -> Any:
         """Noise of the token that is chosen under nodes of this depth."""
@@ -236,7 +234,7 @@ class AdaptiveDrafter(Drafter):
         answers, credited = grower.study(scores, path, tokens, self._window_start)
         if explorer is not None and len(tree) > self._window_start:
             rows = len(tree) - self._window_start
-            grower.close(explorer.advance(tree.tokens[0], answers, rows, credited))
+            explorer.advance(tree.tokens[0], answers, rows, credited)
         grower.take(tokens)
         self._offered += self._expected - 1
         self._accepted += len(tokens) - 1

@@ -14,8 +14,7 @@ from functools import cache
 from itertools import product
 from math import exp
 
-from .calibration import STATES, VOICES, ZONES
-from .logits import HEIGHTS, KINDS
+from .buckets import ANSWERED, HEIGHTS, KINDS, STATES, ZONES
 
 Features = tuple[float, ...]
 
@@ -27,9 +26,8 @@ class Fit:
     Attributes:
         suffix: base, then by order, share, times seen, and whether seen in this text.
         logits: base, then by order, height of the best score (sampling only), origin and kind.
-        joint: by zone and by voice.
-        pairs: tenths of log-odds by level of S (rows) and of L (columns): confidence, silent beside a best of
-            that confidence, no word at all.
+        joint: by zone, and by what the last step answered.
+        pairs: tenths of log-odds by state of the suffix match (rows) and of the logit cache (columns).
     """
 
     suffix: tuple[float, Features, Features, Features, Features]
@@ -55,7 +53,7 @@ GREEDY = Fit(
         (0.65, 1.17, 1.58, 1.95, 2.2, 2.25, 2.72, 3.2, 3.71, 4.24, 4.73, 5.54, -0.06, -0.69, -1.2, -1.69,
         -2.3, -2.73, -3.16, -3.66, -4, -4.07, -4.83, -5.54),
     ),
-    joint=((-0.04, -0.03, 0.07), (-0.35, -0.13, -0.32, -0.02, 0.83)),
+    joint=((-0.04, -0.03, 0.07), (-0.35, -0.13, -0.32)),
     pairs=(
         (-41, -40, -34, -28, -20, -3, -6, 2, 6, 10, -26, -26, -38, -42, -36, -41, -43, -41, -40, -41, -20),
         (-33, -20, -27, -21, -14, 4, 2, 5, 14, 20, -17, -17, -29, -33, -18, -33, -35, -34, -32, -34, -13),
@@ -96,7 +94,7 @@ SAMPLED = Fit(
         (0.59, 0.76, 0.97, 1.24, 1.66, 1.87, 2.22, 2.3, 2.83, 3.17, 3.19, 3.67, 0.1, -0.01, -0.35, -0.95,
         -1.33, -1.85, -2.46, -3.04, -3.16, -3.51, -3.77, -4.12),
     ),
-    joint=((0.02, -0.02, 0), (-0.59, 0.34, 0.11, -0.27, 0.41)),
+    joint=((0.02, -0.02, 0), (-0.59, 0.34, 0.11)),
     pairs=(
         (-36, -32, -27, -18, -8, -2, 6, 12, 19, 22, -19, -19, -19, -39, -29, -33, -36, -36, -41, -43, -21),
         (-22, -19, -13, -3, 6, 13, 21, 26, 33, 37, -5, -5, -5, -25, -14, -11, -21, -22, -27, -29, -7),
@@ -130,14 +128,14 @@ def _shares(base: float, *features: Features) -> tuple[float, ...]:
 
 
 @cache
-def suffix_priors(sampled: bool) -> tuple[float, ...]:
-    """By order, share, times seen, and whether seen in this text."""
+def match_priors(sampled: bool) -> tuple[float, ...]:
+    """Of suffix matches, in the order of ``buckets``."""
     return _shares(*(SAMPLED if sampled else GREEDY).suffix)
 
 
 @cache
 def logit_priors(order: int, sampled: bool) -> tuple[float, ...]:
-    """By height of the best score (sampling only), origin and kind, for one order."""
+    """Of rows found by their last ``order`` + 1 tokens."""
     base, orders, heights, origins, kinds = (SAMPLED if sampled else GREEDY).logits
     assert (len(kinds), len(heights)) == (KINDS, len(HEIGHTS) + 1 if sampled else 1)
     return _shares(base + orders[order], heights, origins, kinds)
@@ -145,8 +143,8 @@ def logit_priors(order: int, sampled: bool) -> tuple[float, ...]:
 
 @cache
 def joint_priors(sampled: bool) -> tuple[float, ...]:
-    """By zone, voice, level of S and level of L."""
+    """Of what all sources say together."""
     fit = SAMPLED if sampled else GREEDY
-    zones, voices = fit.joint
-    assert (len(zones), len(voices), len(fit.pairs)) == (ZONES, VOICES, STATES)
-    return _shares(0.0, zones, voices, tuple(pair / 10 for row in fit.pairs for pair in row))
+    zones, answered = fit.joint
+    assert (len(zones), len(answered), len(fit.pairs)) == (ZONES, ANSWERED, STATES)
+    return _shares(0.0, zones, answered, tuple(pair / 10 for row in fit.pairs for pair in row))

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
-from .budget import StepTimes
+from .buckets import ORDERS
+from .calibration import load
 from .config import AdaptiveConfig
-from .suffix import SHIFT
-from .twins import Twins
+from .costs import StepTimes
+from .sources.suffix import SHIFT, SuffixTrie
+from .tables import Tables
 
-FORMAT = 1
-#: Largest file that ``load`` reads, and most scopes that ``warm_state`` keeps.
+FORMAT = 2
+#: Largest file that ``load`` reads, and how many scopes ``warm_state`` keeps.
 LARGEST_FILE = 1 << 30
-MOST_SCOPES = 64
+MAX_SCOPES = 64
 #: What is saved of a table of the logit cache, and the widest entry that is read.
-PARTS = ("keys", "ids", "values", "origins")
-WIDEST = 64
+PARTS = ("keys", "ids", "odds", "origins")
+MAX_WIDTH = 64
 
 
 class AdaptiveState:
@@ -37,7 +39,6 @@ class AdaptiveState:
         config: anything that ``AdaptiveConfig.of`` takes.
         keep: keep text and calibrations from request to request; otherwise only step times are shared.
         times: step times to begin with.
-        compiled: whether numba's code drafts or pure Python, which drafts the same; None takes what is there.
         scope: what may share it: model, tokenizer, tenant, in words. Saved, and compared when loaded.
     """
 
@@ -46,32 +47,25 @@ class AdaptiveState:
         config: Any = None,
         keep: bool = True,
         times: StepTimes | None = None,
-        compiled: bool | None = None,
         scope: str = "",
     ) -> None:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
         self.times = times if times is not None else StepTimes()
         self.scope = scope
-        self._compiled = compiled
-        self._tables: dict[bool, Any] = {}
+        self._tables: dict[bool, Tables] = {}
         #: The largest token in what was loaded from a file.
         self.largest = -1
 
     @cached_property
-    def twins(self) -> Twins:
-        """Pure or compiled."""
-        return Twins(self._compiled)
-
-    @cached_property
-    def corpus(self) -> Any:
+    def corpus(self) -> SuffixTrie:
         """Suffix trie of the texts of all requests."""
-        return self.twins.trie(self.config.suffix_order, 4 * self.config.max_entries)
+        return SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
 
-    def tables(self, sampled: bool) -> Any:
+    def tables(self, sampled: bool) -> Tables:
         """Those of greedy or of sampled decoding."""
         if sampled not in self._tables:
-            self._tables[sampled] = self.twins.tables(self.config, sampled)
+            self._tables[sampled] = Tables(self.config, sampled)
         return self._tables[sampled]
 
     def save(self, path: str | Path) -> None:
@@ -82,12 +76,12 @@ class AdaptiveState:
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         for sampled, tables in self._tables.items():
             name = "sampled" if sampled else "greedy"
-            for order, table in enumerate(tables.logits.tables):
-                parts = table.arrays() if self.twins.compiled else _arrays(table)
+            for order in range(ORDERS):
+                parts = tables.logits.entries(order)
                 arrays |= {f"{name}.{order}.{part}": array for part, array in zip(PARTS, parts, strict=True)}
-            for number, calibration in enumerate(tables.calibrations.all()):
-                arrays[f"{name}.hits.{number}"] = np.array(calibration.hits)
-                arrays[f"{name}.trials.{number}"] = np.array(calibration.trials)
+            for kind, buckets in tables.calibration._asdict().items():
+                arrays[f"{name}.{kind}.hits"] = buckets["hits"]
+                arrays[f"{name}.{kind}.trials"] = buckets["trials"]
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -103,15 +97,14 @@ class AdaptiveState:
         path: str | Path,
         config: Any = None,
         times: StepTimes | None = None,
-        compiled: bool | None = None,
         scope: str = "",
     ) -> AdaptiveState:
-        """Read what ``save`` wrote, whichever twin it was.
+        """Read what ``save`` wrote.
 
         Raises:
             SettingsError: the file is too large, of another format or scope, or not such a file.
         """
-        state = cls(config, times=times, compiled=compiled, scope=scope)
+        state = cls(config, times=times, scope=scope)
         size = Path(path).stat().st_size
         if size > LARGEST_FILE:
             raise SettingsError(f"a saved state may have {LARGEST_FILE} bytes at most, {path} has {size}")
@@ -131,7 +124,7 @@ class AdaptiveState:
                 if saved != scope:
                     raise SettingsError(f"{path} is for {saved or 'no scope'!r}, and {scope!r} was asked for")
                 for name, sampled in (("greedy", False), ("sampled", True)):
-                    if f"{name}.hits.0" in arrays:
+                    if f"{name}.joint.hits" in arrays:
                         state._unpack(arrays, name, sampled)
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             if isinstance(error, SettingsError):
@@ -141,47 +134,29 @@ class AdaptiveState:
 
     def _unpack(self, arrays: Any, name: str, sampled: bool) -> None:
         tables = self.tables(sampled)
-        for order, table in enumerate(tables.logits.tables):
-            parts = keys, ids, values, origins = [arrays[f"{name}.{order}.{part}"] for part in PARTS]
-            _check(*parts, 0 if sampled else len(tables.calibrations.logits[order].priors))
+        for order in range(ORDERS):
+            keys, ids, odds, origins = (arrays[f"{name}.{order}.{part}"] for part in PARTS)
+            _check(keys, ids, odds, origins)
             self.largest = max(self.largest, int(ids.max(initial=-1)))
-            if self.twins.compiled:
-                table.fill(*parts)
-            else:
-                table.update(zip(keys.tolist(), _entries(ids, values, origins, sampled), strict=True))
-        for number, calibration in enumerate(tables.calibrations.all()):
-            hits, trials = arrays[f"{name}.hits.{number}"], arrays[f"{name}.trials.{number}"]
-            if hits.shape != (len(calibration.priors),) or trials.shape != hits.shape:
+            tables.logits.load(order, keys, ids, odds, origins)
+        for kind, buckets in tables.calibration._asdict().items():
+            hits, trials = arrays[f"{name}.{kind}.hits"], arrays[f"{name}.{kind}.trials"]
+            if hits.shape != buckets.shape or trials.shape != hits.shape:
                 raise ValueError("another number of buckets")
             if not (np.isfinite(trials).all() and (hits >= 0).all() and (hits <= trials).all()):
                 raise ValueError("hits must lie between 0 and trials")
-            calibration.load(hits.tolist(), trials.tolist())
+            load(buckets, hits, trials)
 
 
-def _arrays(table: dict[int, Any]) -> tuple[Any, Any, Any, Any]:
-    """One table of the logit cache as arrays; rows of unequal length are padded with -1."""
-    keys = np.array(list(table), dtype=np.int64)
-    width = max((len(entry[0]) for entry in table.values()), default=1)
-    ids = np.full((len(table), width), -1, dtype=np.int32)
-    values = np.zeros((len(table), width), dtype=np.float32)
-    origins = np.zeros(len(table), dtype=np.int8)
-    for row, entry in enumerate(table.values()):
-        ids[row, : len(entry[0])] = entry[0]
-        values[row, : len(entry[1])] = list(entry[1])
-        if len(entry) > 2:
-            origins[row] = entry[2]
-    return keys, ids, values, origins
-
-
-def _check(keys: Any, ids: Any, values: Any, origins: Any, buckets: int) -> None:
-    """Raise ValueError unless these are the arrays of a table; ``buckets`` is 0 where values are log-odds."""
-    if [part.ndim for part in (keys, ids, values, origins)] != [1, 2, 2, 1]:
+def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
+    """Raise ValueError unless these are the entries of an order of the logit cache."""
+    if [part.ndim for part in (keys, ids, odds, origins)] != [1, 2, 2, 1]:
         raise ValueError("arrays of other dimensions")
-    if [part.dtype.kind for part in (keys, ids, values, origins)] != list("iifi"):
+    if [part.dtype.kind for part in (keys, ids, odds, origins)] != list("iifi"):
         raise ValueError("arrays of another type")
-    if not len(keys) == len(ids) == len(values) == len(origins) or ids.shape != values.shape:
+    if not len(keys) == len(ids) == len(odds) == len(origins) or ids.shape != odds.shape:
         raise ValueError("arrays of unequal length")
-    if not 1 <= ids.shape[1] <= WIDEST:
+    if not 1 <= ids.shape[1] <= MAX_WIDTH:
         raise ValueError(f"entries of {ids.shape[1]} tokens")
     if not len(keys):
         return
@@ -197,20 +172,8 @@ def _check(keys: Any, ids: Any, values: Any, origins: Any, buckets: int) -> None
         raise ValueError("token ids out of range")
     if not 0 <= origins.min() <= origins.max() <= 2:
         raise ValueError("an origin is out of range")
-    if buckets and not 0 <= values.min() <= values.max() < buckets:
-        raise ValueError("a bucket is out of range")
-    if not buckets and not (values <= 0).all():
+    if not (odds[here] <= 0).all() or (odds > 0).any():
         raise ValueError("log-odds must not be above 0")
-
-
-def _entries(ids: Any, values: Any, origins: Any, sampled: bool) -> list[Any]:
-    """Entries as the pure twin keeps them, without the padding."""
-    counts = (ids >= 0).sum(axis=1).tolist()
-    if sampled:
-        rows = zip(ids, values, origins.tolist(), counts, strict=True)
-        return [(tokens[:count], odds[:count], origin) for tokens, odds, origin, count in rows]
-    kept = zip(ids.tolist(), values.astype(np.uint8), counts, strict=True)
-    return [(tuple(tokens[:count]), row[:count].tobytes()) for tokens, row, count in kept]
 
 
 _states: OrderedDict[str, AdaptiveState] = OrderedDict()
@@ -227,6 +190,6 @@ def warm_state(key: str, config: Any = None) -> AdaptiveState:
     if state is None:
         state = AdaptiveState(config, scope=key)
     _states[key] = state
-    while len(_states) > MOST_SCOPES:
+    while len(_states) > MAX_SCOPES:
         _states.popitem(last=False)
     return state

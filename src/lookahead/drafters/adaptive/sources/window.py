@@ -1,7 +1,7 @@
-"""The window as an explorer: Jacobi rows whose answers feed the other sources.
+"""The window as a source: Jacobi rows whose answers the logit cache takes in.
 
-It gets the rows that the step has to spare. More only where it pays: the tokens accepted on the word of
-window rows, per window row, are compared with the probability of the tree row that would be given up.
+It gets the rows that the step has to spare. More only where it pays: the tokens accepted because of window rows, per
+window row, are compared with the probability of the tree row that would be given up.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ...core import TokenTree
-from ..window import Window
+from ....core import TokenTree
+from ...window import Window
 
 #: Steps over which the credit looks back, roughly, and what a window row is thought to bring at first.
 HORIZON = 100
 FIRST_CREDIT = 0.004
 
 
-class Explorer:
+class WindowSource:
     """The window of one sequence.
 
     Args:
@@ -25,6 +25,10 @@ class Explorer:
         source: tokens for empty places.
         eos: tokens that end a text.
         seed: of the window's own generator.
+
+    Attributes:
+        credit: tokens accepted of late because of a window row, per such row.
+        rows_used: window rows in all.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Explorer:
         tokens = [token for token in source if token not in eos] or list(source)
         self._window = Window(width, ngram_size, lambda: rng.choice(tokens))
         self._eos = eos
-        self._planted = False
+        self._in_tree = False
         self.credit = FIRST_CREDIT
         self.rows_used = 0
 
@@ -49,24 +53,22 @@ class Explorer:
         return self._window.rows()
 
     def add_to(self, tree: TokenTree) -> None:
-        """Add the window to a tree, all of its rows to be read."""
+        """Add the window to a tree; the logits of all rows are needed."""
         self._window.add_to(tree)
         tree.needs_logits = [True] * len(tree)
-        self._planted = True
+        self._in_tree = True
 
-    def advance(
-        self, root: int, answers: Sequence[int], rows: int, credited: int
-    ) -> Sequence[tuple[int, ...]]:
-        """Take the answers under the planted rows; returns the n-grams that the window has closed.
+    def advance(self, root: int, answers: Sequence[int], rows: int, credited: int) -> None:
+        """Take the answers under the window's rows.
 
         Args:
             root: of the step. answers: by node. rows: of the window in the tree.
-            credited: tokens accepted on the window's word.
+            credited: tokens accepted because of the window.
         """
-        if not self._planted:
-            return ()
+        if not self._in_tree:
+            return
         self.credit += ((credited / rows if rows else 0.0) - self.credit) / HORIZON
-        self._planted = False
+        self._in_tree = False
         self.rows_used += rows
         new = [answers[node] for node in self._window.newest_nodes()]
-        return self._window.advance(root, new, self._eos)
+        self._window.advance(root, new, self._eos)

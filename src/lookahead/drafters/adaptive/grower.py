@@ -1,0 +1,196 @@
+"""The tree of one sequence: memory, and one call of compiled code to grow it and one to learn from the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import Scores, TokenTree
+from .arrays import ANSWERS, BESIDE, Rules, Sources, Step, new_tree
+from .config import AdaptiveConfig
+from .growth import DONE, HASTE, grow
+from .learning import CREDITED, study
+from .sources.suffix import NO_TEXT, Reader
+from .tables import Tables
+
+#: Positions ahead whose noise is kept, at first.
+POSITIONS = 32
+
+
+class Grower:
+    """One sequence's view of the sources.
+
+    Args:
+        tables: what is learned. vocabulary: V. config: sources, rows and tokens per row. sampled: whether tokens
+            are drawn, with noise that is known.
+
+    Attributes:
+        tokens, parents, probabilities: by node of the tree that was grown last, in order of falling probability.
+        reader: the end of this text in its own suffix trie; corpus: the same among earlier texts. None for off.
+        tail: the last three tokens of the text.
+        noise: depth -> noise (V,) of the token chosen under nodes of that depth; None when greedy.
+    """
+
+    def __init__(self, tables: Tables, vocabulary: int, config: AdaptiveConfig, sampled: bool = False) -> None:
+        self.tables = tables
+        self.vocabulary = vocabulary
+        self.sources = config.sources
+        self.top = config.sampled_top if sampled else config.top
+        self.reader: Reader | None = None
+        self.corpus: Reader | None = None
+        self.tail = [0, 0, 0]
+        self.noise: Callable[[int], Any] | None = None
+        self.temperature = 1.0
+        self.haste = HASTE
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.probabilities: list[float] = []
+        self._position = 0
+        self._allot(config.max_rows)
+
+    def _allot(self, rows: int) -> None:
+        tables = self.tables
+        tables.logits.make_room(0, self.top)
+        self._tree = new_tree(rows, tables.logits.width + BESIDE)
+        nodes = self._tree.nodes
+        self._columns = nodes["token"], nodes["parent"], nodes["depth"], nodes["pair"], nodes["asked"]
+        self._probabilities = nodes["probability"]
+        self._answers = np.full((rows, ANSWERS), -1)
+        self._noise = np.zeros((1, 0), np.float32)
+        self._known = np.full(1, -1)
+        self._path, self._truths, self._own = (np.zeros(rows, np.int64) for _ in range(3))
+        self._ids = np.zeros((rows, self.top), np.int64)
+        self._odds = np.zeros((rows, self.top), np.float32)
+        self._credit = np.zeros(len(CREDITED), np.int64)
+        self._no_stop = np.zeros(rows + 1)
+
+    @property
+    def credit(self) -> dict[str, int]:
+        """Accepted tokens by the source on whose word they were drafted."""
+        return dict(zip(CREDITED, self._credit.tolist(), strict=True))
+
+    @property
+    def depths(self) -> list[int]:
+        """Of the tree's rows."""
+        depths: list[int] = self._columns[2][: len(self.tokens)].tolist()
+        return depths
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """The text has gone on."""
+        text = np.array(tokens, np.int64)
+        for reader in (self.reader, self.corpus):
+            if reader is not None:
+                reader.feed(text)
+        self.tail = [*self.tail, *tokens][-3:]
+        self._position += len(tokens)
+
+    def forget_answers(self) -> None:
+        """The last step's answers say nothing of the next position."""
+        self._answers[:] = -1
+
+    def _arguments(self) -> tuple[Any, ...]:
+        reader, corpus, use = self.reader, self.corpus, self.sources
+        texts = (
+            reader.text if reader is not None else NO_TEXT,
+            corpus.text if corpus is not None else NO_TEXT,
+        )
+        sources = Sources(texts, self.tables.logits.arrays, self._answers, self._noise, self._known)
+        rules = Rules(
+            self.vocabulary,
+            self.noise is not None,
+            "logits" in use,
+            "jacobi" in use,
+            self.temperature,
+            self.haste,
+            self._position,
+            (self.tail[0], self.tail[1], self.tail[2]),
+        )
+        return self._tree, sources, self.tables.calibration, rules
+
+    def _keep_noise(self, depth: int) -> None:
+        """Copy the noise of the token chosen under nodes of this depth to where compiled code finds it."""
+        assert self.noise is not None
+        noise, position = self.noise(depth), self._position + depth
+        if depth >= len(self._known) or noise.shape[0] != self._noise.shape[1]:
+            positions = max(POSITIONS, 2 << depth.bit_length())
+            old, known = self._noise, self._known
+            self._noise = np.empty((positions, noise.shape[0]), np.float32)
+            self._known = np.full(positions, -1)
+            for row, number in enumerate(known.tolist()):
+                if number >= self._position:
+                    self._noise[number % positions], self._known[number % positions] = old[row], number
+        self._noise[position % len(self._known)] = noise
+        self._known[position % len(self._known)] = position
+
+    def grow(self, rows: int, max_depth: int, stop: Sequence[float] | None = None) -> None:
+        """Grow to at most ``rows`` nodes. With ``stop``: end when row k's probability is below stop[k]."""
+        rows = min(rows, len(self._path))
+        limits = self._no_stop if stop is None else np.array(stop, np.float64)
+        if self.corpus is not None:
+            self.corpus.catch_up()  # another text may have filled the trie
+        wanted = grow(*self._arguments(), rows, max_depth, limits, True)
+        while wanted != DONE:
+            self._keep_noise(wanted)
+            wanted = grow(*self._arguments(), rows, max_depth, limits, False)
+        self._read(int(self._tree.progress[0]["rows"]))
+
+    def _read(self, count: int) -> None:
+        tokens, parents, *_ = self._columns
+        self.tokens, self.parents = tokens[:count].tolist(), parents[:count].tolist()
+        self.probabilities = self._probabilities[:count].tolist()
+
+    def cut(self, rows: int) -> None:
+        """Keep the first ``rows`` nodes."""
+        if rows < len(self.tokens):
+            del self.tokens[rows:], self.parents[rows:], self.probabilities[rows:]
+            self._tree.progress["rows"] = rows
+
+    def adopt(self, tree: TokenTree) -> None:
+        """Take over the rows that others have added to the tree."""
+        own, count = len(self.tokens), len(tree)
+        self.tokens += tree.tokens[own:]
+        self.parents += tree.parents[own:]
+        tokens, parents, depths, pairs, asked = self._columns
+        tokens[own:count], parents[own:count] = tree.tokens[own:], tree.parents[own:]
+        depths[own:count] = tree.depths[own:]
+        pairs[own:count] = tokens[parents[own:count]] * self.vocabulary + tokens[own:count]
+        asked[own:count] = 0
+        self._tree.places[:, own:count] = -1
+        self._tree.progress["rows"] = count
+
+    def study(
+        self, scores: Scores, path: Sequence[int], tokens: Sequence[int], window_start: int
+    ) -> tuple[list[int], int]:
+        """Learn all that a step can teach.
+
+        Args:
+            scores: of the tree that was grown; every row must be readable.
+            path, tokens: accepted rows, emitted tokens.
+            window_start: first row of the window.
+
+        Returns:
+            The target's own token by node, as far as it can be told; tokens accepted because of the window.
+        """
+        count, length = len(self.tokens), len(path)
+        ids, odds = scores.top(range(count), self.top)
+        columns = min(self.top, len(ids[0]))
+        if columns < self._ids.shape[1]:
+            self._ids, self._odds = self._ids[:, :columns].copy(), self._odds[:, :columns].copy()
+        self._ids[:count], self._odds[:count] = np.asarray(ids)[:, :columns], np.asarray(odds)[:, :columns]
+        self._path[:length], self._truths[:length] = path, tokens
+        if self.noise is not None:
+            for depth in range(max(self.depths) + 1):
+                if depth >= len(self._known) or self._known[(self._position + depth) % len(self._known)] != (
+                    self._position + depth
+                ):
+                    self._keep_noise(depth)
+        if self.corpus is not None and self.corpus.catch_up():
+            self._tree.places[1, :count] = 0  # another text has filled the trie since: nothing matches
+        self.tables.logits.reserve(count + length)
+        step = Step(
+            self._path[:length], self._truths[:length], self._ids, self._odds, self._own, self._credit
+        )
+        by_window: int = study(*self._arguments(), step, window_start)
+        return self._own[:count].tolist(), by_window

@@ -1,0 +1,186 @@
+"""Grow one token tree from all sources, the likeliest rows first.
+
+The estimated probability that the target walks through a node is the product of its edges' estimates, and
+F(tree) = 1 + the sum of these is the expected number of tokens of the step. A child is never likelier than its
+parent, so taking nodes in order of probability gives the best tree of every size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arrays import Calibration, Rules, Sources, Tree
+from .calibration import MAX_PROBABILITY
+from .compiling import compiled, entry
+from .proposals import ask
+
+#: A node is expanded when its probability times this comes up; most best children are not surer.
+HASTE = 0.5
+#: Edges less likely than this are not worth a place in the heap.
+MIN_PROBABILITY = 0.002
+#: Edges less likely than this times the last row of the last tree are left out until they are needed.
+FLOOR = 0.25
+#: Most edges of one node.
+MAX_EDGES = 128
+#: What ``grow`` returns where it needs no noise.
+DONE = -1
+
+
+@compiled
+def _expand(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, node: int) -> int:
+    """Find the edges under a node, the likeliest first; returns their number."""
+    ask(tree, sources, calibration, rules, node)
+    row, proposals, edges = tree.nodes[node], tree.proposals[node], tree.edges[node]
+    total = 0.0
+    for i in range(row.proposals):
+        total += calibration.joint[proposals[i].joint].probability
+    scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
+    least = max(tree.progress[0].floor / row.probability, MIN_PROBABILITY)
+    count = 0
+    for i in range(row.proposals):
+        probability, token = calibration.joint[proposals[i].joint].probability, proposals[i].token
+        if probability > least:
+            cost = probability * scale
+            place = count
+            while place > 0 and (
+                edges[place - 1].cost > cost or (edges[place - 1].cost == cost and edges[place - 1].token > token)
+            ):
+                edges[place].cost, edges[place].token = edges[place - 1].cost, edges[place - 1].token
+                place -= 1
+            edges[place].cost, edges[place].token = cost, token
+            count += 1
+    row.edges = count
+    return count
+
+
+@compiled
+def _before(one: Any, cost: float, number: int) -> bool:
+    """Whether an entry of the heap comes before another."""
+    return one.cost < cost or (one.cost == cost and one.number < number)
+
+
+@compiled
+def _replace_first(heap: Any, size: int, cost: float, number: int) -> None:
+    """Put an entry in place of a heap's first."""
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        if below + 1 < size and _before(heap[below + 1], heap[below].cost, heap[below].number):
+            below += 1
+        if not _before(heap[below], cost, number):
+            break
+        heap[place].cost, heap[place].number = heap[below].cost, heap[below].number
+        place = below
+    heap[place].cost, heap[place].number = cost, number
+
+
+@compiled
+def _push(heap: Any, size: int, cost: float, number: int) -> None:
+    place = size
+    while place > 0:
+        above = (place - 1) // 2
+        if _before(heap[above], cost, number):
+            break
+        heap[place].cost, heap[place].number = heap[above].cost, heap[above].number
+        place = above
+    heap[place].cost, heap[place].number = cost, number
+
+
+@compiled
+def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -> int:
+    """A new row; returns its depth."""
+    node = tree.progress[0].rows
+    row = tree.nodes[node]
+    above, depth = rules.tail[1], 0
+    if parent >= 0:
+        above, depth = tree.nodes[parent].token, tree.nodes[parent].depth + 1
+    row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
+    row.pair = above * rules.vocabulary + token
+    row.asked = 0
+    tree.places[0, node] = tree.places[1, node] = -1
+    tree.progress[0].rows = node + 1
+    return depth
+
+
+@compiled
+def _begin(tree: Tree, rules: Rules) -> None:
+    """The root alone, to be expanded."""
+    tree.progress[0].rows = 0
+    _add(tree, rules, -1, rules.tail[2], 1.0)
+    tree.heap[0].cost, tree.heap[0].number = -1.0, ~0
+    tree.progress[0].heap = 1
+
+
+@compiled
+def _take(
+    tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, rows: int, max_depth: int, stop: Any
+) -> int:
+    """Take nodes from the heap until it is empty, or one is too unlikely. Returns what ``grow`` does."""
+    progress, nodes, heap = tree.progress[0], tree.nodes, tree.heap
+    while progress.heap > 0 and progress.rows < rows:
+        cost, number = heap[0].cost, heap[0].number
+        if number < 0:
+            node = ~number
+            position = rules.position + nodes[node].depth
+            if rules.sampled and sources.known[position % len(sources.known)] != position:
+                return nodes[node].depth
+            if _expand(tree, sources, calibration, rules, node):
+                _replace_first(heap, progress.heap, tree.edges[node, 0].cost, node * MAX_EDGES)
+            else:
+                progress.heap -= 1
+                _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
+            continue
+        if -cost < stop[progress.rows]:
+            progress.floor = 0.0  # nothing less likely is wanted
+            break
+        node, place = number // MAX_EDGES, number % MAX_EDGES
+        token = tree.edges[node, place].token
+        if place + 1 < nodes[node].edges:
+            _replace_first(heap, progress.heap, tree.edges[node, place + 1].cost, number + 1)
+        else:
+            progress.heap -= 1
+            _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
+        row = progress.rows
+        depth = _add(tree, rules, node, token, -cost)
+        if depth < max_depth and -cost > progress.floor:
+            _push(heap, progress.heap, cost * rules.haste, ~row)
+            progress.heap += 1
+    return DONE
+
+
+@entry
+def grow(
+    tree: Tree,
+    sources: Sources,
+    calibration: Calibration,
+    rules: Rules,
+    rows: int,
+    max_depth: int,
+    stop: Any,
+    fresh: bool,
+) -> int:
+    """Grow a tree of at most ``rows`` nodes, or go on growing it.
+
+    Args:
+        stop: by row: the tree ends where the next one is less likely.
+        fresh: whether to begin; otherwise the noise that was asked for is in its place.
+
+    Returns:
+        DONE, or the depth whose noise must be handed in first.
+    """
+    progress = tree.progress[0]
+    if fresh:
+        progress.floor = progress.next_floor
+        _begin(tree, rules)
+    while max_depth >= 1:
+        depth = _take(tree, sources, calibration, rules, rows, max_depth, stop)
+        if depth != DONE:
+            return depth
+        if progress.rows == rows or progress.floor == 0.0:
+            break
+        progress.floor = 0.0  # edges below the floor are needed
+        _begin(tree, rules)
+    progress.next_floor = 0.0
+    if progress.rows == rows and rows > 1:
+        progress.next_floor = tree.nodes[rows - 1].probability * FLOOR
+    return DONE

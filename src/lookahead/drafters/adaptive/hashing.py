@@ -1,0 +1,71 @@
+"""Tables by key: open addressing with linear probing, in arrays of ``SLOT`` whose length is a power of two.
+
+Keys are numbers from 0 to 2**62. A slot holds the key plus one, so that fresh memory, which is zero, is empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import record
+from .compiling import compiled, entry
+
+SLOT = record(key="i8", value="i8")
+
+
+def new_slots(*shape: int) -> Any:
+    """Empty tables; the last length must be a power of two, and at most half of it may be filled."""
+    return np.zeros(shape, dtype=SLOT)
+
+
+@compiled
+def _home(slots: Any, key: int) -> int:
+    """Where a key stands if nothing is in its way. No product exceeds 63 bits, as Python's numbers must not."""
+    low, high = key & 0x7FFFFFFF, key >> 31
+    mixed = low ^ high * 0x85EB
+    mixed = (mixed ^ mixed >> 31) & 0x7FFFFFFF
+    return (mixed * 0x9E3779B1 >> 24) & (len(slots) - 1)
+
+
+@compiled
+def find(slots: Any, key: int) -> int:
+    """Place of the key's slot, or of the empty one that it would take."""
+    place, mask = _home(slots, key), len(slots) - 1
+    while slots[place].key != key + 1 and slots[place].key != 0:
+        place = (place + 1) & mask
+    return place
+
+
+@compiled
+def remove(slots: Any, key: int) -> None:
+    """Take a key out; those behind it move up, so that no gap parts them from where they are looked for."""
+    mask = len(slots) - 1
+    gap = place = find(slots, key)
+    while True:
+        place = (place + 1) & mask
+        if slots[place].key == 0:
+            break
+        home = _home(slots, slots[place].key - 1)
+        if ((place - home) & mask) >= ((place - gap) & mask):
+            slots[gap].key, slots[gap].value = slots[place].key, slots[place].value
+            gap = place
+    slots[gap].key = 0
+
+
+@entry
+def rehash(old: Any, new: Any) -> None:
+    """Enter all that is in one table into another, which is empty."""
+    for slot in range(len(old)):
+        if old[slot].key != 0:
+            place = find(new, old[slot].key - 1)
+            new[place].key, new[place].value = old[slot].key, old[slot].value
+
+
+@entry
+def enter(slots: Any, keys: Any) -> None:
+    """Enter keys, all different, into an empty table: each with its place among ``keys``."""
+    for value in range(len(keys)):
+        place = find(slots, keys[value])
+        slots[place].key, slots[place].value = keys[value] + 1, value

@@ -1,0 +1,269 @@
+"""The logit cache: the best tokens of every row that was evaluated, by its last one, two and three tokens.
+
+Rejected branches and window rows cost as much to evaluate as accepted ones and know as much about what the target
+says behind their last tokens; here nothing of them is lost. (Token Recycling, Luo et al., 2024, keeps such a table
+by one token; three tell far more.) A key of m tokens is their exact number in base V.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import BESIDE, SPAN, Cache, Rules, Sources, Step, Tree
+from ..buckets import (
+    BIN_OF,
+    BINS,
+    DISTANCES,
+    FINE,
+    HEIGHTS,
+    KINDS,
+    NO_SECOND,
+    ON_PATH,
+    ORDERS,
+    REJECTED,
+    WINDOW,
+)
+from ..compiling import compiled
+from ..hashing import enter, find, new_slots, rehash, remove
+
+#: Candidates further behind than this are not kept when decoding greedily: one in a thousand of them is right.
+FURTHEST = -6.0
+#: Candidates of a row that are proposed when sampling.
+SAMPLED_PROPOSALS = 8
+#: Entries that a new table has room for.
+FIRST_ENTRIES = 1 << 12
+
+
+@compiled
+def key_of(tree: Tree, rules: Rules, order: int, node: int) -> int:
+    """Key of the last ``order`` + 1 tokens of a row."""
+    row = tree.nodes[node]
+    if order == 0:
+        return row.token
+    if order == 1:
+        return row.pair
+    above = tree.nodes[row.parent].pair if node > 0 else rules.tail[0] * rules.vocabulary + rules.tail[1]
+    return above * rules.vocabulary + row.token
+
+
+@compiled
+def propose(tree: Tree, sources: Sources, rules: Rules, node: int) -> None:
+    """Propose what was said behind the same last tokens, the best first: three of them, else two, else one."""
+    row, cache = tree.nodes[node], sources.cache
+    row.order, row.cached = 0, 0
+    if not rules.use_logits:
+        return
+    for order in range(ORDERS - 1, -1, -1):
+        slots = cache.slots[order]
+        slot = slots[find(slots, key_of(tree, rules, order, node))]
+        if slot.key != 0:
+            row.order = order
+            entry = slot.value & (len(cache.keys[order]) - 1)
+            if rules.sampled:
+                row.cached = _propose_sampled(tree, sources, rules, node, entry)
+            else:
+                row.cached = _propose_greedy(tree, cache, order, node, entry)
+            return
+
+
+@compiled
+def bin_of(odds: float) -> int:
+    """Bin of a distance, given as log-odds; NaN is furthest."""
+    steps = odds * np.float32(-FINE)
+    return BIN_OF[np.int64(steps)] if 0 <= steps < 255 else BIN_OF[255]
+
+
+@compiled
+def greedy_kind(odds: Any, place: int, origin: int) -> int:
+    """Bucket of the token at a place of an entry."""
+    if place > 0:
+        return origin * KINDS + BINS + bin_of(odds[place])
+    lead = bin_of(odds[1]) if len(odds) > 1 and not np.isnan(odds[1]) else NO_SECOND
+    return origin * KINDS + lead
+
+
+@compiled
+def _room(tree: Tree, ids: Any) -> int:
+    """Tokens of an entry that are looked at: another request of this state may keep more of them."""
+    return min(len(ids), tree.proposals.shape[1] - BESIDE)
+
+
+@compiled
+def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int) -> int:
+    ids, odds, origin = cache.ids[order, entry], cache.odds[order, entry], cache.origins[order, entry]
+    proposals = tree.proposals[node]
+    count, most = 0, _room(tree, ids)
+    while count < most and ids[count] >= 0:
+        proposals[count].token = ids[count]
+        proposals[count].kind = greedy_kind(odds, count, origin)
+        count += 1
+    return count
+
+
+@compiled
+def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entry: int) -> int:
+    """The best tokens under the noise that the target will draw there."""
+    row, cache, proposals = tree.nodes[node], sources.cache, tree.proposals[node]
+    ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
+    noise = sources.noise[(rules.position + row.depth) % len(sources.noise)]
+    temperature = np.float32(rules.temperature)
+    kept = 0
+    for i in range(_room(tree, ids)):
+        token = ids[i]
+        if token < 0:
+            break
+        if token >= len(noise):  # a state from a file may hold anything
+            continue
+        score = odds[i] / temperature + noise[token]
+        if np.isnan(score) or (kept == SAMPLED_PROPOSALS and score <= proposals[kept - 1].score):
+            continue
+        place = min(kept, SAMPLED_PROPOSALS - 1)
+        while place > 0 and score > proposals[place - 1].score:
+            proposals[place].score, proposals[place].token = proposals[place - 1].score, proposals[place - 1].token
+            place -= 1
+        proposals[place].score, proposals[place].token = score, token
+        kept = min(kept + 1, SAMPLED_PROPOSALS)
+    if kept > 0:
+        best, height = proposals[0].score, 0
+        for end in HEIGHTS:
+            height += 1 if end < best else 0
+        base = (height * 3 + cache.origins[row.order, entry]) * KINDS
+        for place in range(1, kept):
+            distance = 0
+            for end in DISTANCES:
+                distance += 1 if end < best - proposals[place].score else 0
+            proposals[place].kind = base + BINS + distance
+        proposals[0].kind = proposals[1].kind - BINS if kept > 1 else base + NO_SECOND
+    return kept
+
+
+@compiled
+def _entry_for(cache: Cache, order: int, key: int) -> int:
+    """Place of the key's entry, after giving it one if need be."""
+    slots, keys = cache.slots[order], cache.keys[order]
+    slot = slots[find(slots, key)]
+    if slot.key == 0:
+        slot.key, slot.value = key + 1, cache.spans[order].newest
+        keys[slot.value & (len(keys) - 1)] = key
+        cache.spans[order].newest += 1
+    return slot.value & (len(keys) - 1)
+
+
+@compiled
+def _write(cache: Cache, order: int, entry: int, step: Step, node: int, origin: int, keep_all: bool) -> None:
+    ids, odds = cache.ids[order, entry], cache.odds[order, entry]
+    columns = step.ids.shape[1]
+    cache.origins[order, entry] = origin
+    ended = False
+    for i in range(len(ids)):
+        ids[i], odds[i] = -1, np.nan
+        if i < columns:
+            ended = ended or not (keep_all or i == 0 or step.odds[node, i] > FURTHEST)
+            odds[i] = step.odds[node, i]
+            if not ended:
+                ids[i] = step.ids[node, i]
+
+
+@compiled
+def write_rows(tree: Tree, cache: Cache, rules: Rules, step: Step, window_start: int) -> None:
+    """Take in all rows of a step. Of two with one key the later stays: likelier rows come later, the path's last."""
+    nodes, count = tree.nodes, tree.progress[0].rows
+    for order in range(ORDERS):
+        # All places first: tables are in slow memory after a forward pass, and look-ups wait for it together.
+        for node in range(count - 1, -1, -1):
+            nodes[node].entry = _entry_for(cache, order, key_of(tree, rules, order, node))
+        for node in range(count - 1, -1, -1):
+            origin = REJECTED if node < window_start else WINDOW
+            _write(cache, order, nodes[node].entry, step, node, origin, rules.sampled)
+        for node in step.path:
+            _write(cache, order, nodes[node].entry, step, node, ON_PATH, rules.sampled)
+        _evict(cache, order)
+
+
+@compiled
+def _evict(cache: Cache, order: int) -> None:
+    """Keep the number of entries bounded, oldest out first; an eighth at once."""
+    span, keys = cache.spans[order], cache.keys[order]
+    over = span.newest - span.oldest - cache.max_entries
+    if over > 0:
+        for _ in range(cache.max_entries // 8 + over):
+            remove(cache.slots[order], keys[span.oldest & (len(keys) - 1)])
+            span.oldest += 1
+
+
+class LogitCache:
+    """Owns the cache's memory.
+
+    Args:
+        max_entries: per order.
+        width: tokens per entry.
+    """
+
+    def __init__(self, max_entries: int, width: int) -> None:
+        self.max_entries = max_entries
+        self._unseen = FIRST_ENTRIES  # rows that certainly find room
+        self.arrays = self._allot(FIRST_ENTRIES, width, np.zeros(ORDERS, SPAN))
+
+    @property
+    def width(self) -> int:
+        """Tokens per entry at most."""
+        return int(self.arrays.ids.shape[2])
+
+    def size(self, order: int) -> int:
+        """Entries by the last ``order`` + 1 tokens."""
+        span = self.arrays.spans[order]
+        return int(span["newest"] - span["oldest"])
+
+    def entries(self, order: int) -> tuple[Any, Any, Any, Any]:
+        """Keys (n,), ids (n, width), log-odds (n, width) and origins (n,), oldest first."""
+        cache = self.arrays
+        span = cache.spans[order]
+        places = np.arange(span["oldest"], span["newest"]) & cache.keys.shape[1] - 1
+        return tuple(part[order][places] for part in (cache.keys, cache.ids, cache.odds, cache.origins))
+
+    def load(self, order: int, keys: Any, ids: Any, odds: Any, origins: Any) -> None:
+        """The inverse of ``entries``, for an empty table; the keys must differ."""
+        count, width = ids.shape
+        self.make_room(count, max(width, self.width))
+        cache = self.arrays
+        cache.keys[order, :count], cache.origins[order, :count] = keys, origins
+        cache.ids[order, :count], cache.odds[order, :count] = -1, np.nan
+        cache.ids[order, :count, :width], cache.odds[order, :count, :width] = ids, odds
+        enter(cache.slots[order], cache.keys[order, :count])
+        cache.spans["newest"][order] = count
+        self._unseen = 0
+
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` more of each order."""
+        self._unseen -= rows
+        if self._unseen < 0:
+            used = max(map(self.size, range(ORDERS)))
+            self.make_room(used + rows, self.width)
+            self._unseen = self.arrays.keys.shape[1] - used - rows
+
+    def make_room(self, entries: int, width: int) -> None:
+        """Move to memory for so many entries of so many tokens, unless there is as much; entries keep their numbers."""
+        old = self.arrays
+        room = max(old.keys.shape[1], 1 << (entries - 1).bit_length())
+        if room == old.keys.shape[1] and width <= self.width:
+            return
+        self.arrays = new = self._allot(room, max(width, self.width), old.spans)
+        for order in range(ORDERS):
+            span = old.spans[order]
+            numbers = np.arange(span["oldest"], span["newest"])
+            before, now = numbers & old.keys.shape[1] - 1, numbers & room - 1
+            new.keys[order, now], new.origins[order, now] = old.keys[order, before], old.origins[order, before]
+            new.ids[order, now], new.odds[order, now] = -1, np.nan
+            new.ids[order, now, : old.ids.shape[2]] = old.ids[order, before]
+            new.odds[order, now, : old.ids.shape[2]] = old.odds[order, before]
+            rehash(old.slots[order], new.slots[order])
+
+    def _allot(self, entries: int, width: int, spans: Any) -> Cache:
+        # Of one entry all lies together: after a forward pass every stretch of memory is slow to come by.
+        memory = np.empty((ORDERS, entries, 1 + 2 * width), np.int32)
+        origins, ids = memory[:, :, 0], memory[:, :, 1 : 1 + width]
+        odds = memory[:, :, 1 + width :].view(np.float32)
+        keys = np.empty((ORDERS, entries), np.int64)
+        return Cache(new_slots(ORDERS, 2 * entries), keys, origins, ids, odds, spans, self.max_entries)
