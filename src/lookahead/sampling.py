@@ -1,12 +1,13 @@
 """The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
 
-A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is known
-before the step and does not depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s).
-    ``SeededNoise``      g_p is a pure function of (seed, p), p the position in the text (prompt included); so a
-                         text continued from its first half with the same seed goes on as the whole did
-    ``GeneratorNoise``   the numbers that ``torch.multinomial`` would take from torch's generator, in its order
-A chooser is asked exactly once per emitted token, in order (``lookahead.core.choose``), so it keeps the true
-prefix itself and processors that depend on it are exact.
+A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that does not
+depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise``: g_p is a pure
+function of (seed, p), p the position in the text (prompt included), so a text that is continued from its first half
+with the same seed goes on as the whole did. ``GeneratorNoise``: the numbers that ``torch.multinomial`` would take
+from torch's generator, in its order.
+
+A chooser is asked exactly once per emitted token, in order, so it keeps the true prefix itself and processors that
+depend on it are exact.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from .core.errors import NumericalError, SettingsError
 from .core.target import Scores
 from .core.tree import TokenTree
 from .threads import one_thread
-
-__all__ = ["Chooser", "GeneratorNoise", "Process", "RowNoise", "SeededNoise", "gumbel", "make_choose"]
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -160,9 +159,10 @@ class GeneratorNoise:
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self._shape = (batch, vocabulary)
         self._device = device
-        cuda = device.type == "cuda"
-        place = device.index if device.index is not None or not cuda else torch.cuda.current_device()
-        self._generator = torch.cuda.default_generators[place] if cuda else torch.default_generator
+        self._generator = torch.default_generator
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._generator = torch.cuda.default_generators[index]
         self._noise: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
         self._drawn = 0
@@ -293,10 +293,7 @@ class Chooser(Choose):
 def make_choose(
     prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None
 ) -> Choose:
-    """``choose`` for one sequence: greedy unless there is ``noise``.
-
-    Without processors greedy reads the argmax that the target has already taken.
-    """
+    """``choose`` for one sequence; without processors greedy reads the argmax that the target has taken."""
     if process is None and noise is None:
         return greedy
     return Chooser(prompt, process, noise)
