@@ -1,18 +1,19 @@
 """The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
 
-A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is known
-before the step and does not depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s).
-    ``SeededNoise``      g_p is a pure function of (seed, p), p the position in the text (prompt included); so a
-                         text continued from its first half with the same seed goes on as the whole did
-    ``GeneratorNoise``   the numbers that ``torch.multinomial`` would take from torch's generator, in its order
-A chooser is asked exactly once per emitted token, in order (``lookahead.core.choose``), so it keeps the true
-prefix itself and processors that depend on it are exact.
+A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that does not
+depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise``: g_p is a pure
+function of (seed, p), p the position in the text (prompt included), so a text that is continued from its first half
+with the same seed goes on as the whole did. ``GeneratorNoise``: the numbers that ``torch.multinomial`` would take
+from torch's generator, in its order.
+
+A chooser is asked exactly once per emitted token, in order, so it keeps the true prefix itself and processors that
+depend on it are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,6 @@ from .core.errors import NumericalError, SettingsError
 from .core.target import Scores
 from .core.tree import TokenTree
 from .threads import one_thread
-
-__all__ = ["Chooser", "GeneratorNoise", "Process", "RowNoise", "SeededNoise", "gumbel", "make_choose"]
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -65,19 +64,22 @@ def gumbel(
     return _on_device(start, vocabulary, device)
 
 
+def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callable[[Any, int], Any]) -> Any:
+    """52 bits of outputs x = 1, 2, ... from ``start``, in place, in a library's own 64-bit numbers."""
+    x *= number(_GOLDEN)
+    x += number(start)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x ^= shifted(x, shift)
+        x *= number(factor)
+    x ^= shifted(x, 31)
+    return shifted(x, 12)
+
+
 def _on_cpu(start: int, vocabulary: int) -> Any:
     """Numpy takes half of torch's time on one thread, and has unsigned numbers."""
     x = np.arange(1, vocabulary + 1, dtype=np.uint64)
-    x *= np.uint64(_GOLDEN)
-    x += np.uint64(start)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX[0])
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX[1])
-    x ^= x >> np.uint64(31)
-    x >>= np.uint64(12)
+    uniform = _splitmix(x, start, lambda value: value, lambda x, by: x >> by).astype(np.float64)
     # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
-    uniform = x.astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-52
     for _ in range(2):
@@ -86,36 +88,11 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
 
 
 def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -> torch.Tensor:
-    """The same in torch's signed numbers."""
+    """The same in torch's signed numbers: arithmetic wraps, but a shift to the right must not copy the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
-    x.mul_(_signed(_GOLDEN)).add_(_signed(start))
-    # int64 arithmetic wraps; a shift to the right must not copy the sign.
-    x ^= (x >> 30) & ((1 << 34) - 1)
-    x.mul_(_signed(_MIX[0]))
-    x ^= (x >> 27) & ((1 << 37) - 1)
-    x.mul_(_signed(_MIX[1]))
-    x ^= (x >> 31) & ((1 << 33) - 1)
-    bits = (x >> 12) & ((1 << 52) - 1)
+    bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_().float()
-
-
-class Draw(Protocol):
-    """One sequence's noise, as a chooser uses it. ``index`` counts emitted tokens, 0 being the prefill's."""
-
-    overlaps: bool
-
-    def at(self, index: int) -> torch.Tensor:
-        """The noise (V,) of one token."""
-        ...
-
-    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest value of scores (V,) under the noise and its token; NaN where nothing can be drawn."""
-        ...
-
-    def forget(self, index: int) -> None:
-        """Nobody will ask for what is before ``index`` again."""
-        ...
+    return uniform.log_().neg_().log_().neg_().float()  # type: ignore[no-any-return]
 
 
 class SeededNoise:
@@ -147,6 +124,7 @@ class SeededNoise:
         self._known: dict[int, torch.Tensor] = {}
 
     def at(self, index: int) -> torch.Tensor:
+        """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
         noise = self._known.get(index)
         if noise is None:
             noise = gumbel(self.seed, self._start + index, self._vocabulary, self._device)
@@ -158,9 +136,11 @@ class SeededNoise:
         return self.at(index).cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest value of scores (V,) under the noise, and its token."""
         return (scores + self.at(index)).max(dim=-1)
 
     def forget(self, index: int) -> None:
+        """Nobody will ask for what is before ``index`` again."""
         for old in [key for key in self._known if key < index]:
             del self._known[old]
 
@@ -179,6 +159,10 @@ class GeneratorNoise:
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self._shape = (batch, vocabulary)
         self._device = device
+        self._generator = torch.default_generator
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._generator = torch.cuda.default_generators[index]
         self._noise: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
         self._drawn = 0
@@ -186,10 +170,7 @@ class GeneratorNoise:
     def at(self, step: int) -> torch.Tensor:
         """Exponential noise (B, V) of time step ``step``, which counts from the batch's first new token."""
         while self._drawn <= step:
-            cuda = self._device.type == "cuda"
-            self._states[self._drawn] = (
-                torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
-            )
+            self._states[self._drawn] = self._generator.get_state()
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
             with one_thread:  # the numbers do not depend on the threads
                 self._noise[self._drawn] = noise.exponential_(1)
@@ -207,10 +188,7 @@ class GeneratorNoise:
     def settle(self, steps: int) -> None:
         """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
         if steps < self._drawn:
-            if self._device.type == "cuda":
-                torch.cuda.set_rng_state(self._states[steps], self._device)
-            else:
-                torch.set_rng_state(self._states[steps])
+            self._generator.set_state(self._states[steps])
 
 
 class RowNoise:
@@ -225,6 +203,7 @@ class RowNoise:
         self._start = start
 
     def at(self, index: int) -> torch.Tensor:
+        """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
         return self._stream.at(self._start + index)[self._row]
 
     def __call__(self, index: int) -> Any:
@@ -233,7 +212,7 @@ class RowNoise:
             return -self.at(index).log().cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # In the form of torch.multinomial, which rounds as it does.
+        """As torch.multinomial: the largest p / q (NaN where no token has a probability), and its token."""
         return (scores.softmax(dim=-1) / self.at(index)).max(dim=-1)
 
     def forget(self, index: int) -> None:
@@ -253,7 +232,10 @@ class Chooser(Choose):
     """
 
     def __init__(
-        self, prompt: Sequence[int], process: Process | None = None, noise: Draw | None = None
+        self,
+        prompt: Sequence[int],
+        process: Process | None = None,
+        noise: SeededNoise | RowNoise | None = None,
     ) -> None:
         self.process = process
         self.noise = noise
@@ -308,11 +290,10 @@ class Chooser(Choose):
         self.position += 1
 
 
-def make_choose(prompt: Sequence[int], process: Process | None = None, noise: Draw | None = None) -> Choose:
-    """``choose`` for one sequence: greedy unless there is ``noise``.
-
-    Without processors greedy reads the argmax that the target has already taken.
-    """
+def make_choose(
+    prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None
+) -> Choose:
+    """``choose`` for one sequence; without processors greedy reads the argmax that the target has taken."""
     if process is None and noise is None:
         return greedy
     return Chooser(prompt, process, noise)
