@@ -212,7 +212,7 @@ def _from_hub(name: str, source: Source, data: str | Path | None) -> Iterator[tu
         raise SettingsError(f"{name} has no copy on the Hugging Face hub; {where}")
     repository, configuration, split = source.hub
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # type: ignore[import-untyped]
     except ImportError:
         raise SettingsError(f"{where}; or install `datasets` to fetch {repository} from the hub") from None
     try:
