@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lookahead.bench import KNOWN, Prompt, load_workload
-from lookahead.bench.workloads import SOURCES
+from lookahead.bench.data_sets import SOURCES
 from lookahead.core import SettingsError
 
 ROWS = {

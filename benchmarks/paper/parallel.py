@@ -176,7 +176,8 @@ def _together(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]], ra
     weights = [len(part.widths) for part in parts]
 
     def mean(name: str) -> float:
-        return sum(getattr(p, name) * w for p, w in zip(parts, weights, strict=True)) / max(1, sum(weights))
+        total = sum(getattr(p, name) * w for p, w in zip(parts, weights, strict=True))
+        return float(total / max(1, sum(weights)))
 
     names = ("rows", "widest", "evaluated", "recomputed", "bytes")
     widths = [width for part in parts for width in part.widths]
@@ -199,7 +200,7 @@ def _kv_bytes(model: Any) -> str:
 
 def _bytes(rows: int) -> int:
     """Bytes of a message about so many rows, at most 12 each in JSON."""
-    return FRAME + max(0, 12 * rows - FRAME)
+    return max(FRAME, 12 * rows)
 
 
 def _figure(curves: dict[str, list[float]]) -> Any:

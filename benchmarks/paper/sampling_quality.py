@@ -34,7 +34,7 @@ DRAWS = 2000
 def rouge(records: Sequence[Record]) -> dict[str, float]:
     """Mean ROUGE-1, -2 and -L (F measure) of texts that have a reference. Empty where none has one."""
     try:
-        from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
     except ImportError:
         raise SettingsError('ROUGE needs rouge-score: pip install "lookahead-decoding[bench]"') from None
     kinds = ["rouge1", "rouge2", "rougeL"]
@@ -87,7 +87,7 @@ def entropy(distribution: Distribution) -> float:
 
 def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float, int]:
     """(p value, cells) of counts against a distribution; cells with fewer than 5 expected are joined into one."""
-    from scipy.stats import chisquare
+    from scipy.stats import chisquare  # type: ignore[import-untyped]
 
     total = sum(counts.values())
     large = [cell for cell in distribution if distribution[cell] * total >= 5]
@@ -184,7 +184,7 @@ def _plain_draws(
     from transformers import GenerationConfig
 
     eos = sorted(model.eos) or None
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=depth, do_sample=True, temperature=float(options.temperature), top_k=options.top_k, top_p=1.0,
         eos_token_id=eos, pad_token_id=eos[0] if eos else 0,
     )  # fmt: skip
@@ -250,9 +250,9 @@ def sampling_quality(study: Study) -> Path:
         scores = " | ".join(
             number(row.get(kind, float("nan")) * 100) for kind in ("rouge1", "rouge2", "rougeL")
         )
-        equal = f"{row['equal']}/{row['compared']}" if row["compared"] else "another stream"
+        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "another stream"
         body.append(
-            f"| {row['temperature']} | `{row['method']}` | {row['texts']} | {scores} | {number(row['S'])} | {equal} |"
+            f"| {row['temperature']} | `{row['method']}` | {row['texts']} | {scores} | {number(row['S'])} | {same} |"
         )
     equal, compared = same_tokens([r for r in records if r["method"] == method])
     body += [

@@ -32,7 +32,7 @@ def expected_tokens_batched(alpha: float, gamma: int, b: float) -> float:
     E = (gamma + 1) - sum_{i=1..gamma} (1 - alpha^i)^b: all of b miss depth i with chance (1 - alpha^i)^b.
     For b = 1 it is equation 4.
     """
-    return gamma + 1 - sum((1 - alpha**i) ** b for i in range(1, gamma + 1))
+    return float(gamma + 1 - sum((1 - alpha**i) ** b for i in range(1, gamma + 1)))
 
 
 def compression_ratio(alpha: float, f: float, gamma: int, b: float) -> float:
@@ -58,7 +58,7 @@ def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
     if len(points) < 3:
         raise SettingsError(f"at least 3 points are needed to fit alpha and f, got {len(points)}")
     try:
-        from scipy.optimize import least_squares
+        from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
         raise SettingsError('the fit needs scipy: pip install "lookahead-decoding[bench]"') from None
 

@@ -138,30 +138,6 @@ def step_time(records: Sequence[Record]) -> Any:
     return figure
 
 
-def compression_by_window(records: Sequence[Record]) -> Any:
-    """S against W, a line for each N and G; None where all windows are of one width."""
-    lines: dict[str, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        if record["method"].startswith("lookahead"):
-            w, n, g = (record["settings"][name] for name in ("window_size", "ngram_size", "guess_set_size"))
-            _, *rest = record["method"].split(":")[1:]
-            parts = [f"N = {n}, G = {'W' if g == w else g}", *rest, *["warm"] * (record["state"] == "warm")]
-            lines[", ".join(parts)][w].append(record)
-    widths = sorted({w for points in lines.values() for w in points})
-    if len(widths) < 2:
-        return None
-    figure, axes = new_figure()
-    for index, (name, points) in enumerate(sorted(lines.items())):
-        tokens = {w: sum(sum(r["step_tokens"]) for r in points[w]) for w in sorted(points)}
-        ratios = [total / sum(r["steps"] for r in points[w]) for w, total in tokens.items()]
-        axes.plot([*tokens], ratios, label=name, **colour(index))
-    axes.set_ylim(bottom=1)
-    powers_of_two(axes, widths)
-    title = "Tokens per step by window and n-gram size"
-    label(axes, title, "window size W (columns)", "compression ratio S (tokens per step)")
-    return figure
-
-
 def acceptance(records: Sequence[Record]) -> Any:
     """Share of steps that accepted at least 1, 2, 3, ... drafted tokens; None where none did."""
     figure, axes = new_figure()
@@ -188,7 +164,6 @@ def acceptance(records: Sequence[Record]) -> Any:
 
 FIGURES: Mapping[str, Callable[[Sequence[Record]], Any]] = {
     "tokens-per-second": tokens_per_second,
-    "compression-by-window": compression_by_window,
     "step-time": step_time,
     "acceptance": acceptance,
 }

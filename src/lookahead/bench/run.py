@@ -92,7 +92,19 @@ class _Run:
         }
         self.result: list[Record] = []
         self.done: dict[str, Record] = {} if records is None else {r["key"]: r for r in records.read()}
-        self.total = sum(len(prompt.turns) for prompt in prompts) * len(methods) * options.repeats
+        self.keys = {
+            (repeat, number, turn, method): self._key(number, turn, method, repeat)
+            for repeat in range(options.repeats)
+            for number, prompt in enumerate(prompts)
+            for turn in range(len(prompt.turns))
+            for method in methods
+        }
+        #: (repeat, workload, method) of which any record is missing
+        self.incomplete = {
+            (repeat, prompts[number].workload, method)
+            for (repeat, number, _, method), key in self.keys.items()
+            if key not in self.done
+        }
 
     def all(self) -> list[Record]:
         self._warm_up()
@@ -103,7 +115,7 @@ class _Run:
                     for method in self.methods:
                         method.forget()
                 self._prompt(number, repeat)
-        self.progress(self.total, self.total, "")
+        self.progress(len(self.keys), len(self.keys), "")
         return self.result
 
     def _tokens(self, prompt: Prompt, answers: list[str]) -> list[int]:
@@ -115,13 +127,13 @@ class _Run:
         return not tokens or len(tokens) + self.options.max_new_tokens > self.model.max_positions
 
     def _warm_up(self) -> None:
-        """Each method decodes the first unfinished prompt that fits, without a record."""
-        for number, prompt in enumerate(self.prompts):
+        """Each method decodes the first prompt that fits, without a record; nothing where all records are there."""
+        for prompt in self.prompts:
             tokens = self._tokens(prompt, [])
-            if self._too_long(tokens) or not any(self._missing(number, method) for method in self.methods):
+            if self._too_long(tokens) or not self.incomplete:
                 continue
             for method in self.methods:
-                self.progress(0, self.total, f"warm-up: {method.label}")
+                self.progress(0, len(self.keys), f"warm-up: {method.label}")
                 method.decode(self.model, tokens, self.options)
             return
 
@@ -147,22 +159,6 @@ class _Run:
             }
         )
 
-    def _missing(self, number: int, method: Method, repeats: Sequence[int] | None = None) -> bool:
-        """Whether any turn of the prompt lacks its record by the method, in these repeats or any."""
-        return any(
-            self._key(number, turn, method, repeat) not in self.done
-            for repeat in (range(self.options.repeats) if repeats is None else repeats)
-            for turn in range(len(self.prompts[number].turns))
-        )
-
-    def _needed_later(self, number: int, method: Method, repeat: int) -> bool:
-        """Whether a later prompt of the workload must find the state that this one leaves."""
-        later = range(number + 1, len(self.prompts))
-        workload = self.prompts[number].workload
-        return method.state == "warm" and any(
-            self._missing(n, method, [repeat]) for n in later if self.prompts[n].workload == workload
-        )
-
     def _prompt(self, number: int, repeat: int) -> None:
         prompt, answers = self.prompts[number], list[str]()
         plain, *others = self.methods
@@ -171,16 +167,19 @@ class _Run:
             tokens = self._tokens(prompt, answers)
             reference: list[int] | None = None
             for method in [plain, *others[shift:], *others[:shift]]:
-                self.progress(len(self.result), self.total, f"{prompt.id}, {method.label} {method.state}")
-                key = self._key(number, turn, method, repeat)
+                what = f"{prompt.id}, {method.label} {method.state}"
+                self.progress(len(self.result), len(self.keys), what)
+                key = self.keys[repeat, number, turn, method]
                 record = self.done.get(key)
                 if record is None:
                     record = {"schema": SCHEMA, "key": key, "repeat": repeat, "turn": turn}
                     record |= self._measure(prompt, turn, tokens, method, reference)
                     if self.records is not None:
                         self.records.append(record)
-                elif "skipped" not in record and self._needed_later(number, method, repeat):
-                    method.decode(self.model, tokens, self.options)
+                elif (repeat, prompt.workload, method) in self.incomplete and method.state == "warm":
+                    method.decode(
+                        self.model, tokens, self.options
+                    )  # for the state that later prompts must find
                 self.result.append(record)
                 if method is plain:
                     reference = record.get("tokens", [])

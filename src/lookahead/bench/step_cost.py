@@ -3,9 +3,7 @@
 The floor of a step is the larger of two times, both rates measured in the same run:
     bytes       weights and cache that a step must read, over the read bandwidth of a buffer as large as they
     operations  2 x multiply-adds of the linear layers and of attention, over the rate of a large matrix product
-What is above it is split by measurement: the linear layers alone (the model's own, called by torch one after the
-other with k rows), the rest of the target's pass (attention, norms, framework), and what is outside it (tree,
-argmaxes).
+benchmarks/step.py splits a step of the compiled path further.
 """
 
 from __future__ import annotations
@@ -29,32 +27,27 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "t(k) ms": lambda r: f"{r['step_ms']:.2f}",
     "floor ms": lambda r: f"{r['floor_ms']:.3f}",
     "t / floor": lambda r: f"{r['step_ms'] / r['floor_ms']:.1f}",
-    "linear ms": lambda r: f"{r['linear_ms']:.2f}",
-    "rest of pass ms": lambda r: f"{r['rest_of_pass_ms']:.2f}",
-    "outside ms": lambda r: f"{r['outside_ms']:.2f}",
+    "by bytes ms": lambda r: f"{r['floor_bytes_ms']:.3f}",
+    "by operations ms": lambda r: f"{r['floor_operations_ms']:.3f}",
     "read GB/s": lambda r: f"{r['bandwidth_gb_s']:.1f}",
     "TFLOP/s": lambda r: f"{r['matrix_tflop_s']:.3f}",
 }
-
-
-def _wait_for(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed(
     call: Callable[[], Any], device: Any, seconds: float = 0.25, pick: Callable[[list[float]], float] = median
 ) -> float:
     """Seconds of a call, the median unless ``pick`` says otherwise, after one that is not counted."""
+    import torch
+
     call()
     times: list[float] = []
     begin = perf_counter()
     while len(times) < 5 or (perf_counter() - begin < seconds and len(times) < 1000):
         start = perf_counter()
         call()
-        _wait_for(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(perf_counter() - start)
     return pick(times)
 
@@ -124,10 +117,7 @@ def measure(
         weight_bytes = elements * dtype.itemsize
         cache_bytes = sum(n * context * (a + b) * dtype.itemsize for n, a, b in shapes)
         bandwidth = read_bandwidth(weight_bytes + cache_bytes, dtype, device)
-        step, inside = _step(model, context, k)
-        inputs = [torch.ones(k, linear.in_features, dtype=dtype, device=device) for linear in linears]
-        with torch.inference_mode():
-            linear = timed(lambda x=inputs: [f(a) for f, a in zip(linears, x, strict=True)], device)  # type: ignore[misc]
+        step = _step(model, context, k)
         work = 2 * k * (elements + context * sum(heads * (a + b) for _, a, b in shapes))
         by_bytes, by_work = (weight_bytes + cache_bytes) / bandwidth, work / operations
         records.append(
@@ -136,9 +126,6 @@ def measure(
                 "context": context,
                 "rows": k,
                 "step_ms": step * 1e3,
-                "linear_ms": linear * 1e3,
-                "rest_of_pass_ms": max(0.0, inside - linear) * 1e3,
-                "outside_ms": max(0.0, step - inside) * 1e3,
                 "floor_ms": max(by_bytes, by_work) * 1e3,
                 "floor_bytes_ms": by_bytes * 1e3,
                 "floor_operations_ms": by_work * 1e3,
@@ -152,44 +139,27 @@ def measure(
     return records
 
 
-def _step(model: ModelUnderTest, context: int, k: int) -> tuple[float, float]:
-    """Seconds of a step, and of the target's pass in it. Nothing is committed."""
-    target, vocabulary, device = model.target, model.target.vocabulary, model.model.device
+def _step(model: ModelUnderTest, context: int, k: int) -> float:
+    """Seconds of a step: its tree, its pass, and the argmax of the root. Nothing is committed."""
+    target, vocabulary = model.target, model.target.vocabulary
     target.prefill([(0, [(7 * i + 3) % vocabulary for i in range(context)])])
-    inside: list[float] = []
-
-    def one() -> None:
-        tree = sample_tree(k, vocabulary)
-        start = perf_counter()
-        (scores,) = target.forward([(0, tree)])
-        _wait_for(device)
-        inside.append(perf_counter() - start)
-        scores.best(0)
-
     try:
-        return timed(one, device), median(inside[1:])
+        return timed(lambda: target.forward([(0, sample_tree(k, vocabulary))])[0].best(0), model.model.device)
     finally:
         target.release(0)
 
 
-def verdict(records: Sequence[Record]) -> list[str]:
-    """Where the gap is, per dtype and context, and how many rows are almost free."""
+def findings(records: Sequence[Record]) -> list[str]:
+    """How far a step is from its floor, per dtype and context, and how many rows are almost free."""
     lines = []
     for dtype, context in dict.fromkeys((r["dtype"], r["context"]) for r in records):
         points = [r for r in records if (r["dtype"], r["context"]) == (dtype, context)]
         one = points[0]
         free = max(r["rows"] for r in points if r["step_ms"] <= 1.25 * one["step_ms"])
-        parts = {
-            "the linear layers over their floor": max(0.0, one["linear_ms"] - one["floor_ms"]),
-            "the rest of the pass (attention, norms, framework)": one["rest_of_pass_ms"],
-            "work outside the pass (tree, argmax)": one["outside_ms"],
-        }
-        largest = max(parts, key=lambda name: parts[name])
         bound = "reading bytes" if one["floor_bytes_ms"] >= one["floor_operations_ms"] else "operations"
         lines.append(
             f"{dtype}, context {context}: {one['rows']} row takes {one['step_ms']:.2f} ms, "
-            f"{one['step_ms'] / one['floor_ms']:.1f} times its floor of {one['floor_ms']:.2f} ms (bound by {bound}); "
-            f"most of the gap is {largest} ({parts[largest]:.2f} ms). "
+            f"{one['step_ms'] / one['floor_ms']:.1f} times its floor of {one['floor_ms']:.2f} ms (bound by {bound}). "
             f"Steps of up to {free} rows cost at most a quarter more than one row."
         )
     return lines

@@ -174,9 +174,9 @@ SPEED: dict[str, Callable[[Line], str]] = {
     "per prompt": lambda x: number(x.all.per_prompt),
     "median": lambda x: number(x.all.typical),
     "loop-free": lambda x: number(x.loop_free.total),
-    "speed vs hf-greedy": lambda x: number(x.over_hf),
 }
 COMPRESSION: dict[str, Callable[[Line], str]] = {
+    "speed vs hf-greedy": lambda x: number(x.over_hf),
     "S steps": lambda x: number(x.all.s_steps),
     "S passes": lambda x: number(x.all.s_passes),
     "S loop-free": lambda x: number(x.loop_free.s_steps),

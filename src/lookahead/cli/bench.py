@@ -176,7 +176,7 @@ def plot_records(
     ],
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
-    """Draw the records of a folder: speed, S by window, step time by rows, tokens per step, acceptance."""
+    """Draw the records of a folder: speed, step time by rows, acceptance by position."""
     from ..bench.pictures import plot
 
     written, others = plot(folder, out)
@@ -201,7 +201,7 @@ def step_cost(
     out: Out = Path("bench"),
     path: Steps = "auto",
 ) -> None:
-    """Measure t(k), the time of a step of k rows, with the physical floor beside it, and say where the gap is."""
+    """Measure t(k), the time of a step of k rows, with the physical floor beside it."""
     import json
 
     from ..bench import step_cost as cost
@@ -222,7 +222,7 @@ def step_cost(
     out.mkdir(parents=True, exist_ok=True)
     with (out / "step-cost.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
-    lines = cost.verdict(records)
+    lines = cost.findings(records)
     page = [f"`{command_line()}`", "", describe(records[0]), "", cost.table(records), "", *lines, ""]
     (out / "step-cost.md").write_text("\n".join(page), encoding="utf-8")
     save(cost.figure(records), out / "step-cost", describe(records[0]))
