@@ -65,6 +65,8 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
     if isinstance(kind, str):
         owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
         kind = eval(kind, vars(sys.modules[owner.__module__]))
+    if default is None:
+        kind = kind | None
     info: Any
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.

@@ -294,6 +294,5 @@ class LLM:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
         entry = Running(index, request, text, seed)
         if options.stops:
-            entry.streams_by_token = True
             request.finished = entry.finished
         return entry
