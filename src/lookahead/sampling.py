@@ -1,29 +1,29 @@
-"""The target's own token, as ``choose(scores, node)``: greedy or drawn from a seed. Knows torch, no model.
+"""The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
 
-A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is a pure
-function of (seed, p), with p the draw's position in the text (prompt included). By the Gumbel-max rule y_p
-has the law softmax(s). As g_p depends on nothing else, the text is a function of (target, prompt, seed):
-not of the drafts, not of what runs beside it. A text that is continued from its first half with the same seed
-goes on as the whole did.
-
-``choose`` is asked exactly once per emitted token, in order (``lookahead.core.decode``), so a chooser keeps
-the true prefix itself and processors that depend on it are exact.
+A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is known
+before the step and does not depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s).
+    ``SeededNoise``      g_p is a pure function of (seed, p), p the position in the text (prompt included); so a
+                         text continued from its first half with the same seed goes on as the whole did
+    ``GeneratorNoise``   the numbers that ``torch.multinomial`` would take from torch's generator, in its order
+A chooser is asked exactly once per emitted token, in order (``lookahead.core.choose``), so it keeps the true
+prefix itself and processors that depend on it are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from .core.choose import Choose, greedy
 from .core.errors import NumericalError, SettingsError
+from .core.target import Scores
 from .core.tree import TokenTree
 from .threads import one_thread
 
-__all__ = ["Chooser", "Process", "SeededNoise", "gumbel", "make_choose"]
+__all__ = ["Chooser", "GeneratorNoise", "Process", "RowNoise", "SeededNoise", "gumbel", "make_choose"]
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -100,6 +100,24 @@ def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -
     return uniform.log_().neg_().log_().neg_().float()
 
 
+class Draw(Protocol):
+    """One sequence's noise, as a chooser uses it. ``index`` counts emitted tokens, 0 being the prefill's."""
+
+    overlaps: bool
+
+    def at(self, index: int) -> torch.Tensor:
+        """The noise (V,) of one token."""
+        ...
+
+    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest value of scores (V,) under the noise and its token; NaN where nothing can be drawn."""
+        ...
+
+    def forget(self, index: int) -> None:
+        """Nobody will ask for what is before ``index`` again."""
+        ...
+
+
 class SeededNoise:
     """The noise of one sequence's draws, known ahead. Fulfils ``lookahead.core.drafter.Noise``.
 
@@ -129,7 +147,6 @@ class SeededNoise:
         self._known: dict[int, torch.Tensor] = {}
 
     def at(self, index: int) -> torch.Tensor:
-        """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
         noise = self._known.get(index)
         if noise is None:
             noise = gumbel(self.seed, self._start + index, self._vocabulary, self._device)
@@ -140,13 +157,90 @@ class SeededNoise:
         """The same as a numpy array, for drafters."""
         return self.at(index).cpu().numpy()
 
+    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (scores + self.at(index)).max(dim=-1)
+
     def forget(self, index: int) -> None:
-        """Nobody will ask for ``index`` or earlier again."""
-        for old in [key for key in self._known if key <= index]:
+        for old in [key for key in self._known if key < index]:
             del self._known[old]
 
 
-class Chooser:
+class GeneratorNoise:
+    """The random numbers of ``torch.multinomial`` for a batch, drawn in time order from torch's generator.
+
+    torch.multinomial(p, 1) is argmax(p / q) with q exponential noise of p's shape. Rows of a batch reach a time
+    step in different forward passes, and a drafter may look ahead; the generator still ends where plain sampling
+    would have left it.
+
+    Args:
+        batch: B. vocabulary: V. device: of the noise.
+    """
+
+    def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
+        self._shape = (batch, vocabulary)
+        self._device = device
+        self._noise: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
+        self._drawn = 0
+
+    def at(self, step: int) -> torch.Tensor:
+        """Exponential noise (B, V) of time step ``step``, which counts from the batch's first new token."""
+        while self._drawn <= step:
+            cuda = self._device.type == "cuda"
+            self._states[self._drawn] = (
+                torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
+            )
+            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            with one_thread:  # the numbers do not depend on the threads
+                self._noise[self._drawn] = noise.exponential_(1)
+            self._drawn += 1
+        return self._noise[step]
+
+    def forget(self, step: int, furthest: int) -> None:
+        """No row asks for what is before ``step`` again; ``furthest`` steps have been emitted by some row."""
+        for old in [key for key in self._noise if key < step]:
+            del self._noise[old]
+        # Plain sampling draws as far as the longest row, so the state there may still be wanted.
+        for old in [key for key in self._states if key < furthest]:
+            del self._states[old]
+
+    def settle(self, steps: int) -> None:
+        """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
+        if steps < self._drawn:
+            if self._device.type == "cuda":
+                torch.cuda.set_rng_state(self._states[steps], self._device)
+            else:
+                torch.set_rng_state(self._states[steps])
+
+
+class RowNoise:
+    """One row of a ``GeneratorNoise``, from time step ``start`` on. Fulfils ``lookahead.core.drafter.Noise``."""
+
+    overlaps = False
+
+    def __init__(self, stream: GeneratorNoise, row: int, start: int, temperature: float) -> None:
+        self.temperature = temperature
+        self._stream = stream
+        self._row = row
+        self._start = start
+
+    def at(self, index: int) -> torch.Tensor:
+        return self._stream.at(self._start + index)[self._row]
+
+    def __call__(self, index: int) -> Any:
+        """argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``."""
+        with one_thread:
+            return -self.at(index).log().cpu().numpy()
+
+    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # In the form of torch.multinomial, which rounds as it does.
+        return (scores.softmax(dim=-1) / self.at(index)).max(dim=-1)
+
+    def forget(self, index: int) -> None:
+        """The stream is shared by all rows: its owner tells it."""
+
+
+class Chooser(Choose):
     """One sequence's ``choose``, for everything that plain greedy is not.
 
     Args:
@@ -159,7 +253,7 @@ class Chooser:
     """
 
     def __init__(
-        self, prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
+        self, prompt: Sequence[int], process: Process | None = None, noise: Draw | None = None
     ) -> None:
         self.process = process
         self.noise = noise
@@ -167,28 +261,23 @@ class Chooser:
         self._start = len(prompt)
         self._ids = torch.tensor([list(prompt)], dtype=torch.long) if process is not None else None
 
-    def __call__(self, scores: Any, node: int) -> int:
+    def __call__(self, scores: Scores, node: int) -> int:
         scores.best(node)  # raises on NaN, with the cure
-        with one_thread:
-            token = self._token(scores, node)
-        self._append(token)
-        return token
-
-    def _token(self, scores: Any, node: int) -> int:
-        row = scores.row(node).float()
-        if self.process is not None:
-            row = self._processed(row)
-        if self.noise is not None:
-            index = self.position - self._start
-            row = row + self.noise.at(index)
+        index = self.position - self._start
+        if self.noise is not None and node == 0:  # drafters have observed the last step
             self.noise.forget(index)
-        value, best = row.max(dim=-1)
-        token = int(best)
+        with one_thread:
+            row = scores.row(node).float()
+            if self.process is not None:
+                row = self._processed(self.process, row)
+            value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
         if not float(value) > float("-inf"):
             raise NumericalError(
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
+        token = int(best)
+        self._append(token)
         return token
 
     def overlap(self, tree: TokenTree) -> None:
@@ -198,13 +287,11 @@ class Chooser:
             for index in range(first, first + max(tree.depths) + 1):
                 self.noise.at(index)
 
-    def _processed(self, row: torch.Tensor) -> torch.Tensor:
+    def _processed(self, process: Process, row: torch.Tensor) -> torch.Tensor:
         assert self._ids is not None
-        assert self.process is not None
-        if self._ids.device != row.device:
-            self._ids = self._ids.to(row.device)
+        self._ids = self._ids.to(row.device)
         # Processors may write in place, and the row belongs to the step's table.
-        result = self.process(self._ids[:, : self.position], row[None].clone())
+        result = process(self._ids[:, : self.position], row[None].clone())
         if result.shape != (1, row.shape[0]):
             raise SettingsError(
                 f"a logits processor must return scores of shape (1, {row.shape[0]}), "
@@ -221,9 +308,7 @@ class Chooser:
         self.position += 1
 
 
-def make_choose(
-    prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
-) -> Choose:
+def make_choose(prompt: Sequence[int], process: Process | None = None, noise: Draw | None = None) -> Choose:
     """``choose`` for one sequence: greedy unless there is ``noise``.
 
     Without processors greedy reads the argmax that the target has already taken.

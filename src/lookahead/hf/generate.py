@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core import Decoder, Drafter, Request, SettingsError, Stats
-from ..core.config import LookaheadConfig
+from ..core import Decoder, Drafter, LookaheadConfig, Request, SettingsError, Stats
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
+from ..sampling import GeneratorNoise
 from ..targets.factory import make_target, probe
 from ..targets.transformers import TransformersTarget
 from .refusals import caller_arguments, refuse
-from .rows import Criteria, NoiseStream, Row, RowNoise, may_draw_ahead, row_processors
+from .rows import Criteria, Row, may_draw_ahead, row_processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +99,7 @@ def generate(
     cache = model_kwargs.get("past_key_values")
     keeps = returns or getattr(cache, "_is_user_defined", False)
     target = _Keeping(model, found.facts) if keeps and found.mode == "tree" else make_target(model)
-    noise = NoiseStream(batch, target.vocabulary, input_ids.device) if config.do_sample else None
+    noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     rows = [
         Row(
             b,
@@ -108,6 +108,7 @@ def generate(
             row_processors(processors, b, batch),
             criteria,
             noise,
+            float(config.temperature or 1.0),
             returns and bool(config.output_scores),
             returns and bool(config.output_logits),
             streamer,
@@ -120,18 +121,22 @@ def generate(
 
     def drafter(row: Row) -> Drafter:
         made = make_drafter(name, settings, target.vocabulary, pool)
-        if noise is not None and may_draw_ahead(processors, stopping_criteria):
-            made.use_noise(RowNoise(noise, row.index, float(config.temperature or 1.0)))
+        if may_draw_ahead(processors, stopping_criteria):
+            made.use_noise(row.noise())
         return made
 
     def decode(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         decoder = Decoder(target)
         running = [
-            decoder.add(Request(text, drafter(row), limit, row.choose, criteria.eos, row.finished))
+            decoder.add(Request(text, drafter(row), limit, row.choose(), criteria.eos, row.finished))
             for row, text, limit in zip(some, texts, limits, strict=True)
         ]
         while decoder.busy:
             decoder.step()
+            if noise is not None:
+                drawing = [row.emitted for row in rows if row.draws]
+                furthest = max(row.emitted for row in rows)
+                noise.forget(min(drawing, default=furthest), furthest)
         for generation in running:
             if generation.error is not None:
                 raise generation.error
@@ -210,7 +215,7 @@ def _go_on_to(
         return
     texts = [prompts[row.index] + row.tokens().tolist() for row in early]
     for row in early:
-        row.ended, row.fill = True, fill
+        row.pad_with(fill)
     decode(early, texts, [longest - row.emitted for row in early])
 
 
