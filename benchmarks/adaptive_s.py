@@ -13,20 +13,20 @@ its pool. ``warm+corpus``: adaptive also proposes from earlier texts. ``hf-promp
 from __future__ import annotations
 
 import argparse
-import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 import lookahead
+from lookahead.bench import ModelUnderTest, RunOptions, load_workload, make_methods
+from lookahead.bench.methods import Outcome, make_request, timed_decode
 from lookahead.bench.record import environment
-from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, NGramPool, Request
+from lookahead.core import Drafter, NGramPool, Stats
+from lookahead.core.records import RecordWriter
 from lookahead.drafters import make_drafter
 from lookahead.drafters.adaptive import AdaptiveState
 from lookahead.drafters.adaptive.config import DEFAULT_SOURCES
-from lookahead.sampling import SeededNoise, make_choose
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
@@ -35,94 +35,64 @@ PAPER = (15, 5, 15)
 class Runner:
     """One model, one workload, one temperature; plain decoding is run once and compared with."""
 
-    def __init__(self, llm: Any, prompts: list[list[int]], temperature: float, new_tokens: int) -> None:
-        self.llm = llm
+    def __init__(self, model: ModelUnderTest, prompts: list[list[int]], options: RunOptions) -> None:
+        self.model = model
         self.prompts = prompts
-        self.temperature = temperature
-        self.new_tokens = new_tokens
-        self.target = llm.target()
+        self.options = options
         self.plain = [
             self._decode(number, make_drafter("autoregressive")).tokens for number in range(len(prompts))
         ]
 
-    def _decode(self, number: int, drafter: Drafter) -> Any:
-        prompt, size = self.prompts[number], self.llm.vocabulary
-        noise = process = None
-        if self.temperature:
-            noise = SeededNoise(number, len(prompt), size, self.temperature)
-            if self.temperature != 1.0:
-
-                def process(ids: Any, scores: Any) -> Any:
-                    return scores / self.temperature
-
-        drafter.use_noise(noise)
-        request = Request(prompt, drafter, self.new_tokens, make_choose(prompt, process, noise), self.llm.eos)
-        decoder = Decoder(self.target)
-        generation = decoder.add(request)
-        while decoder.busy:
-            decoder.step()
-        return generation
+    def _decode(self, number: int, drafter: Drafter) -> Outcome:
+        options = replace(self.options, seed=number)
+        return timed_decode(
+            self.model.target, make_request(self.model, self.prompts[number], drafter, options)
+        )
 
     def measure(self, make: Callable[[], Drafter]) -> dict[str, Any]:
         """S, rows per step and accepted tokens per step by source."""
-        steps = tokens = rows = 0
-        credit: dict[str, float] = {}
-        expected = 0.0
+        total = Stats()
+        figures: Counter[str] = Counter()
         for number, plain in enumerate(self.plain):
-            generation = self._decode(number, make())
-            if generation.tokens != plain:
+            outcome = self._decode(number, make())
+            if outcome.tokens != plain:
                 raise SystemExit(f"prompt {number}: the output differs from plain decoding")
-            stats = generation.stats
-            steps += stats.steps
-            tokens += stats.new_tokens - 1
-            rows += stats.rows
-            expected += stats.drafter.get("expected_acceptance", 0.0)
-            for key, value in stats.drafter.items():
-                if key.startswith("accepted_by_"):
-                    credit[key.removeprefix("accepted_by_")] = (
-                        credit.get(key.removeprefix("accepted_by_"), 0) + value
-                    )
-        steps = max(1, steps)
+            total.steps += outcome.stats.steps
+            total.rows += outcome.stats.rows
+            total.new_tokens += outcome.stats.new_tokens - 1
+            figures.update(outcome.stats.drafter)
+        steps, prefix = max(1, total.steps), "accepted_by_"
         return {
-            "s": tokens / steps,
-            "steps": steps,
-            "tokens": tokens,
-            "rows": rows / steps,
-            "expected_s": 1 + expected / steps,
-            "credit": {key: round(value / steps, 4) for key, value in credit.items()},
+            "s": total.new_tokens / steps,
+            "steps": total.steps,
+            "tokens": total.new_tokens,
+            "rows": total.rows / steps,
+            "expected_s": 1 + figures["expected_acceptance"] / steps,
+            "credit": {
+                key.removeprefix(prefix): round(value / steps, 4)
+                for key, value in figures.items()
+                if key.startswith(prefix)
+            },
         }
 
     def prompt_lookup_of_transformers(self) -> dict[str, Any]:
-        """transformers' own prompt lookup, greedy; forward passes counted by a hook, the prefill left out."""
-        passes: list[int] = []
-        hook = self.llm.model.register_forward_pre_hook(
-            lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
+        """transformers' own prompt lookup, greedy.
+
+        Its first pass evaluates the prompt and the first candidates together. What that pass brings beyond one token
+        is counted as if it had cost nothing, to the peer's advantage.
+        """
+        (method,) = make_methods("hf-prompt-lookup", self.model)
         steps = tokens = rows = 0
-        try:
-            for prompt in self.prompts:
-                passes.clear()
-                out = self.llm.model.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    do_sample=False,
-                    max_new_tokens=self.new_tokens,
-                    prompt_lookup_num_tokens=10,
-                    max_matching_ngram_size=3,
-                )
-                # Its first pass evaluates the prompt and the first candidates together. What that pass brings
-                # beyond one token is counted as if it had cost nothing, to the peer's advantage.
-                steps += len(passes) - 1
-                tokens += out.shape[1] - len(prompt) - 1
-                rows += sum(passes[1:])
-        finally:
-            hook.remove()
+        for prompt in self.prompts:
+            outcome = method.decode(self.model, prompt, self.options)
+            steps += outcome.stats.steps
+            rows += outcome.stats.rows
+            tokens += len(outcome.tokens) - 1
         return {"s": tokens / max(1, steps), "steps": steps, "tokens": tokens, "rows": rows / max(1, steps)}
 
 
-def methods(llm: Any, rows: int, quick: bool) -> dict[str, Callable[[], Callable[[], Drafter]]]:
-    """Label -> (fresh) -> maker of drafters; a maker's drafters share what is kept."""
-    size = llm.vocabulary
+def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callable[[], Drafter]]]:
+    """Label -> (fresh) -> maker of drafters; a maker's drafters share what is kept. ``size`` is V."""
 
     def paper(warm: bool) -> Callable[[], Drafter]:
         pool = NGramPool(PAPER[2]) if warm else None
@@ -169,17 +139,18 @@ def main() -> None:
     add("--out", help="JSON lines; appended to")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
+    model = ModelUnderTest.of(llm)
     about = {"model": llm.name, "new_tokens": args.new_tokens, **environment()}
     for temperature in args.temperatures:
         for workload in args.workloads:
             source = load_workload(WORKLOADS.get(workload, workload), args.prompts, data=args.data)
             prompts = [prompt.tokens(llm.tokenizer) for prompt in source]
-            runner = Runner(llm, prompts, temperature, args.new_tokens)
+            runner = Runner(model, prompts, RunOptions(args.new_tokens, temperature))
             results: dict[str, dict[str, Any]] = {}
             print(
                 f"\n{workload}, {len(prompts)} prompts, temperature {temperature:g}: every output equal to plain"
             )
-            for label, make in methods(llm, args.rows, args.quick).items():
+            for label, make in methods(llm.vocabulary, args.rows, args.quick).items():
                 results[label] = runner.measure(make())
                 _show(label, results[label], results)
                 _keep(
@@ -206,8 +177,8 @@ def _show(label: str, result: dict[str, Any], results: dict[str, dict[str, Any]]
 
 def _keep(path: str | None, about: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     if path:
-        with open(path, "a") as file:
-            file.write(json.dumps({**about, **results[about["method"]]}) + "\n")
+        with RecordWriter(path, append=True) as writer:
+            writer.write({**about, **results[about["method"]]})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Host cost of a step: what drafting and learning cost beside the forward pass, in microseconds.
 
     python benchmarks/host_cost.py                       bundled model, functions of the standard library
-    python benchmarks/host_cost.py --pure                the same by the pure twin
     python benchmarks/host_cost.py --model PATH --steps 300 --rows 64 --json
 
 Measured inside real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
@@ -19,23 +18,20 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter, thread_time
 from typing import Any
 
 import lookahead
+from lookahead.bench import ModelUnderTest, RunOptions, load_workload
+from lookahead.bench.methods import make_request, timed_decode
 from lookahead.bench.record import environment
-from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Drafter, Request, TokenTree
-from lookahead.core.drafter import Noise
+from lookahead.core import Drafter, TokenTree
+from lookahead.core.drafter import UNLIMITED_ROWS, Noise
 from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveDrafter
-from lookahead.sampling import SeededNoise, make_choose
 
-CASES = {
-    "lookahead": ("lookahead", (15, 5, 15), False),
-    "adaptive": ("adaptive", None, False),
-    "adaptive, T=1": ("adaptive", None, True),
-}
+#: case -> (method, temperature)
+CASES = {"lookahead": ("lookahead", 0.0), "adaptive": ("adaptive", 0.0), "adaptive, T=1": ("adaptive", 1.0)}
 
 
 class Watched:
@@ -84,7 +80,7 @@ class Clocked(Drafter):
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
         self.drafter.reset(prompt, first, eos)
 
-    def draft(self, max_depth: int, max_rows: int = 1 << 20) -> TokenTree:
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
         wall, cpu = perf_counter(), thread_time()
         tree = self.drafter.draft(max_depth, max_rows)
         wall, cpu = perf_counter() - wall, thread_time() - cpu
@@ -108,39 +104,30 @@ class Clocked(Drafter):
 
 
 def measure(
-    llm: Any, prompts: list[list[int]], case: str, rows: int, steps: int, pure: bool
+    model: ModelUnderTest, prompts: list[list[int]], case: str, rows: int, steps: int
 ) -> list[dict[str, tuple[float, float]]]:
     """Parts of the first ``steps`` steps of at least ``rows`` rows."""
-    method, config, sampled = CASES[case]
-    if method == "adaptive":
-        config = {"budget": False, "max_rows": rows}
+    method, temperature = CASES[case]
+    config = {"budget": False, "max_rows": rows} if method == "adaptive" else (15, 5, 15)
     found: list[dict[str, tuple[float, float]]] = []
-    target = llm.target()
     for number, prompt in enumerate(prompts):
-        if method == "adaptive":
-            drafter = Clocked(AdaptiveDrafter(config, llm.vocabulary, compiled=not pure))
-        else:
-            drafter = Clocked(make_drafter(method, config, llm.vocabulary))
-        noise = SeededNoise(number, len(prompt), llm.vocabulary) if sampled else None
-        drafter.use_noise(noise)
-        decoder = Decoder(target)
-        decoder.add(Request(prompt, drafter, 128, make_choose(prompt, None, noise)))
-        while decoder.busy:
-            decoder.step()
+        drafter = Clocked(make_drafter(method, config, model.target.vocabulary))
+        options = RunOptions(128, temperature, seed=number)
+        timed_decode(model.target, make_request(model, prompt, drafter, options))
         found += [parts for count, parts in drafter.steps if count >= rows]
         if len(found) >= steps:
             break
     return found[:steps]
 
 
-def prompt_cost(vocabulary: int, pure: bool, length: int = 2000, repeats: int = 9) -> float:
+def prompt_cost(vocabulary: int, length: int = 2000, repeats: int = 9) -> float:
     """Seconds to take in a prompt and draft the first tree: the median over random texts with repetitions."""
     spent = []
     for seed in range(repeats):
         rng = random.Random(seed)
         words = [rng.randrange(vocabulary) for _ in range(400)]
         prompt = [words[int(rng.random() ** 2 * 400)] for _ in range(length)]
-        drafter = AdaptiveDrafter({"budget": False}, vocabulary, compiled=not pure)
+        drafter = make_drafter("adaptive", {"budget": False}, vocabulary)
         start = perf_counter()
         drafter.reset(prompt, words[0], frozenset())
         drafter.draft(100)
@@ -154,22 +141,21 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=200, help="steps per case")
     parser.add_argument("--rows", type=int, default=64, help="of adaptive; lookahead has 120")
-    parser.add_argument("--pure", action="store_true", help="the twin without numba")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
+    model = replace(ModelUnderTest.of(llm), eos=frozenset())  # a text that ends early has few steps
     workload = load_workload("stdlib", limit=200)
     prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
     for case in CASES:
         rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
-        measure(llm, prompts[:1], case, rows, 1, args.pure)  # compiles, or loads what was compiled
-        found = measure(llm, prompts, case, rows, args.steps, args.pure)
+        measure(model, prompts[:1], case, rows, 1)  # compiles, or loads what was compiled
+        found = measure(model, prompts, case, rows, args.steps)
         if not found:
             print(f"{case}: no step had {rows} rows")
             continue
         record: dict[str, Any] = {
             "case": case,
-            "twin": "pure" if args.pure else "compiled",
             "rows": rows,
             "steps": len(found),
             "model": llm.name,
@@ -185,7 +171,7 @@ def main() -> None:
                 record[f"{name}_{clock}_us"] = round(statistics.median(values) * 1e6, 1)
                 record[f"{name}_{clock}_p10_us"] = round(sorted(values)[len(values) // 10] * 1e6, 1)
         if case != "lookahead":
-            record["prompt_2000_us"] = round(prompt_cost(llm.vocabulary, args.pure) * 1e6)
+            record["prompt_2000_us"] = round(prompt_cost(llm.vocabulary) * 1e6)
         record |= environment()
         if args.json:
             print(json.dumps(record))

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from lookahead.bench import Options, Prompt, Records, Subject, run, summarise
+from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
-from lookahead.bench.run import first_difference, loop_free
+from lookahead.bench.run import loop_free
 from lookahead.bench.spec_bench import rows, write_answers
 from lookahead.bench.summary import unequal_text
-from lookahead.core import SettingsError
+from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
+from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))
@@ -19,12 +20,12 @@ CYCLE = list(range(16))
 
 def cycling():
     """Counts 0..15 over and over: prompt lookup drafts ten tokens and all of them are right."""
-    return Subject("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16))
+    return ModelUnderTest("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16))
 
 
 def test_a_known_compression_ratio_is_counted():
     # 1 token from the prefill and 3 steps of 10 drafted tokens and a bonus token.
-    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), Options(max_new_tokens=34))
+    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=34))
     plain, ours = records
     assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == (
         "autoregressive",
@@ -36,46 +37,50 @@ def test_a_known_compression_ratio_is_counted():
     assert (ours["steps"], ours["rows"], ours["new_tokens"], ours["prefill_tokens"]) == (3, 33, 34, 1)
     assert ours["compression_ratio"] == 11.0
     assert ours["acceptance_by_position"] == [1.0] * 10
+    assert ours["acceptance_rate"] == 1.0
+    assert plain["acceptance_rate"] is None
     assert ours["step_tokens"] == [11, 11, 11]
     assert ours["equal"] is True
     assert not ours["loop_free"]
 
 
 def test_a_summary_counts_both_sides_alike():
-    records = run(["prompt-lookup"], [CYCLE * 2, CYCLE * 3], cycling(), Options(max_new_tokens=34, repeats=2))
+    records = run(
+        ["prompt-lookup"], [CYCLE * 2, CYCLE * 3], cycling(), RunOptions(max_new_tokens=34, repeats=2)
+    )
     for record in records:
         record["decode_seconds"] = record["steps"] * (1.0 if record["repeat"] else 3.0)
     plain, ours = summarise(records).lines
-    assert (plain.cold.s_steps, plain.cold.s_passes, plain.cold.total) == (1.0, 1.0, 1.0)
-    assert ours.cold.s_steps == 11.0
-    assert ours.cold.s_passes == 34 / 4
-    assert ours.cold.total == pytest.approx(11.0)
-    assert ours.cold.per_prompt == pytest.approx(11.0)
-    assert (ours.cold.rate_low, ours.cold.rate_high) == (pytest.approx(11 / 3), pytest.approx(11.0))
-    assert (ours.cold.equal, ours.cold.compared) == (4, 4)
-    assert ours.cold_loop_free.texts == 0
+    assert (plain.all.s_steps, plain.all.s_passes, plain.all.total) == (1.0, 1.0, 1.0)
+    assert ours.all.s_steps == 11.0
+    assert ours.all.s_passes == 34 / 4
+    assert ours.all.total == pytest.approx(11.0)
+    assert ours.all.per_prompt == pytest.approx(11.0)
+    assert (ours.all.rate_low, ours.all.rate_high) == (pytest.approx(11 / 3), pytest.approx(11.0))
+    assert (ours.all.equal, ours.all.compared) == (4, 4)
+    assert ours.loop_free.texts == 0
 
 
 def test_warm_state_begins_anew_with_every_repeat():
     prompts = [[0, 1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4]]
     name = "lookahead:2,3,4:pool_from_prompt=0"
-    records = run([name], prompts, cycling(), Options(max_new_tokens=12, repeats=2))
+    records = run([name], prompts, cycling(), RunOptions(max_new_tokens=12, repeats=2))
     warm = [r for r in records if r["state"] == "warm"]
     cold = [r for r in records if r["state"] == "cold"]
     assert len(warm) == len(cold) == 6
     assert warm[0]["steps"] == cold[0]["steps"] == warm[3]["steps"]
     assert warm[1]["steps"] < cold[1]["steps"]
-    line = summarise(records).lines[1]
-    assert line.warm is not None
-    assert line.warm.s_steps > line.cold.s_steps
+    cold, warm = summarise(records).lines[1:]
+    assert (cold.label, warm.label) == (f"{name} (cold)", f"{name} (warm)")
+    assert warm.all.s_steps > cold.all.s_steps
 
 
 def test_warm_state_does_not_reach_another_workload():
     """Two workloads may hold the same prompt."""
     one, two = Prompt("1", "a", ("x",)), Prompt("1", "b", ("x",))
-    subject = cycling()
-    subject.tokenizer = Numbers()
-    records = run(["lookahead:2,3,4:pool_from_prompt=0"], [one, two], subject, Options(max_new_tokens=12))
+    model = cycling()
+    model.tokenizer = Numbers()
+    records = run(["lookahead:2,3,4:pool_from_prompt=0"], [one, two], model, RunOptions(max_new_tokens=12))
     a, b = (r for r in records if r["state"] == "warm")
     assert a["steps"] == b["steps"]
 
@@ -97,19 +102,20 @@ class Liar(Method):
 
     label, settings = "liar", {}
 
-    def decode(self, subject, prompt, options):
+    def decode(self, model, prompt, options):
         tokens = [(prompt[-1] + 1 + i) % 16 for i in range(options.max_new_tokens)]
         tokens[7] = (tokens[7] + 1) % 16
         steps = len(tokens) - 1
-        return Outcome(tokens, 1, 0.1, [1] * steps, [1] * steps, [0.01] * steps)
+        stats = Stats(new_tokens=len(tokens), steps=steps, rows=steps)
+        return Outcome(tokens, stats, 1, 0.1, [1] * steps, [1] * steps, [0.01] * steps)
 
 
 def test_an_unequal_text_is_never_shown_without_that_fact():
-    records = run([Liar()], [CYCLE * 2], cycling(), Options(max_new_tokens=16))
+    records = run([Liar()], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=16))
     assert records[1]["equal"] is False
     assert records[1]["first_divergence"] == 7
     summary = summarise(records)
-    assert (summary.lines[1].cold.equal, summary.lines[1].cold.compared) == (0, 1)
+    assert (summary.lines[1].all.equal, summary.lines[1].all.compared) == (0, 1)
     text = unequal_text(summary.unequal[0])
     assert "liar" in text
     assert "100.0 tokens/s" in text
@@ -117,8 +123,8 @@ def test_an_unequal_text_is_never_shown_without_that_fact():
 
 
 def test_broken_verification_is_found(accept_a_wrong_node):
-    subject = Subject.of(tiny_model(), None, "tiny")
-    records = run(["jacobi"], [[5, 6, 7, 8]], subject, Options(max_new_tokens=24))
+    model = ModelUnderTest.of(LLM(tiny_model()))
+    records = run(["jacobi"], [[5, 6, 7, 8]], model, RunOptions(max_new_tokens=24))
     assert records[1]["equal"] is False
     assert records[1]["logit_gap"] is not None
 
@@ -128,31 +134,31 @@ def test_broken_verification_is_found(accept_a_wrong_node):
 )
 def test_one_counter_for_both_sides(name):
     """Steps are the forward passes of the target after the first, whoever drives it."""
-    model = tiny_model(seed=3)
-    subject = Subject.of(model, None, "tiny", draft_model=tiny_model(seed=3), path="transformers")
-    passes, wrapped = [], model.forward
+    module = tiny_model(seed=3)
+    model = ModelUnderTest.of(LLM(module), tiny_model(seed=3), "transformers")
+    passes, wrapped = [], module.forward
 
     def counting(*args, **keywords):
         passes.append(1)
         return wrapped(*args, **keywords)
 
-    model.forward = counting
+    module.forward = counting
     prompt = [5, 9, 5, 9, 5, 9, 5]
-    outcome = make_methods(name, subject)[0].decode(subject, prompt, Options(max_new_tokens=32))
+    outcome = make_methods(name, model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert len(outcome.step_tokens) == len(outcome.step_rows) == len(outcome.step_seconds) == len(passes) - 1
     assert outcome.prefill_tokens + sum(outcome.step_tokens) == len(outcome.tokens)
-    model.forward = wrapped
-    plain = make_methods("autoregressive", subject)[0].decode(subject, prompt, Options(max_new_tokens=32))
+    module.forward = wrapped
+    plain = make_methods("autoregressive", model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert outcome.tokens == plain.tokens
     if name == "hf-assisted":  # a draft model equal to the target is always right
         assert max(outcome.step_tokens) > 1
 
 
 def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
-    subject = Subject.of(tiny_model(), None, "tiny")
+    model = ModelUnderTest.of(LLM(tiny_model()))
     records = run(
-        ["lookahead:4,3,4", "hf-sample", "hf-greedy"], [[5, 6, 7]], subject,
-        Options(max_new_tokens=20, temperature=1.0, warm=False),
+        ["lookahead:4,3,4", "hf-sample", "hf-greedy"], [[5, 6, 7]], model,
+        RunOptions(max_new_tokens=20, temperature=1.0, warm=False),
     )  # fmt: skip
     equal = {r["method"]: r["equal"] for r in records}
     assert equal == {"autoregressive": True, "lookahead:4,3,4": True, "hf-sample": None, "hf-greedy": None}
@@ -160,7 +166,7 @@ def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
 
 def test_an_interrupt_keeps_finished_records_and_the_same_command_resumes(tmp_path):
     prompts = [[0, 1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4]]
-    names, options = ["prompt-lookup", "lookahead:2,3,4"], Options(max_new_tokens=12, repeats=2)
+    names, options = ["prompt-lookup", "lookahead:2,3,4"], RunOptions(max_new_tokens=12, repeats=2)
     whole = run(names, prompts, cycling(), options)
 
     def stop(done, total, what):
@@ -185,14 +191,14 @@ def test_an_interrupt_keeps_finished_records_and_the_same_command_resumes(tmp_pa
 
 
 def test_other_settings_are_other_records(tmp_path):
-    run([], [CYCLE], cycling(), Options(max_new_tokens=8), Records(tmp_path))
-    run([], [CYCLE], cycling(), Options(max_new_tokens=9), Records(tmp_path))
-    run([], [CYCLE], cycling(), Options(max_new_tokens=9), Records(tmp_path))
+    run([], [CYCLE], cycling(), RunOptions(max_new_tokens=8), Records(tmp_path))
+    run([], [CYCLE], cycling(), RunOptions(max_new_tokens=9), Records(tmp_path))
+    run([], [CYCLE], cycling(), RunOptions(max_new_tokens=9), Records(tmp_path))
     assert [r["new_tokens"] for r in Records(tmp_path).read()] == [8, 9]
 
 
 def test_every_record_says_where_it_was_made(tmp_path):
-    (record,) = run([], [CYCLE], cycling(), Options(max_new_tokens=8), Records(tmp_path))
+    (record,) = run([], [CYCLE], cycling(), RunOptions(max_new_tokens=8), Records(tmp_path))
     for name in (
         "machine",
         "threads",
@@ -214,19 +220,19 @@ def test_a_broken_record_names_file_and_line(tmp_path):
     Records(tmp_path).append({"key": "a"})
     with Records(tmp_path).path.open("a") as file:
         file.write("not json\n")
-    with pytest.raises(SettingsError, match=r"records\.jsonl, line 2: not JSON"):
+    with pytest.raises(SettingsError, match=r"line 2 of .*records\.jsonl is not a record .*not JSON"):
         Records(tmp_path).read()
     Records(tmp_path).path.write_text('["a list"]\n')
-    with pytest.raises(SettingsError, match="line 1: not a record"):
+    with pytest.raises(SettingsError, match=r"line 1 of .* is not a record of `lookahead bench`"):
         Records(tmp_path).read()
 
 
 def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
-    subject = Subject("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16), max_positions=30)
-    records = run(["prompt-lookup"], [CYCLE * 2, CYCLE], subject, Options(max_new_tokens=8))
+    model = ModelUnderTest("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16), max_positions=30)
+    records = run(["prompt-lookup"], [CYCLE * 2, CYCLE], model, RunOptions(max_new_tokens=8))
     summary = summarise(records)
     assert summary.skipped == {"tokens": 1}
-    assert [line.cold.texts for line in summary.lines] == [1, 1]
+    assert [line.all.texts for line in summary.lines] == [1, 1]
 
 
 def test_method_names():
@@ -234,27 +240,27 @@ def test_method_names():
         "hf-greedy", "lookahead:15,5,15", "jacobi",
     ]  # fmt: skip
     assert set(METHODS) - {"autoregressive"} <= set(default_methods())
-    subject = cycling()
+    model = cycling()
     with pytest.raises(SettingsError, match="unknown method 'lookahed'; known are hf-greedy"):
-        make_methods("lookahed", subject)
+        make_methods("lookahed", model)
     with pytest.raises(SettingsError, match="hf-greedy needs a transformers model"):
-        make_methods("hf-greedy", subject)
+        make_methods("hf-greedy", model)
     with pytest.raises(SettingsError, match="guess_set_size"):
-        make_methods("lookahead:4,3,-1", subject)
+        make_methods("lookahead:4,3,-1", model)
     with pytest.raises(SettingsError, match="unknown setting 'colour'"):
-        make_methods("lookahead:4,3,1:colour=red", subject)
+        make_methods("lookahead:4,3,1:colour=red", model)
     with pytest.raises(SettingsError, match="--draft-model"):
-        make_methods("hf-assisted", Subject.of(tiny_model(), None, "tiny"))
-    assert [m.state for m in make_methods("lookahead", subject)] == ["cold", "warm"]
-    assert [m.state for m in make_methods("adaptive:max_rows=8", subject)] == ["cold", "warm"]
-    assert [m.state for m in make_methods("prompt-lookup", subject)] == [""]
+        make_methods("hf-assisted", ModelUnderTest.of(LLM(tiny_model())))
+    assert [m.state for m in make_methods("lookahead", model)] == ["cold", "warm"]
+    assert [m.state for m in make_methods("adaptive:max_rows=8", model)] == ["cold", "warm"]
+    assert [m.state for m in make_methods("prompt-lookup", model)] == [""]
 
 
 def test_options_out_of_range():
     with pytest.raises(SettingsError, match="repeats must be at least 1, got 0"):
-        Options(repeats=0)
+        RunOptions(repeats=0)
     with pytest.raises(SettingsError, match="temperature"):
-        Options(temperature=-1)
+        RunOptions(temperature=-1)
 
 
 def test_a_busy_machine_is_said():
@@ -267,13 +273,10 @@ def test_a_busy_machine_is_said():
 def test_small_helpers():
     assert loop_free(range(20))
     assert not loop_free([*range(8), 99, *range(8)])
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert first_difference([1, 5, 3], [1, 2, 3]) == 1
 
 
 def test_spec_bench_rows(tmp_path):
-    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), Options(max_new_tokens=34, repeats=2))
+    records = run(["prompt-lookup"], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=34, repeats=2))
     ours = [r for r in records if r["method"] == "prompt-lookup"]
     (row,) = rows(ours)
     assert [choice["index"] for choice in row["choices"]] == [0, 1]

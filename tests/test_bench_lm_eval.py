@@ -19,7 +19,7 @@ def test_a_local_task_gives_the_same_texts(tmp_path):
     import lm_eval
     from lm_eval.api.registry import get_model
 
-    from lookahead.bench.lm_eval import HFLookahead
+    from benchmarks.lm_eval import HFLookahead
     from lookahead.engine import BUNDLED
 
     data = tmp_path / "questions.jsonl"

@@ -1,21 +1,16 @@
-"""Pictures, the paper's equations, the tests of the sampled law, step costs, and the command line."""
+"""Pictures, step costs, and the command line."""
 
 import json
-import random
-from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
 
-from lookahead.bench import Options, Records, Subject, plot, run, step_cost
+from lookahead.bench import ModelUnderTest, Records, RunOptions, plot, run, step_cost
 from lookahead.bench import pictures as plotting
 from lookahead.bench.pictures import FIGURES
-from lookahead.bench.reproduce import STUDIES
-from lookahead.bench.sampling_quality import chi_square, chi_square_two, exact_law, joint_law, rouge
-from lookahead.bench.scaling import compression_ratio, expected_tokens, expected_tokens_batched, fit
-from lookahead.bench.study import Study
 from lookahead.cli import app
 from lookahead.core import SettingsError
+from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, tiny_model
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -30,8 +25,8 @@ def folder(tmp_path_factory):
     run(
         METHODS,
         prompts,
-        Subject("fake", FakeTarget(32)),
-        Options(max_new_tokens=40, repeats=2),
+        ModelUnderTest("fake", FakeTarget(32)),
+        RunOptions(max_new_tokens=40, repeats=2),
         Records(path),
     )
     return path
@@ -71,8 +66,7 @@ def test_pictures_are_drawn_and_can_be_read(name, folder):
     assert axes.has_data()
     assert axes.get_title()
     assert axes.get_xlabel()
-    units = {"tokens-per-second": "tokens per second", "compression-by-window": "tokens per step",
-             "step-time": "ms", "tokens-per-step": "%", "acceptance": "%"}  # fmt: skip
+    units = {"tokens-per-second": "tokens per second", "step-time": "ms", "acceptance": "%"}
     assert units[name] in axes.get_xlabel() + axes.get_ylabel()
     assert not clipped_texts(figure)
 
@@ -85,9 +79,9 @@ def test_plot_writes_png_and_svg_from_the_lines_only(folder, tmp_path):
         data = path.read_bytes()
         assert len(data) > 5000
         assert data.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
-    text = (tmp_path / "compression-by-window.svg").read_text()
-    assert "N = 5, G = W" in text
-    assert "compression ratio S" in text
+    text = (tmp_path / "tokens-per-second.svg").read_text()
+    assert "lookahead:4,3,4 (warm)" in text
+    assert "tokens per second" in text
 
 
 def test_colours_can_be_told_apart():
@@ -111,102 +105,20 @@ def test_nothing_to_plot(tmp_path):
         plot(tmp_path)
 
 
-def test_equation_4_is_what_a_walk_yields():
-    alpha, gamma, generator = 0.6, 4, random.Random(0)
-    total = 0
-    for _ in range(40_000):
-        tokens = 1
-        while tokens <= gamma and generator.random() < alpha:
-            tokens += 1
-        total += tokens
-    assert expected_tokens(alpha, gamma) == pytest.approx(total / 40_000, rel=0.01)
-    assert expected_tokens(alpha, gamma) == pytest.approx((1 - alpha**5) / (1 - alpha))
-
-
-def test_equation_5_is_the_best_of_b_walks():
-    alpha, gamma, b, generator = 0.4, 4, 5, random.Random(0)
-    total = 0
-    for _ in range(20_000):
-        best = 0
-        for _ in range(b):
-            depth = 0
-            while depth < gamma and generator.random() < alpha:
-                depth += 1
-            best = max(best, depth)
-        total += best + 1
-    assert expected_tokens_batched(alpha, gamma, b) == pytest.approx(total / 20_000, rel=0.01)
-    assert expected_tokens_batched(alpha, gamma, 1) == pytest.approx(expected_tokens(alpha, gamma))
-
-
-def test_equation_7_and_its_fit():
-    assert compression_ratio(0.4, 1.0, 4, 5) == pytest.approx(expected_tokens_batched(0.4, 4, 5))
-    assert compression_ratio(0.4, 1e9, 4, 5) == pytest.approx(1.0)
-    pytest.importorskip("scipy")
-    points = [(w, n, compression_ratio(0.425, 3.106, n - 1, w)) for n in (3, 5, 7) for w in (2, 4, 8, 16, 32)]
-    found = fit(points)
-    assert (found.alpha, found.f) == (pytest.approx(0.425, abs=1e-3), pytest.approx(3.106, abs=1e-2))
-    assert found.r2 == pytest.approx(1.0)
-    assert fit([(w, n, s + (w % 3) * 0.2) for w, n, s in points]).r2 < 0.95
-    with pytest.raises(SettingsError, match="at least 3 points"):
-        fit(points[:2])
-
-
-def test_chi_square_accepts_the_law_and_refuses_another():
-    pytest.importorskip("scipy")
-    law = {(0,): 0.5, (1,): 0.3, (2,): 0.1999, (3,): 0.0001}
-    generator = random.Random(1)
-    counts = Counter(generator.choices(list(law), list(law.values()), k=3000))
-    again = Counter(generator.choices(list(law), list(law.values()), k=3000))
-    wrong = {(0,): 0.42, (1,): 0.38, (2,): 0.1999, (3,): 0.0001}
-    assert chi_square(counts, law)[0] > 0.01
-    assert chi_square(counts, wrong)[0] < 1e-4
-    assert chi_square_two(counts, again)[0] > 0.01
-    assert (
-        chi_square_two(counts, Counter(generator.choices(list(wrong), list(wrong.values()), k=3000)))[0]
-        < 1e-3
-    )
-    assert chi_square(Counter({(0,): 1000}), law)[0] < 1e-9
-
-
-def test_the_joint_law_of_several_tokens():
-    pytest.importorskip("scipy")
-    subject = Subject.of(tiny_model(initializer_range=0.1), None, "tiny")
-    options = Options(temperature=1.0, top_k=3)
-    law = exact_law(subject, [5, 6, 7], 2, options)
-    assert sum(law.values()) == pytest.approx(1.0)
-    assert len(law) <= 9
-    found = joint_law(subject, [[5, 6, 7], [8, 9, 8, 9]], "lookahead:3,3,3", draws=400, depth=2, top_k=3)
-    assert found.compression_ratio > 1
-    assert found.p_exact > 1e-3
-    assert found.p_plain > 1e-3
-    with pytest.raises(SettingsError, match="top_k"):
-        exact_law(subject, [5], 2, Options(temperature=1.0))
-
-
-def test_rouge_where_references_exist():
-    pytest.importorskip("rouge_score")
-    scores = rouge([{"reference": "the cat sat", "text": "the cat sat"}, {"reference": None, "text": "x"}])
-    assert scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-    assert rouge([{"text": "x"}]) == {}
-
-
 @pytest.mark.parametrize("path", ["auto", "transformers"])
-def test_step_costs_add_up(path, monkeypatch):
+def test_step_costs_and_their_floors(path, monkeypatch):
     monkeypatch.setattr(step_cost, "timed", lambda call, *args, **more: (call(), call(), 0.01)[2])
-    subject = Subject.of(tiny_model(), None, "tiny", path=path)
-    records = step_cost.measure(subject, contexts=(16, 32, 100_000), rows=(1, 8))
+    model = ModelUnderTest.of(LLM(tiny_model()), path=path)
+    records = step_cost.measure(model, contexts=(16, 32, 100_000), rows=(1, 8))
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]
     for r in records:
         assert r["step_ms"] == pytest.approx(10.0)
         assert r["floor_ms"] == max(r["floor_bytes_ms"], r["floor_operations_ms"]) > 0
         assert r["weight_bytes"] > 4 * 2 * 4 * 64 * 64
-        assert r["linear_ms"] > 0
-        assert r["rest_of_model_ms"] >= 0
-        assert r["outside_ms"] >= 0
     # Twice the context, twice the bytes of keys and values: 2 layers x 2 heads x 16 x (keys, values) x 4 bytes.
     assert records[0]["cache_bytes"] == 16 * 2 * 2 * 16 * 2 * 4
     assert records[2]["cache_bytes"] == 2 * records[0]["cache_bytes"]
-    assert "times its floor" in step_cost.verdict(records)[0]
+    assert "times its floor" in step_cost.findings(records)[0]
     assert not clipped_texts(step_cost.figure(records))
 
 
@@ -220,34 +132,6 @@ class Words:
 
     def decode(self, tokens, skip_special_tokens=True):
         return " ".join(map(str, tokens))
-
-
-@pytest.mark.parametrize("name", ["scaling-law", "ablation", "end-to-end"])
-def test_a_reproduction_writes_its_page_and_its_picture(name, tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    monkeypatch.setattr("lookahead.bench.reproduce.WINDOWS", (2, 4))
-    drawn = []
-    save = plotting.save
-    monkeypatch.setattr(
-        "lookahead.bench.study.save", lambda figure, *rest: drawn.append(figure) or save(figure, *rest)
-    )
-    subject = Subject.of(tiny_model(), Words(), "tiny")
-    study = Study(subject, (), None, 1, Options(max_new_tokens=16, repeats=1), tmp_path / "out", tmp_path / "records",
-                  "the command", lambda *a: None, lambda text: None)  # fmt: skip
-    page = STUDIES[name](study)
-    text = page.read_text()
-    for part in (
-        "`the command`",
-        "torch",
-        "commit",
-        "tiny in float32",
-        "What differs from the paper",
-        f"({name}.png)",
-    ):
-        assert part in text, part
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {f"{name}.{kind}" for kind in ("md", "json", "png", "svg")}
-    assert not clipped_texts(drawn[0])
 
 
 def invoke(*words):
@@ -270,15 +154,14 @@ def test_the_first_word_is_a_model_or_a_command(folder, tmp_path):
         (["--workload", "nothing"], "unknown workload 'nothing'; known are humaneval"),
         (["--method", "nothing", "--limit", "1"], "unknown method 'nothing'"),
         (["plot", "no-such-folder"], "holds no measured record"),
-        (["reproduce", "nothing"], "known are scaling-law, ablation, sampling-quality, end-to-end, parallel"),
         (["step-cost", "--rows", "a"], "--rows must be whole numbers"),
     ],
 )
 def test_bad_words(words, message, monkeypatch):
     from lookahead import bench
 
-    subject = Subject("fake", FakeTarget(16))
-    monkeypatch.setattr(bench, "load_subject", lambda *args, **keywords: subject)
+    model = ModelUnderTest("fake", FakeTarget(16))
+    monkeypatch.setattr(bench, "load_model", lambda *args, **keywords: model)
     done = invoke(*words)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
@@ -287,8 +170,8 @@ def test_bad_words(words, message, monkeypatch):
 def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     from lookahead import bench
 
-    subject = Subject.of(tiny_model(), Words(), "tiny")
-    monkeypatch.setattr(bench, "load_subject", lambda *args, **keywords: subject)
+    model = ModelUnderTest.of(LLM(tiny_model(), Words()))
+    monkeypatch.setattr(bench, "load_model", lambda *args, **keywords: model)
     words = ["--method", "hf-greedy,lookahead:4,3,4", "--limit", 2, "--max-new-tokens", 12, "--repeats", 1,
              "--out", tmp_path, "--spec-bench"]  # fmt: skip
     done = invoke(*words)

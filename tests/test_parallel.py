@@ -222,8 +222,8 @@ def case_two_targets(target):
 
 
 def case_scaling(target):
-    """What ``bench reproduce parallel`` computes in one process is what the ranks really do."""
-    from lookahead.bench.ranks import record, share_out
+    """What ``benchmarks.paper parallel`` computes in one process is what the ranks really do."""
+    from benchmarks.paper.parallel import record, share_out
 
     (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
     (generation,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])

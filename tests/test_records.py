@@ -139,8 +139,8 @@ ROWS = [
 def test_resume_with_repeated_and_absent_ids_loses_and_doubles_nothing(size, model, tmp_path):
     source = write(tmp_path / "in.jsonl", ROWS)
     whole = tmp_path / "whole.jsonl"
-    base = (model, "--input", source, "--batch-size", size, "--max-new-tokens", 12, "--ignore-eos", "--temperature", 1,
-            "--seed", 3)  # fmt: skip
+    base = [model, "--input", source, "--batch-size", size, "--max-new-tokens", 12, "--ignore-eos"]
+    base += ["--temperature", 1, "--seed", 3]
     assert generate(*base, "--output", whole).exit_code == 1  # one line is not JSON
     expected = results(whole)
     assert sorted(expected) == list(range(1, len(ROWS) + 1))

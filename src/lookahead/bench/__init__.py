@@ -1,33 +1,33 @@
-"""Measurement: workloads, methods, records, pictures, and the paper's results.
+"""Measurement: workloads, methods side by side, step costs, reports and plots.
 
     from lookahead.bench import run
     records = run(["hf-greedy", "lookahead:15,5,15"], ["def fibonacci(n):"])
 
 The life of a measurement:
     workloads.load_workload   a name or a file -> prompts
-    subject.load_subject      the model, its tokenizer, its target
+    model.load_model          the model under test: weights, tokenizer, target
     methods.make_methods      a name -> what decodes a prompt, ours or Hugging Face's, under one counter
     run.run                   interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
     summary, pictures         read records, and nothing else
 """
 
-from .methods import Options, default_methods, make_methods, split_methods
+from .methods import RunOptions, default_methods, make_methods, split_methods
+from .model import ModelUnderTest, load_model
 from .pictures import plot
 from .record import Records
 from .run import run
-from .subject import Subject, load_subject
 from .summary import summarise
 from .workloads import KNOWN, Prompt, load_workload
 
 __all__ = [
     "KNOWN",
-    "Options",
+    "ModelUnderTest",
     "Prompt",
     "Records",
-    "Subject",
+    "RunOptions",
     "default_methods",
-    "load_subject",
+    "load_model",
     "load_workload",
     "make_methods",
     "plot",

@@ -1,7 +1,7 @@
 """Records: one JSON line per prompt, method and repeat, with all that is needed to read it later.
 
-Lines are appended and flushed as they are made, so an interrupt keeps what is finished. A line's key says
-under which settings it was measured; a run that finds its key in the file does not measure again.
+A line's key says under which settings it was measured; a run that finds its key in the file does not measure
+again.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError
+from ..core.records import RecordWriter, read_records
 
+Record = dict[str, Any]
 FILE = "records.jsonl"
 SCHEMA = 1
 #: What must be the same for two records to be drawn or averaged together.
@@ -30,28 +31,22 @@ _INSTRUCTIONS = (
 @lru_cache
 def machine() -> dict[str, Any]:
     """Processor, instruction sets that matter here, cores, memory, graphics card."""
+    import torch
+
     name, flags = platform.processor() or platform.machine(), ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-            elif key.strip() in ("flags", "Features"):
-                flags = value
-                break
-    except OSError:
-        pass  # not Linux: platform knows the processor, nobody the flags
+    if Path("/proc/cpuinfo").is_file():
+        fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        known = {key.strip(): value.strip() for key, _, value in fields}
+        name, flags = known.get("model name", name), known.get("flags", known.get("Features", ""))
     facts: dict[str, Any] = {
         "processor": name,
         "instructions": [flag for flag in _INSTRUCTIONS if flag in flags.split()],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
-    import torch
-
-    facts["torch_capability"] = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
@@ -62,8 +57,8 @@ def load_average() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def was_busy(records: Iterable[Mapping[str, Any]]) -> str:
-    """A warning where other work ran beside the measurement, else an empty text."""
+def was_busy(records: Iterable[Record]) -> str:
+    """A warning where other work ran beside a quarter of the measurement or more, else an empty text."""
     loads = [(r["load"], r["machine"]["cores"]) for r in records if r.get("load") is not None]
     busy = [load for load, cores in loads if load > cores + 1]
     if len(busy) * 4 < len(loads) or not busy:
@@ -82,10 +77,9 @@ def commit() -> str:
     source = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str | None:
+        command = ["git", "-C", str(source), *words]
         try:
-            done = subprocess.run(
-                ["git", "-C", str(source), *words], capture_output=True, text=True, timeout=20, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -120,80 +114,43 @@ def key_of(fields: Mapping[str, Any]) -> str:
 
 
 class Records:
-    """The records of a folder.
-
-    Args:
-        folder: made if need be; holds ``records.jsonl``.
-    """
+    """The records of a folder, in ``records.jsonl``."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.path = self.folder / FILE
 
-    def read(self) -> list[dict[str, Any]]:
-        """All finished records; a last line that an interrupt cut short is not one.
+    def read(self) -> list[Record]:
+        """All finished records.
 
         Raises:
             SettingsError: a line that is not a record, by file and line.
         """
-        return list(self._lines()) if self.path.is_file() else []
+        return read_records(self.path, "key", "`lookahead bench`")
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        lines = self.path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise SettingsError(
-                    f"{self.path}, line {number}: not JSON ({error}); remove the line to go on"
-                ) from error
-            if not isinstance(record, dict) or "key" not in record:
-                raise SettingsError(f"{self.path}, line {number}: not a record of `lookahead bench`")
-            yield record
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record, for good."""
+    def append(self, record: Record) -> None:
+        """Write one record, for good; the folder is made if need be."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def mend(self) -> None:
-        """Drop a last line that an interrupt cut short, so that the next one stands by itself."""
-        if self.path.is_file():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                os.truncate(self.path, data.rfind(b"\n") + 1)
+        with RecordWriter(self.path, append=True) as writer:
+            writer.write(record)
 
 
-def setup_of(record: Mapping[str, Any]) -> str:
-    """Which records may stand side by side."""
-    return key_of({name: record.get(name) for name in SETUP})
-
-
-def newest_setup(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def newest_setup(records: Iterable[Record]) -> tuple[list[Record], int]:
     """(the records made under the same setup as the last one, how many others there are)."""
     records = list(records)
-    if not records:
-        return [], 0
-    setup = setup_of(records[-1])
-    same = [record for record in records if setup_of(record) == setup]
+    setups = [key_of({name: record.get(name) for name in SETUP}) for record in records]
+    same = [record for record, setup in zip(records, setups, strict=True) if setup == setups[-1]]
     return same, len(records) - len(same)
 
 
 def describe(record: Mapping[str, Any]) -> str:
     """One line on where a record was made."""
-    host = record["machine"]
+    host, threads = record["machine"], record["threads"]
     parts = [
         host.get("gpu") or f"{host['processor']}, {host['cores']} cores",
         " ".join(host["instructions"]),
-        f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}",
-        f"torch {record['torch']}",
-        f"transformers {record['transformers']}",
-        f"commit {record['commit']}",
+        f"{threads} thread{'s' if threads > 1 else ''}",
+        *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit")),
         f"{record['model']} in {record['dtype']}"
         + (f" on the {record['path']} path" if record.get("path") else ""),
     ]

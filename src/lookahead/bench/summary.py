@@ -11,7 +11,6 @@ Definitions, the same for every method:
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from .methods import PLAIN
+from .record import Record
 
-Record = dict[str, Any]
 NAN = float("nan")
 
 
@@ -55,27 +54,31 @@ class Figures:
 
 @dataclass(slots=True)
 class Line:
-    """A method on a workload: all prompts and the loop-free ones, cold (or stateless) and warm."""
+    """A method in one state on a workload: all prompts, and the loop-free ones."""
 
     workload: str
     method: str
-    cold: Figures = field(default_factory=Figures)
-    cold_loop_free: Figures = field(default_factory=Figures)
-    warm: Figures | None = None
-    warm_loop_free: Figures | None = None
+    state: str
+    all: Figures
+    loop_free: Figures
     over_hf: float = NAN  # rate over that of Hugging Face's greedy generate, where it was measured
+
+    @property
+    def label(self) -> str:
+        """The method, and its state where it keeps one."""
+        return f"{self.method} ({self.state})" if self.state else self.method
 
 
 @dataclass(slots=True)
 class Summary:
-    """Lines, prompts left out by reason, and the texts that are not equal to plain decoding."""
+    """Lines, prompts left out by workload, and the texts that are not equal to plain decoding."""
 
     lines: list[Line]
-    skipped: dict[str, int]
-    unequal: list[Record]
+    skipped: dict[str, int] = field(default_factory=dict)
+    unequal: list[Record] = field(default_factory=list)
 
 
-def _where(record: Record) -> tuple[Any, ...]:
+def _text_of(record: Record) -> tuple[Any, ...]:
     heat = record["options"]["temperature"]
     return record["workload"], record["prompt"], record["turn"], record["repeat"], heat
 
@@ -92,7 +95,7 @@ def _decoded(record: Record) -> int:
 
 def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
     """Plain decoding's record for each (workload, prompt, turn, repeat, temperature)."""
-    return {_where(record): record for record in records if record["method"] == PLAIN}
+    return {_text_of(record): record for record in records if record["method"] == PLAIN}
 
 
 def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> Figures:
@@ -100,7 +103,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
 
     Args:
         records: none of them skipped.
-        plain: plain decoding's record for each (workload, prompt, turn, repeat, temperature).
+        plain: as ``plain_of`` gives it.
     """
     if not records:
         return Figures()
@@ -110,19 +113,16 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         repeats[record["repeat"]].append(record)
     rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)]
     # A text of one token has no step: it says nothing of speed.
-    pairs = [
-        (record, plain[_where(record)])
-        for record in records
-        if _where(record) in plain and record["steps"] and plain[_where(record)]["steps"]
-    ]
-    ratios = [_rate([a]) / _rate([b]) for a, b in pairs]
+    pairs = [(r, plain[_text_of(r)]) for r in records if _text_of(r) in plain]
+    pairs = [(ours, theirs) for ours, theirs in pairs if ours["steps"] and theirs["steps"]]
+    ratios = [_rate([ours]) / _rate([theirs]) for ours, theirs in pairs]
     compared = [record for record in records if record["equal"] is not None]
     return Figures(
         texts=len(records),
         rate=median(rates) if rates else NAN,
         rate_low=min(rates, default=NAN),
         rate_high=max(rates, default=NAN),
-        total=_rate(a for a, _ in pairs) / _rate(b for _, b in pairs) if pairs else NAN,
+        total=_rate(ours for ours, _ in pairs) / _rate(theirs for _, theirs in pairs) if pairs else NAN,
         per_prompt=geometric_mean(ratios) if ratios else NAN,
         typical=median(ratios) if ratios else NAN,
         s_steps=sum(map(_decoded, records)) / steps if steps else NAN,
@@ -135,34 +135,29 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
 
 
 def summarise(records: Iterable[Record]) -> Summary:
-    """Sum up records of one setup, by workload and method, each in the order of first appearance."""
+    """Sum up records of one setup, by workload, method and state, each in the order of first appearance."""
     records = list(records)
     skipped: dict[str, int] = defaultdict(int)
-    for where in dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r):
-        skipped[where[0]] += 1
+    for workload, *_ in dict.fromkeys(
+        (r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r
+    ):
+        skipped[workload] += 1
     measured = [record for record in records if "skipped" not in record]
     plain = plain_of(measured)
-    lines: dict[tuple[str, str], Line] = {}
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in measured:
         groups[record["workload"], record["method"], record["state"]].append(record)
+    lines = []
     for (workload, method, state), group in groups.items():
-        line = lines.setdefault((workload, method), Line(workload, method))
-        straight = [r for r in group if plain.get(_where(r), r)["loop_free"]]
-        if state == "warm":
-            line.warm, line.warm_loop_free = figures(group, plain), figures(straight, plain)
-        else:
-            line.cold, line.cold_loop_free = figures(group, plain), figures(straight, plain)
-    for line in lines.values():
-        theirs = lines.get((line.workload, "hf-greedy"))
-        if theirs is not None:
-            line.over_hf = line.cold.rate / theirs.cold.rate
+        straight = [r for r in group if plain.get(_text_of(r), r)["loop_free"]]
+        lines.append(Line(workload, method, state, figures(group, plain), figures(straight, plain)))
+    theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
+    for line in lines:
+        line.over_hf = line.all.rate / theirs.get(line.workload, NAN)
     # The methods of a prompt come in rotating order; that of the first prompt is kept for all.
-    workloads, methods = (
-        list(dict.fromkeys(names)) for names in list(zip(*groups, strict=True))[:2] or ([], [])
-    )
-    ordered = sorted(lines.values(), key=lambda x: (workloads.index(x.workload), methods.index(x.method)))
-    return Summary(ordered, dict(skipped), [r for r in measured if r["equal"] is False])
+    workloads, methods = ([group[place] for group in groups] for place in (0, 1))
+    lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
+    return Summary(lines, dict(skipped), [r for r in measured if r["equal"] is False])
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -170,38 +165,30 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _equal(cold: Figures, warm: Figures | None) -> str:
-    both = [cold, warm] if warm is not None else [cold]
-    compared = sum(figures.compared for figures in both)
-    return f"{sum(figures.equal for figures in both)}/{compared}" if compared else "n/a"
-
-
 #: heading -> text of a line: what is said of speed, and of the compression ratio
 SPEED: dict[str, Callable[[Line], str]] = {
-    "equal": lambda x: _equal(x.cold, x.warm),
-    "tokens/s": lambda x: number(x.cold.rate, 1),
-    "min–max": lambda x: f"{number(x.cold.rate_low, 0)}–{number(x.cold.rate_high, 0)}",
-    "speed-up": lambda x: number(x.cold.total),
-    "per prompt": lambda x: number(x.cold.per_prompt),
-    "median": lambda x: number(x.cold.typical),
-    "warm": lambda x: number(x.warm.total) if x.warm else "",
-    "loop-free": lambda x: number(x.cold_loop_free.total),
+    "equal": lambda x: f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a",
+    "tokens/s": lambda x: number(x.all.rate, 1),
+    "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
+    "speed-up": lambda x: number(x.all.total),
+    "per prompt": lambda x: number(x.all.per_prompt),
+    "median": lambda x: number(x.all.typical),
+    "loop-free": lambda x: number(x.loop_free.total),
+    "speed vs hf-greedy": lambda x: number(x.over_hf),
 }
 COMPRESSION: dict[str, Callable[[Line], str]] = {
-    "speed vs hf-greedy": lambda x: number(x.over_hf),
-    "S steps": lambda x: number(x.cold.s_steps),
-    "S passes": lambda x: number(x.cold.s_passes),
-    "S warm": lambda x: number(x.warm.s_steps) if x.warm else "",
-    "S loop-free": lambda x: number(x.cold_loop_free.s_steps),
-    "loop-free texts": lambda x: f"{x.cold_loop_free.texts}/{x.cold.texts}",
-    "rows/step": lambda x: number(x.cold.rows, 1),
-    "prefill ms": lambda x: number(x.cold.prefill * 1e3, 1),
+    "S steps": lambda x: number(x.all.s_steps),
+    "S passes": lambda x: number(x.all.s_passes),
+    "S loop-free": lambda x: number(x.loop_free.s_steps),
+    "loop-free texts": lambda x: f"{x.loop_free.texts}/{x.all.texts}",
+    "rows/step": lambda x: number(x.all.rows, 1),
+    "prefill ms": lambda x: number(x.all.prefill * 1e3, 1),
 }
 LEGEND = (
     "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean and median of the ratio. "
-    "warm: with the state of the earlier prompts. loop-free: prompts whose plain text has no repeated 8-gram. "
-    "equal: texts, cold and warm, equal to plain decoding. S steps: tokens per step; "
-    "S passes: the prefill counted as a pass."
+    "cold, warm: without and with the state of the earlier prompts. loop-free: prompts whose plain text has no "
+    "repeated 8-gram. equal: texts equal to plain decoding. S steps: tokens per step; S passes: the prefill "
+    "counted as a pass."
 )
 
 
@@ -209,50 +196,15 @@ def unequal_text(record: Record) -> str:
     """One text that differs: its speed and, with it, where it differs and how near a tie the model was there."""
     gap = record["logit_gap"]
     near = f", where the two logits are {gap:.2g} apart" if gap is not None else ""
-    rate = number(_rate([record]), 1)
     return (
-        f"{record['workload']}/{record['prompt']} turn {record['turn']}: {record['method']} "
-        f"{record['state']} at {rate} tokens/s is not equal from token {record['first_divergence']} on{near}"
+        f"{record['workload']}/{record['prompt']} turn {record['turn']}: {record['method']} {record['state']} at "
+        f"{number(_rate([record]), 1)} tokens/s is not equal from token {record['first_divergence']} on{near}"
     )
 
 
-def markdown(summary: Summary, workload: str | None = None) -> str:
-    """The table as Markdown, all workloads or one."""
-    lines = [line for line in summary.lines if workload in (None, line.workload)]
+def markdown(summary: Summary) -> str:
+    """The table as Markdown."""
     columns = SPEED | COMPRESSION
-    heads = ["workload", "method", *columns]
-    rows = [heads, ["---"] * 2 + ["---:"] * len(columns)]
-    rows += [[x.workload, f"`{x.method}`", *(text(x) for text in columns.values())] for x in lines]
+    rows = [["workload", "method", *columns], ["---"] * 2 + ["---:"] * len(columns)]
+    rows += [[x.workload, f"`{x.label}`", *(text(x) for text in columns.values())] for x in summary.lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def tables(summary: Summary) -> list[Any]:
-    """Two rich tables per workload, speed with equality and compression, and lines of text."""
-    made: list[Any] = []
-    for workload in dict.fromkeys([line.workload for line in summary.lines] + list(summary.skipped)):
-        lines = [line for line in summary.lines if line.workload == workload]
-        left_out = summary.skipped.get(workload, 0)
-        title = f"{workload}: {max((line.cold.texts for line in lines), default=0)} texts per method"
-        title += f", {left_out} prompts left out because the context is too short" if left_out else ""
-        if lines:
-            made += [_table(title, SPEED, lines), _table("", COMPRESSION, lines)]
-        else:
-            made.append(title)
-    return made
-
-
-def _table(title: str, columns: dict[str, Callable[[Line], str]], lines: list[Line]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.padding = (0, 1, 0, 0)
-    table.add_column("method", overflow="fold", min_width=min(24, max(len(line.method) for line in lines)))
-    for heading in columns:
-        table.add_column(
-            re.sub(r" |(?<=[-/])", "\n", heading), justify="right", vertical="bottom", no_wrap=True
-        )
-    for line in lines:
-        bad = any(f is not None and f.equal < f.compared for f in (line.cold, line.warm))
-        table.add_row(line.method, *(text(line) for text in columns.values()), style="red" if bad else None)
-    return table

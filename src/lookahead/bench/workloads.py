@@ -12,15 +12,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core import SettingsError
+from .data_sets import SOURCES, Reader, Row, Source, turns_of
 from .stdlib import stdlib_prompts
 
-Row = Mapping[str, Any]
+KNOWN = (*SOURCES, "stdlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Prompt:
         category: for workloads made of several kinds.
         reference: a text to compare the last answer with, where there is one.
         history: messages before the first turn (a system message, say).
+        ids: the only turn as token ids, where there is no text.
     """
 
     id: str
@@ -44,18 +46,21 @@ class Prompt:
     category: str = ""
     reference: str | None = None
     history: tuple[Mapping[str, str], ...] = ()
+    ids: tuple[int, ...] | None = None
 
     def tokens(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the turn that follows ``answers``, by the chat template where there is one.
 
         Args:
-            tokenizer: a transformers tokenizer.
+            tokenizer: a transformers tokenizer; any where the prompt is token ids.
             answers: the target's answers to the earlier turns.
         """
-        said = self.turns[: len(answers) + 1]
+        if self.ids is not None:
+            return list(self.ids)
+        turns = self.turns[: len(answers) + 1]
         if getattr(tokenizer, "chat_template", None):
             messages = [dict(message) for message in self.history]
-            for turn, answer in zip(said, [*answers, None], strict=True):
+            for turn, answer in zip(turns, [*answers, None], strict=True):
                 messages.append({"role": "user", "content": turn})
                 if answer is not None:
                     messages.append({"role": "assistant", "content": answer})
@@ -63,165 +68,9 @@ class Prompt:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
         first = self.turns[0] if self.plain is None else self.plain
         parts = [message["content"] + "\n\n" for message in self.history] + [first]
-        for turn, answer in zip(said[1:], answers, strict=True):
+        for turn, answer in zip(turns[1:], answers, strict=True):
             parts += [answer, "\n\n", turn, "\n"]
         return list(tokenizer("".join(parts))["input_ids"])
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a data set comes from and how a row becomes a prompt.
-
-    Attributes:
-        read: (row, number) -> fields of a ``Prompt``.
-        fields: what a row must have.
-        origin: for people.
-        hub: (repository, configuration, split) on the Hugging Face hub.
-    """
-
-    read: Callable[[Row, int], dict[str, Any]]
-    fields: tuple[str, ...]
-    origin: str
-    hub: tuple[str, str | None, str] | None = None
-
-
-def _humaneval(row: Row, number: int) -> dict[str, Any]:
-    code = row["prompt"]
-    return {
-        "id": row["task_id"],
-        "turns": (f"Complete this Python function. Answer with the code only.\n\n{code}",),
-        "plain": code.rstrip(),
-        "reference": row.get("canonical_solution"),
-    }
-
-
-def _gsm8k(row: Row, number: int) -> dict[str, Any]:
-    question = row["question"].strip()
-    return {
-        "id": f"gsm8k/{number}",
-        "turns": (question,),
-        "plain": f"Question: {question}\nAnswer:",
-        "reference": row["answer"],
-    }
-
-
-def _mbpp(row: Row, number: int) -> dict[str, Any]:
-    task = row["text"] if "text" in row else row["prompt"]
-    tests = "\n".join(row["test_list"])
-    return {
-        "id": f"mbpp/{row['task_id']}",
-        "turns": (f"{task} Answer with Python code only. It must pass these tests:\n\n{tests}",),
-        "plain": f'"""\n{task}\n{tests}\n"""',
-        "reference": row.get("code"),
-    }
-
-
-def _turns(row: Row, number: int) -> dict[str, Any]:
-    turns = row["turns"] if "turns" in row else row["prompt"]
-    if isinstance(turns, str) or not turns:
-        raise TypeError(f"turns must be a list of at least one text, got {turns!r:.60}")
-    references = row.get("reference")
-    return {
-        "id": str(row.get("question_id", row.get("prompt_id", number))),
-        "turns": tuple(str(turn) for turn in turns),
-        "plain": f"{turns[0]}\n",
-        "category": row.get("category", ""),
-        "reference": str(references[-1]) if references else None,
-    }
-
-
-def _classeval(row: Row, number: int) -> dict[str, Any]:
-    code = row["skeleton"]
-    return {
-        "id": row["task_id"],
-        "turns": (f"Complete this Python class. Answer with the code only.\n\n{code}",),
-        "plain": code.rstrip(),
-        "reference": row.get("solution_code"),
-    }
-
-
-def _summary(text: str, reference: str) -> Callable[[Row, int], dict[str, Any]]:
-    def read(row: Row, number: int) -> dict[str, Any]:
-        return {
-            "id": str(row.get("id", number)),
-            "turns": (f"Summarize:\n{row[text]}",),
-            "plain": f"{row[text]}\n\nSummary:",
-            "reference": row[reference],
-        }
-
-    return read
-
-
-def _own(row: Row, number: int) -> dict[str, Any]:
-    """A row of the user's own file: prompt, text, turns or messages."""
-    more = {
-        "id": str(row.get("id", number)),
-        "category": str(row.get("category", "")),
-        "reference": row.get("reference"),
-    }
-    if "messages" in row:
-        *history, last = row["messages"]
-        if last["role"] != "user":
-            raise ValueError(f"the last message must be the user's, got role {last['role']!r}")
-        return {**more, "turns": (last["content"],), "history": tuple(history)}
-    if "turns" in row:
-        return {**_turns(row, number), "id": more["id"]}
-    text = row["prompt"] if "prompt" in row else row["text"]
-    if not isinstance(text, str) or not text:
-        raise TypeError(f"prompt must be a text that is not empty, got {text!r:.60}")
-    return {**more, "turns": (text,)}
-
-
-SOURCES: dict[str, Source] = {
-    "humaneval": Source(
-        _humaneval,
-        ("task_id", "prompt"),
-        "https://github.com/openai/human-eval (HumanEval.jsonl)",
-        ("openai/openai_humaneval", None, "test"),
-    ),
-    "gsm8k": Source(
-        _gsm8k,
-        ("question", "answer"),
-        "https://github.com/openai/grade-school-math (test.jsonl)",
-        ("openai/gsm8k", "main", "test"),
-    ),
-    "mbpp": Source(
-        _mbpp,
-        ("task_id", "text", "test_list"),
-        "https://github.com/google-research/google-research/tree/master/mbpp (mbpp.jsonl)",
-        ("google-research-datasets/mbpp", "full", "test"),
-    ),
-    "mt-bench": Source(
-        _turns,
-        ("question_id", "category", "turns"),
-        "https://github.com/lm-sys/FastChat (llm_judge/data/mt_bench/question.jsonl)",
-        ("HuggingFaceH4/mt_bench_prompts", None, "train"),
-    ),
-    "classeval": Source(
-        _classeval,
-        ("task_id", "skeleton"),
-        "https://github.com/FudanSELab/ClassEval (ClassEval_data.json)",
-        ("FudanSELab/ClassEval", None, "test"),
-    ),
-    "spec-bench": Source(
-        _turns,
-        ("question_id", "category", "turns"),
-        "https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl)",
-    ),
-    "xsum": Source(
-        _summary("document", "summary"),
-        ("document", "summary"),
-        "https://huggingface.co/datasets/EdinburghNLP/xsum, as JSON lines",
-        ("EdinburghNLP/xsum", None, "test"),
-    ),
-    "cnn-dailymail": Source(
-        _summary("article", "highlights"),
-        ("article", "highlights"),
-        "https://huggingface.co/datasets/abisee/cnn_dailymail, as JSON lines",
-        ("abisee/cnn_dailymail", "3.0.0", "test"),
-    ),
-}
-KNOWN = (*SOURCES, "stdlib")
 
 
 def load_workload(
@@ -256,9 +105,29 @@ def load_workload(
     return prompts if limit is None else _in_turn(prompts, limit)
 
 
+def _own(row: Row, number: int) -> dict[str, Any]:
+    """A row of the user's own file: prompt, text, turns or messages."""
+    more = {
+        "id": str(row.get("id", number)),
+        "category": str(row.get("category", "")),
+        "reference": row.get("reference"),
+    }
+    if "messages" in row:
+        *history, last = row["messages"]
+        if last["role"] != "user":
+            raise ValueError(f"the last message must be the user's, got role {last['role']!r}")
+        return {**more, "turns": (last["content"],), "history": tuple(history)}
+    if "turns" in row:
+        return {**turns_of(row, number), "id": more["id"]}
+    text = row["prompt"] if "prompt" in row else row["text"]
+    if not isinstance(text, str) or not text:
+        raise TypeError(f"prompt must be a text that is not empty, got {text!r:.60}")
+    return {**more, "turns": (text,)}
+
+
 def _prompts(
     name: str,
-    read: Callable[[Row, int], dict[str, Any]],
+    read: Reader,
     fields: Sequence[str],
     rows: Iterator[tuple[str, int, Any]],
 ) -> list[Prompt]:
@@ -293,22 +162,20 @@ def _read(path: Path) -> Iterator[tuple[str, int, Any]]:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-        for number, row in enumerate(rows):
+        for number, row in enumerate(_parse(text, path)):
             yield f"{path}, entry {number + 1}", number, row
         return
     for number, line in enumerate(text.split("\n")):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SettingsError(
-                    f"{path}, line {number + 1}: not JSON ({error.msg} at column {error.colno})"
-                ) from error
-            yield f"{path}, line {number + 1}", number, row
+            yield f"{path}, line {number + 1}", number, _parse(line, path, number)
+
+
+def _parse(text: str, path: Path, line: int = 0) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {line + error.lineno}"
+        raise SettingsError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
 
 
 def _plain(name: str) -> str:

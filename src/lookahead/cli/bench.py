@@ -1,4 +1,4 @@
-"""`lookahead bench [MODEL]`: measure, plot, step costs, and the paper's results.
+"""`lookahead bench [MODEL]`: measure, plot, and step costs.
 
 The words after ``bench`` are a model or one of the commands below; what is no command is a model.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..core import SettingsError
 from ..drafters import METHODS
-from ..engine.options import MACHINE, LoadOptions
+from ..engine.options import MACHINE, LoadOptions, Options
 from .console import note, stderr
-from .options import quiet, takes
+from .options import numbers, quiet, takes
+
+if TYPE_CHECKING:
+    from ..bench.model import ModelUnderTest
 
 MEASURE = "run"
 
@@ -45,22 +47,19 @@ Steps = Annotated[
         "--path", help="What evaluates our steps.", metavar="auto|cpu|transformers", rich_help_panel=MACHINE
     ),
 ]
-#: What ``load_subject`` does not take.
-NOT_HERE = ("attention", "revision", "trust_remote_code", "local_files_only", "parallel_timeout")
 MORE = (
-    "Also: lookahead bench plot DIR, lookahead bench step-cost [MODEL], and lookahead bench reproduce "
-    "scaling-law | ablation | sampling-quality | end-to-end | parallel. Records are kept as they are made; "
+    "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
 
 
-def _load_subject(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> Any:
-    from ..bench import load_subject
+def _load(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> ModelUnderTest:
+    from ..bench import load_model
 
     quiet()
     name = None if load.path_or_id is None else str(load.path_or_id)
     device = None if load.device is None else str(load.device)
-    return load_subject(name, dtype, load.threads, draft_model, device, path)
+    return load_model(name, dtype, load.threads, draft_model, device, path)
 
 
 def command_line() -> str:
@@ -74,10 +73,13 @@ def command_line() -> str:
 
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
-@takes(without=NOT_HERE, dtype="float32")
+@takes(
+    only=("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
+    dtype="float32",
+    seed=0,
+)
 def measure(
     *,
-    load: LoadOptions,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,31 +104,32 @@ def measure(
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="For hf-assisted.", metavar="MODEL")] = None,
     out: Out = Path("bench"),
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
     repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0 samples.", min=0)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 for all.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
     warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
     resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
     spec_bench: Annotated[
         bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")
     ] = False,
+    options: Options,
+    load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
-    from ..bench import Options, Records, default_methods, load_workload, run, split_methods
+    from ..bench import Records, RunOptions, default_methods, load_workload, run, split_methods
     from ..bench.methods import make_methods
-    from ..bench.report import finish
+    from ..bench.report import write_report
 
-    options = Options(max_new_tokens, temperature, top_k, seed, repeats, warm)
+    seed = options.seed or 0
+    run_options = RunOptions(
+        options.max_new_tokens, options.temperature, options.top_k or 0, seed, repeats, warm
+    )
     names = split_methods(method) if method else default_methods()
     prompts = [
         prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
     ]
-    subject = _load_subject(load, path, str(load.dtype), draft_model)
+    loaded = _load(load, path, str(load.dtype), draft_model)
     for name in names:
-        make_methods(name, subject)  # a wrong name is an error before anything is measured
+        make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
     if not resume and records.path.exists():
         raise SettingsError(
@@ -134,13 +137,13 @@ def measure(
         )
     try:
         with Bar() as bar:
-            result = run(names, prompts, subject, options, records, bar.update)
+            result = run(names, prompts, loaded, run_options, records, bar.update)
     except KeyboardInterrupt:
         note(
             f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
         )
         raise
-    finish(result, out, command_line(), spec_bench)
+    write_report(result, out, command_line(), spec_bench)
 
 
 class Bar:
@@ -178,7 +181,7 @@ def plot_records(
     ],
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
-    """Draw the records of a folder: speed, S by window, step time by rows, tokens per step, acceptance."""
+    """Draw the records of a folder: speed, step time by rows, acceptance by position."""
     from ..bench.pictures import plot
 
     written, others = plot(folder, out)
@@ -191,19 +194,19 @@ def plot_records(
 
 
 @app.command("step-cost")
-@takes(without=(*NOT_HERE, "dtype"))
+@takes(only=("path_or_id", "device", "threads"))
 def step_cost(
     *,
-    load: LoadOptions,
     dtype: Annotated[
         str, typer.Option(help="One or several, with commas between.", rich_help_panel=MACHINE)
     ] = "float32,bfloat16",
     contexts: Annotated[str, typer.Option(help="Committed tokens, with commas between.")] = "128,512,1024",
     rows: Annotated[str, typer.Option(help="k, with commas between.")] = "1,2,4,8,16,32,64,128,256",
     out: Out = Path("bench"),
+    load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
-    """Measure t(k), the time of a step of k rows, with the physical floor beside it, and say where the gap is."""
+    """Measure t(k), the time of a step of k rows, with the physical floor beside it."""
     import json
 
     from ..bench import step_cost as cost
@@ -213,9 +216,9 @@ def step_cost(
     records = []
     with Bar() as bar:
         for one in dtype.split(","):
-            subject = _load_subject(load, path, one.strip())
+            loaded = _load(load, path, one.strip())
             records += cost.measure(
-                subject, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
+                loaded, numbers(contexts, "--contexts"), numbers(rows, "--rows"), bar.update
             )
     if not records:
         raise SettingsError(
@@ -224,76 +227,8 @@ def step_cost(
     out.mkdir(parents=True, exist_ok=True)
     with (out / "step-cost.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
-    lines = cost.verdict(records)
+    lines = cost.findings(records)
     page = [f"`{command_line()}`", "", describe(records[0]), "", cost.table(records), "", *lines, ""]
     (out / "step-cost.md").write_text("\n".join(page), encoding="utf-8")
     save(cost.figure(records), out / "step-cost", describe(records[0]))
     typer.echo("\n".join(page[2:]))
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise SettingsError(f"{option} must be whole numbers with commas between, got {text!r}") from None
-    if numbers[0] < 1:
-        raise SettingsError(f"{option} must be at least 1, got {numbers[0]}")
-    return numbers
-
-
-@app.command("reproduce")
-@takes(without=(*NOT_HERE, "path_or_id"), dtype="float32")
-def reproduce(
-    *,
-    load: LoadOptions,
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="scaling-law, ablation, sampling-quality, end-to-end or parallel.", metavar="NAME"
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="A directory or a hub id; the bundled model if not given.")
-    ] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(help="In place of the study's own choice.", rich_help_panel="Prompts")
-    ] = None,
-    data: Data = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel="Prompts")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page and its picture.", metavar="DIR")] = Path(
-        "docs/results"
-    ),
-    records: Annotated[
-        Path | None, typer.Option(help="Folder for the records. [default: bench/NAME]", metavar="DIR")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
-    repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
-    path: Steps = "auto",
-) -> None:
-    """Rerun one of the paper's results: its figure and a page with the command, the machine and the commit."""
-    from ..bench import Options
-    from ..bench.reproduce import STUDIES
-    from ..bench.study import Study
-
-    if name not in STUDIES:
-        raise SettingsError(f"unknown result {name!r}; known are {', '.join(STUDIES)}")
-    folder = records if records is not None else Path("bench") / name
-    subject = _load_subject(replace(load, path_or_id=model), path, str(load.dtype))
-    with Bar() as bar:
-        study = Study(
-            subject,
-            tuple(workload or ()),
-            data,
-            limit,
-            Options(max_new_tokens, seed=seed, repeats=repeats),
-            out,
-            folder,
-            command_line(),
-            bar.update,
-            typer.echo,
-        )
-        page = STUDIES[name](study)
-    typer.echo(f"\n{page}")

@@ -198,7 +198,7 @@ class Options(Given):
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(Options):
+class BatchOptions(Options):
     """Options of a list of prompts: those of each generation, and how they run together."""
 
     batch_size: int | None = option(

@@ -1,7 +1,7 @@
 """What lookahead parallelism gives (figures 6 and 7), from one process: shards of real steps, modelled time.
 
 Steps are recorded while one process decodes; then their trees are cut for R ranks as the ranks would cut
-them, debts included. With t(k), the time of a k-row step, a step on R ranks takes
+them, recomputed rows included. With t(k), the time of a k-row step, a step on R ranks takes
 
     t(rows of the widest shard) + exchange
 
@@ -18,11 +18,13 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-from ..core import Decoder, LookaheadConfig, Request, TokenTree
-from ..drafters import make_drafter
-from ..parallel.shard import shard
-from ..parallel.wire import FRAME, HEAD
-from .pictures import colour, new_figure
+from lookahead.bench.pictures import colour, label, new_figure, powers_of_two
+from lookahead.bench.step_cost import sample_tree
+from lookahead.core import LookaheadConfig, Request, Target, TokenTree, decode
+from lookahead.drafters import make_drafter
+from lookahead.parallel.shard import shard
+from lookahead.parallel.wire import FRAME, HEAD
+
 from .study import Study
 
 RANKS = (1, 2, 4, 8)
@@ -40,9 +42,9 @@ class Shares:
     Attributes:
         ranks: R.
         rows: rows of the whole tree.
-        widest: rows of the widest shard, debts included: what a step waits for.
+        widest: rows of the widest shard, recomputed rows included: what a step waits for.
         evaluated: rows of all ranks together.
-        owed: rows per rank that are evaluated again because another rank had them.
+        recomputed: rows per rank that are evaluated again because another rank had them.
         bytes: exchanged per step, all ranks together.
         widths: the widest shard of every step.
     """
@@ -51,22 +53,22 @@ class Shares:
     rows: float
     widest: float
     evaluated: float
-    owed: float
+    recomputed: float
     bytes: float
     widths: list[int]
 
 
 def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> Shares:
     """Cut the steps (tree, path) of one sequence as R ranks would."""
-    debts = [0] * ranks
-    widths, evaluated, owed, sent = [], [], [], []
+    missing = [0] * ranks
+    widths, evaluated, recomputed, sent = [], [], [], []
     for tree, path in steps:
-        cut = shard(tree, ranks, debts)
-        rows = [len(own) + debt for own, debt in zip(cut.rows, debts, strict=True)]
+        cut = shard(tree, ranks, missing)
+        rows = [len(own) + count for own, count in zip(cut.rows, missing, strict=True)]
         widths.append(max(rows))
         evaluated.append(sum(rows))
-        owed.append(sum(debts) / ranks)
-        debts = [sum(node not in own for node in path) for own in map(set, cut.rows)]
+        recomputed.append(sum(missing) / ranks)
+        missing = [sum(node not in own for node in path) for own in map(set, cut.rows)]
         sent.append(
             sum(
                 _bytes(3 + len(cut.rows[r])) + _bytes(4 + cut.owner.count(r)) + _bytes(3 + len(path))
@@ -75,28 +77,24 @@ def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> S
         )
     if not widths:
         return Shares(ranks, 0, 0, 0, 0, 0, [])
-    rows = fmean(len(tree) for tree, _ in steps)
-    return Shares(ranks, rows, fmean(widths), fmean(evaluated), fmean(owed), fmean(sent), widths)
+    whole = fmean(len(tree) for tree, _ in steps)
+    return Shares(ranks, whole, fmean(widths), fmean(evaluated), fmean(recomputed), fmean(sent), widths)
 
 
 def record(
-    target: Any, prompts: Sequence[Sequence[int]], config: Any, new_tokens: int, eos: frozenset[int]
+    target: Target, prompts: Sequence[Sequence[int]], config: Any, new_tokens: int, eos: frozenset[int]
 ) -> list[list[tuple[TokenTree, list[int]]]]:
     """Decode each prompt with lookahead; the (tree, path) of its steps."""
     sequences = []
     for prompt in prompts:
         drafter = make_drafter("lookahead", config, target.vocabulary)
-        decoder = Decoder(target)
-        decoder.add(Request(prompt, drafter, new_tokens, eos=eos))
-        steps = []
-        while decoder.busy:
-            steps += [(step.tree, step.path) for step in decoder.step() if step.tree is not None]
-        sequences.append(steps)
+        steps = decode(target, [Request(prompt, drafter, new_tokens, eos=eos)])
+        sequences.append([(step.tree, step.path) for step in steps if step.tree is not None])
     return sequences
 
 
 def step_times(
-    target: Any, rows: Sequence[int], context: int = 64, repeats: int = 7
+    target: Target, rows: Sequence[int], context: int = 64, repeats: int = 7
 ) -> Callable[[float], float]:
     """t(k) in seconds, measured on this target at the given rows and interpolated between them."""
     import numpy as np
@@ -104,9 +102,7 @@ def step_times(
     target.prefill([(0, [1 + i % 50 for i in range(context)])])
     times = []
     for count in rows:
-        tree = TokenTree(1)
-        for number in range(count - 1):
-            tree.add(number % target.vocabulary, number // 4, needs_logits=True)
+        tree = sample_tree(count, target.vocabulary)
         spent = []
         for _ in range(repeats):
             start = perf_counter()
@@ -124,24 +120,25 @@ def parallel(study: Study) -> Path:
     names = {ranks: "lookahead:" + ",".join(map(str, config)) for ranks, config in configs.items()}
     prompts = study.prompts(4)
     records = study.run(list(names.values()), prompts, replace(study.options, warm=False))
-    target, subject = study.subject.target, study.subject
+    model = study.model
+    target = model.target
     largest = LookaheadConfig(*configs[RANKS[-1]]).max_rows
     t = step_times(target, [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest])
     lines = [
-        "| ranks | W, N, G | S | rows | widest shard, grown | widest shard, (15, 5, 15) | owed rows per rank "
+        "| ranks | W, N, G | S | rows | widest shard, grown | widest shard, (15, 5, 15) | recomputed rows per rank "
         "| bytes per step | speed-up, grown, t(k) of this machine | the same, flat t(k) "
         "| speed-up, (15, 5, 15), this machine |",
         "| ---: " * 11 + "|",
     ]
     new_tokens = study.options.max_new_tokens
-    tokens = [prompt.tokens(subject.tokenizer) for prompt in prompts]
-    tokens = [ids for ids in tokens if len(ids) + new_tokens <= subject.max_positions]
+    tokens = [prompt.tokens(model.tokenizer) for prompt in prompts]
+    tokens = [ids for ids in tokens if len(ids) + new_tokens <= model.max_positions]
     curves: dict[str, list[float]] = {"t(k) of this machine": [], f"flat up to {FLAT_ROWS} rows": []}
     base: list[list[tuple[TokenTree, list[int]]]] = []
     for ranks, config in configs.items():
         mine = [r for r in records if r["method"] == names[ranks] and "skipped" not in r]
         ratio = sum(r["new_tokens"] - 1 for r in mine) / max(1, sum(r["steps"] for r in mine))
-        steps = record(target, tokens, config, new_tokens, subject.eos)
+        steps = record(target, tokens, config, new_tokens, model.eos)
         base = base or steps
         grown, fixed = _together(steps, ranks), _together(base, ranks)
         base_ratio = _ratio(base)
@@ -151,7 +148,8 @@ def parallel(study: Study) -> Path:
         strong = base_ratio * t(1) / (fmean(map(t, fixed.widths)) + exchange)
         curves["t(k) of this machine"].append(own)
         curves[f"flat up to {FLAT_ROWS} rows"].append(flat)
-        sizes = f"{grown.rows:.0f} | {grown.widest:.1f} | {fixed.widest:.1f} | {grown.owed:.2f} | {grown.bytes:.0f}"
+        sizes = f"{grown.rows:.0f} | {grown.widest:.1f} | {fixed.widest:.1f} | {grown.recomputed:.2f} "
+        sizes += f"| {grown.bytes:.0f}"
         triple = ", ".join(map(str, config))
         lines.append(
             f"| {ranks} | {triple} | {ratio:.2f} | {sizes} | {own:.2f} | {flat:.2f} | {strong:.2f} |"
@@ -160,7 +158,8 @@ def parallel(study: Study) -> Path:
         *lines, "",
         f"Speed-ups are modelled against plain decoding: S t(1) / (t(widest shard) + {EXCHANGE * 1e6:.0f} us); flat: "
         f"up to {FLAT_ROWS} rows cost as much as one. Means over steps; bytes of all ranks together. Sending keys "
-        f"and values in place of computing owed rows again would take {_kv_bytes(subject)} bytes per owed row.",
+        f"and values in place of computing missing rows again would take {_kv_bytes(model)} "
+        "bytes per row.",
     ]  # fmt: skip
     differs = [
         study.size(),
@@ -172,15 +171,17 @@ def parallel(study: Study) -> Path:
 
 
 def _together(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]], ranks: int) -> Shares:
-    """Means over the steps of all sequences, each with debts of its own."""
+    """Means over the steps of all sequences, each with missing rows of its own."""
     parts = [share_out(steps, ranks) for steps in sequences if steps]
     weights = [len(part.widths) for part in parts]
 
     def mean(name: str) -> float:
         return sum(getattr(p, name) * w for p, w in zip(parts, weights, strict=True)) / max(1, sum(weights))
 
-    names = ("rows", "widest", "evaluated", "owed", "bytes")
-    return Shares(ranks, *map(mean, names), [width for part in parts for width in part.widths])
+    names = ("rows", "widest", "evaluated", "recomputed", "bytes")
+    widths = [width for part in parts for width in part.widths]
+    rows, widest, evaluated, recomputed, sent = map(mean, names)
+    return Shares(ranks, rows, widest, evaluated, recomputed, sent, widths)
 
 
 def _ratio(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]]) -> float:
@@ -188,8 +189,8 @@ def _ratio(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]]) -> fl
     return sum(len(path) for sequence in sequences for _, path in sequence) / max(1, steps)
 
 
-def _kv_bytes(subject: Any) -> str:
-    facts = getattr(subject.target, "facts", None)
+def _kv_bytes(model: Any) -> str:
+    facts = getattr(model.target, "facts", None)
     if facts is None:
         return "more"
     item = facts.dtype.itemsize
@@ -205,10 +206,7 @@ def _figure(curves: dict[str, list[float]]) -> Any:
     figure, axes = new_figure()
     for index, (name, values) in enumerate(curves.items()):
         axes.plot(RANKS, values, label=name, **colour(index))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
-    axes.set_xlabel("ranks; W and G grow with them")
-    axes.set_ylabel("modelled speed-up over plain decoding")
-    axes.set_title("Lookahead parallelism: strong scaling")
-    axes.legend(fontsize=8)
+    powers_of_two(axes, RANKS)
+    title = "Lookahead parallelism: strong scaling"
+    label(axes, title, "ranks; W and G grow with them", "modelled speed-up over plain decoding")
     return figure

@@ -1,6 +1,6 @@
 """A model class for lm-evaluation-harness: ``hf-lookahead`` is its ``hf`` with lookahead's decoding.
 
-    python -m lookahead.bench.lm_eval run --model hf-lookahead \
+    python -m benchmarks.lm_eval run --model hf-lookahead \
         --model_args pretrained=MODEL,lookahead=15/5/15 --tasks gsm8k
 
 Everything but the generation of text is the harness' own, so scores can be compared with those of ``hf``;
@@ -14,7 +14,7 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..core import LookaheadConfig, SettingsError, Stats
+from lookahead.core import LookaheadConfig, SettingsError, Stats
 
 
 @register_model("hf-lookahead")
@@ -58,7 +58,7 @@ class HFLookahead(HFLM):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
 
     def _one(self, context: Any, max_length: int, stop: list[str], keywords: dict[str, Any]) -> Any:
-        from ..hf import generate
+        from lookahead.hf import generate
 
         return super()._model_generate(
             context,

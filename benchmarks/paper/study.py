@@ -8,22 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .methods import Options
-from .pictures import save
-from .record import Records, describe, was_busy
-from .run import Progress, run
-from .subject import Subject
-from .summary import Record, summarise, unequal_text
-from .workloads import Prompt, load_workload
+from lookahead.bench.methods import PLAIN, RunOptions
+from lookahead.bench.model import ModelUnderTest
+from lookahead.bench.pictures import save
+from lookahead.bench.record import Record, Records, describe, was_busy
+from lookahead.bench.run import Progress, run
+from lookahead.bench.summary import figures, summarise, unequal_text
+from lookahead.bench.workloads import Prompt, load_workload
+from lookahead.core.records import finite
 
-
-def _plain(value: Any) -> Any:
-    """The same with None for NaN, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if value != value else value
+#: N-grams from the window alone, as in the paper's algorithm.
+WINDOW_ONLY = "pool_from_prompt=0:pool_from_output=0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +26,7 @@ class Study:
     """What a reproduction works with.
 
     Attributes:
-        subject: the model.
+        model: under test.
         workloads: names; empty for the study's own choice.
         data: folder with data sets, or None.
         limit: prompts per workload; None for the study's own choice.
@@ -43,11 +38,11 @@ class Study:
         say: prints a line.
     """
 
-    subject: Subject
+    model: ModelUnderTest
     workloads: tuple[str, ...]
     data: Path | None
     limit: int | None
-    options: Options
+    options: RunOptions
     out: Path
     records: Path
     command: str
@@ -60,9 +55,9 @@ class Study:
         many = limit if self.limit is None else self.limit or None
         return [p for name in names for p in load_workload(name, many, self.options.seed, self.data)]
 
-    def run(self, methods: Sequence[str], prompts: Sequence[Prompt], options: Options) -> list[Record]:
+    def run(self, methods: Sequence[str], prompts: Sequence[Prompt], options: RunOptions) -> list[Record]:
         """Measure, with the records kept."""
-        return run(methods, prompts, self.subject, options, Records(self.records), self.progress)
+        return run(methods, prompts, self.model, options, Records(self.records), self.progress)
 
     def page(
         self,
@@ -101,17 +96,34 @@ class Study:
         path = self.out / f"{name}.md"
         path.write_text("\n".join(lines), encoding="utf-8")
         table = [asdict(line) for line in summary.lines] if facts is None else facts
-        text = json.dumps({"command": self.command, "where": where, "figures": _plain(table)}, indent=1)
+        text = json.dumps({"command": self.command, "where": where, "figures": finite(table)}, indent=1)
         (self.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         self.say("\n".join(body))
         return path
 
     def size(self) -> str:
         """The model and the machine against the paper's, for the pages."""
-        model = self.subject.model
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        millions = sum(p.numel() for p in self.model.model.parameters()) / 1e6
         return (
-            f"The model is {self.subject.name} with {millions:.0f} million parameters in {self.subject.dtype}, on "
+            f"The model is {self.model.name} with {millions:.0f} million parameters in {self.model.dtype}, on "
             "the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 billion parameters in "
             "float16 on A100 and RTX 3090 cards."
         )
+
+
+def ratios(records: Sequence[Record], loop_free: bool) -> dict[str, float]:
+    """S by method."""
+    straight = {
+        (r["workload"], r["prompt"], r["turn"], r["repeat"])
+        for r in records
+        if r["method"] == PLAIN and r.get("loop_free", False)
+    }
+    kept = [
+        r for r in records
+        if "skipped" not in r
+        and (not loop_free or (r["workload"], r["prompt"], r["turn"], r["repeat"]) in straight)
+    ]  # fmt: skip
+    return {
+        method: figures([r for r in kept if r["method"] == method], {}).s_steps
+        for method in dict.fromkeys(r["method"] for r in kept)
+    }

@@ -1,0 +1,217 @@
+"""The paper's laboratory: its equations, its tests of sampled texts, and each of its commands on a tiny model."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from benchmarks.paper import __main__ as paper
+from benchmarks.paper import parallel, sampling_quality, scaling_law, settings, study
+from benchmarks.paper.sampling_quality import (
+    chi_square,
+    chi_square_two,
+    exact_distribution,
+    joint_distribution,
+    rouge,
+)
+from benchmarks.paper.scaling_law import compression_ratio, expected_tokens, expected_tokens_batched, fit
+from benchmarks.paper.variants import VariantDrafter
+from lookahead.bench import ModelUnderTest, RunOptions
+from lookahead.bench import pictures as plotting
+from lookahead.core import LookaheadConfig, Request, SettingsError, decode
+from lookahead.drafters import make_drafter
+from lookahead.engine import LLM
+from lookahead.testing import FakeTarget, repetitive_text, tiny_model
+from test_bench_results import Words, clipped_texts
+
+pytest.importorskip("matplotlib")
+
+
+def test_equation_4_is_what_a_walk_yields():
+    alpha, gamma, generator = 0.6, 4, random.Random(0)
+    total = 0
+    for _ in range(40_000):
+        tokens = 1
+        while tokens <= gamma and generator.random() < alpha:
+            tokens += 1
+        total += tokens
+    assert expected_tokens(alpha, gamma) == pytest.approx(total / 40_000, rel=0.01)
+    assert expected_tokens(alpha, gamma) == pytest.approx((1 - alpha**5) / (1 - alpha))
+
+
+def test_equation_5_is_the_best_of_b_walks():
+    alpha, gamma, b, generator = 0.4, 4, 5, random.Random(0)
+    total = 0
+    for _ in range(20_000):
+        best = 0
+        for _ in range(b):
+            depth = 0
+            while depth < gamma and generator.random() < alpha:
+                depth += 1
+            best = max(best, depth)
+        total += best + 1
+    assert expected_tokens_batched(alpha, gamma, b) == pytest.approx(total / 20_000, rel=0.01)
+    assert expected_tokens_batched(alpha, gamma, 1) == pytest.approx(expected_tokens(alpha, gamma))
+
+
+def test_equation_7_and_its_fit():
+    assert compression_ratio(0.4, 1.0, 4, 5) == pytest.approx(expected_tokens_batched(0.4, 4, 5))
+    assert compression_ratio(0.4, 1e9, 4, 5) == pytest.approx(1.0)
+    pytest.importorskip("scipy")
+    points = [(w, n, compression_ratio(0.425, 3.106, n - 1, w)) for n in (3, 5, 7) for w in (2, 4, 8, 16, 32)]
+    found = fit(points)
+    assert (found.alpha, found.f) == (pytest.approx(0.425, abs=1e-3), pytest.approx(3.106, abs=1e-2))
+    assert found.r2 == pytest.approx(1.0)
+    assert fit([(w, n, s + (w % 3) * 0.2) for w, n, s in points]).r2 < 0.95
+    with pytest.raises(SettingsError, match="at least 3 points"):
+        fit(points[:2])
+
+
+def test_chi_square_accepts_a_distribution_and_refuses_another():
+    pytest.importorskip("scipy")
+    exact = {(0,): 0.5, (1,): 0.3, (2,): 0.1999, (3,): 0.0001}
+    generator = random.Random(1)
+    counts = Counter(generator.choices(list(exact), list(exact.values()), k=3000))
+    again = Counter(generator.choices(list(exact), list(exact.values()), k=3000))
+    wrong = {(0,): 0.42, (1,): 0.38, (2,): 0.1999, (3,): 0.0001}
+    assert chi_square(counts, exact)[0] > 0.01
+    assert chi_square(counts, wrong)[0] < 1e-4
+    assert chi_square_two(counts, again)[0] > 0.01
+    assert (
+        chi_square_two(counts, Counter(generator.choices(list(wrong), list(wrong.values()), k=3000)))[0]
+        < 1e-3
+    )
+    assert chi_square(Counter({(0,): 1000}), exact)[0] < 1e-9
+
+
+def test_the_joint_distribution_of_several_tokens():
+    pytest.importorskip("scipy")
+    model = ModelUnderTest.of(LLM(tiny_model(initializer_range=0.1)))
+    options = RunOptions(temperature=1.0, top_k=3)
+    exact = exact_distribution(model, [5, 6, 7], 2, options)
+    assert sum(exact.values()) == pytest.approx(1.0)
+    assert len(exact) <= 9
+    found = joint_distribution(
+        model, [[5, 6, 7], [8, 9, 8, 9]], "lookahead:3,3,3", draws=400, depth=2, top_k=3
+    )
+    assert found.compression_ratio > 1
+    assert found.p_exact > 1e-3
+    assert found.p_plain > 1e-3
+    with pytest.raises(SettingsError, match="top_k"):
+        exact_distribution(model, [5], 2, RunOptions(temperature=1.0))
+
+
+def test_rouge_where_references_exist():
+    pytest.importorskip("rouge_score")
+    scores = rouge([{"reference": "the cat sat", "text": "the cat sat"}, {"reference": None, "text": "x"}])
+    assert scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+    assert rouge([{"text": "x"}]) == {}
+
+
+# ---------------------------------------------------------------- the commands
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The commands on a tiny model, with small grids and few draws."""
+    model = ModelUnderTest.of(LLM(tiny_model(), Words(), name="tiny"))
+    monkeypatch.setattr(paper, "load_model", lambda *options: model)
+    monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
+    monkeypatch.setattr(sampling_quality, "DRAWS", 100)
+    monkeypatch.setattr(parallel, "RANKS", (1, 2))
+    monkeypatch.setattr(settings, "TRIPLES", [(2, 3, 2)])
+    return model
+
+
+@pytest.mark.parametrize("name", paper.STUDIES)
+def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy")
+    pytest.importorskip("rouge_score")
+    drawn = []
+    save = plotting.save
+    monkeypatch.setattr(study, "save", lambda figure, *rest: drawn.append(figure) or save(figure, *rest))
+    words = [name, "--limit", "1", "--max-new-tokens", "16", "--out", str(tmp_path / "out"), "--records",
+             str(tmp_path / "records")]  # fmt: skip
+    assert paper.main(words) == 0
+    text = (tmp_path / "out" / f"{name}.md").read_text()
+    for part in (
+        f"`python -m benchmarks.paper {name} --limit 1 ",
+        "torch",
+        "commit",
+        "tiny in float32",
+        "What differs from the paper",
+        f"({name}.png)",
+    ):
+        assert part in text, part
+    assert str(tmp_path) not in text
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {f"{name}.{kind}" for kind in ("md", "json", "png", "svg")}
+    assert not clipped_texts(drawn[0])
+    lines = (tmp_path / "records" / "records.jsonl").read_bytes()
+    assert paper.main(words) == 0  # from the records alone
+    assert (tmp_path / "records" / "records.jsonl").read_bytes() == lines
+
+
+def test_settings_are_compared_one_at_a_time(tiny, capsys):
+    assert paper.main(["settings", "--limit", "1", "--max-new-tokens", "12"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "stdlib S" in heading
+    assert [line[:26].strip() for line in lines] == list(settings.VARIANTS)
+    assert all(line.endswith("1/1  ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--limit", "-1"], "--limit must be at least 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--workload", "nothing"], "unknown workload 'nothing'"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, tiny, capsys):
+    assert paper.main(["ablation", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+# ---------------------------------------------------------------- the settings that lost
+
+PROMPT = [1, 2, 3, 4, 5, 6, 5, 6]
+
+
+def trees(target, drafter, new=40):
+    return [step for step in decode(target, [Request(PROMPT, drafter, new)]) if step.tree is not None]
+
+
+@pytest.mark.parametrize("slide", ["column", "emitted"])
+@pytest.mark.parametrize("window_init", ["prompt", "vocabulary", "pool"])
+@pytest.mark.parametrize("verify_window", [False, True])
+def test_every_variant_gives_the_text_of_plain_decoding(slide, window_init, verify_window):
+    target = FakeTarget(24, repetitive_text(24, 3))
+    plain = [t for step in trees(target, make_drafter("autoregressive")) for t in step.tokens]
+    drafter = VariantDrafter(LookaheadConfig(5, 4, 5), 24, slide, window_init, verify_window)
+    steps = trees(target, drafter)
+    assert [t for step in steps for t in step.tokens] == plain
+    assert len(steps) < len(plain)
+
+
+def test_each_setting_changes_the_trees_in_its_own_way():
+    target, config = FakeTarget(24, repetitive_text(24, 3)), LookaheadConfig(5, 4, 5)
+    default = trees(target, VariantDrafter(config, 24))
+    library = trees(target, make_drafter("lookahead", config, 24))
+    assert [step.tree.tokens for step in default] == [step.tree.tokens for step in library]
+    first = trees(target, VariantDrafter(config, 24, window_init="vocabulary"))[0].tree
+    assert set(first.tokens) - set(PROMPT)
+    assert not set(default[0].tree.tokens[1:]) - {*PROMPT, default[0].tree.tokens[0]}
+    verified = trees(target, VariantDrafter(config, 24, verify_window=True))
+    assert all(all(step.tree.needs_logits) for step in verified)
+    assert not all(all(step.tree.needs_logits) for step in default)
+    for other in ({"slide": "emitted"}, {"window_init": "pool"}):
+        steps = trees(target, VariantDrafter(config, 24, **other))
+        assert [step.tree.tokens for step in steps] != [step.tree.tokens for step in default], other
+
+
+def test_what_a_variant_may_be():
+    with pytest.raises(SettingsError, match="slide must be 'column' or 'emitted', got 'fast'"):
+        VariantDrafter(LookaheadConfig(), 24, slide="fast")
+    with pytest.raises(SettingsError, match="window_init must be"):
+        VariantDrafter(LookaheadConfig(), 24, window_init="zeros")
