@@ -118,7 +118,7 @@ def load(
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
-    """(connections to the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
+    """(connections to the other ranks that torchrun started, or None; this rank's device)."""
     if parallel is None:
         if timeout is not None:
             raise SettingsError(
