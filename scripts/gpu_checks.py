@@ -533,25 +533,25 @@ def as_rank(machine: Machine) -> None:
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()
-    group = parallel.start(None, 40, device)
-    if group.rank == 0:
-        print(f"RANKS rows of logits travel by = {group.backend}")
-    _sending(machine, group, device)
+    connections = parallel.start(None, 40, device)
+    if connections.rank == 0:
+        print(f"RANKS rows of logits travel by = {connections.backend}")
+    _sending(machine, connections, device)
     model = tiny_model("llama", initializer_range=0.1).to(device)
-    team = parallel.join(lambda: make_target(model), group, model)
+    ranks = parallel.join(lambda: make_target(model), connections, model)
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
-    target = team.target()
+    target = parallel.ParallelTarget(ranks)
     assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60)
     assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60, choose=lambda: by_row)
-    start, steps, sent = time.perf_counter(), target.steps, team.bytes_exchanged
+    start, steps, sent = time.perf_counter(), target.steps, ranks.bytes_exchanged
     assert_same_as_autoregressive(target, prompts[:1], "lookahead", (15, 5, 15), 60)
     spent = (time.perf_counter() - start) / (target.steps - steps)
     print(f"RANKS a step of the tiny model on the {target.path} path, all included = {spent * 1e6:.0f} us")
-    print(f"RANKS bytes exchanged per step = {(team.bytes_exchanged - sent) / (target.steps - steps):.0f}")
-    team.close()
+    print(f"RANKS bytes exchanged per step = {(ranks.bytes_exchanged - sent) / (target.steps - steps):.0f}")
+    ranks.close()
 
 
-def _sending(machine: Machine, group: Any, device: str) -> None:
+def _sending(machine: Machine, connections: Any, device: str) -> None:
     """Time to bring bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
     torch = machine.torch
     for size, what in (
@@ -559,16 +559,16 @@ def _sending(machine: Machine, group: Any, device: str) -> None:
         (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
     ):
         data, spent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), []
-        for _ in range(30 if group.rank < 2 else 0):
+        for _ in range(30 if connections.rank < 2 else 0):
             start = time.perf_counter()
-            if group.rank == 0:
-                group.links[1].send_row(data)
-                group.links[1].flush()
+            if connections.rank == 0:
+                connections.links[1].send_row(data)
+                connections.links[1].flush()
             else:
-                group.links[0].receive_row(data)
+                connections.links[0].receive_row(data)
             machine.wait()
             spent.append(time.perf_counter() - start)
-        if group.rank == 0:
+        if connections.rank == 0:
             print(f"RANKS sending {what} = {median(spent) * 1e6:.0f} us")
 
 

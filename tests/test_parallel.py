@@ -19,6 +19,7 @@ import pytest
 from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError
 from lookahead.core.decode import greedy
 from lookahead.drafters import METHODS, make_drafter
+from lookahead.parallel import ParallelTarget
 from lookahead.testing import FakeTarget, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
@@ -86,7 +87,7 @@ def launch(size, function, *arguments, within=60.0, hanging=-1):
     return outcomes
 
 
-def team_of(make_target, timeout=30.0, model=None):
+def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
 
     return parallel.join(make_target, parallel.start("gloo", timeout), model, check_every=4)
@@ -204,11 +205,11 @@ def case_top(target):
 
 
 def case_two_targets(target):
-    """Two targets of one team, stepped in turn, with the same slot numbers."""
+    """Two targets of one group of ranks, stepped alternately, with the same slot numbers."""
     from lookahead.core import Decoder
 
     decoders = []
-    for prompt, one in zip(PROMPTS, (target, target.team.target()), strict=False):
+    for prompt, one in zip(PROMPTS, (target, ParallelTarget(target.rank_group)), strict=False):
         decoder = Decoder(one)
         decoders.append(
             (decoder, decoder.add(Request(prompt, make_drafter("lookahead", CONFIG), NEW)), prompt)
@@ -227,7 +228,7 @@ def case_scaling(target):
 
     (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
     (generation,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])
-    shares = share_out(steps, target.team.group.size)
+    shares = share_out(steps, target.rank_group.connections.size)
     assert generation.stats.accepted > 0
     assert [max(rows) for rows in target.rows_per_rank] == shares.widths
     assert sum(map(sum, target.rows_per_rank)) == round(shares.evaluated * len(shares.widths))
@@ -248,20 +249,20 @@ CASES = {
 
 def all_cases(rank):
     """Rank 0: case -> what went wrong, or None. With it what the work cost."""
-    team = team_of(FakeTarget)
+    ranks = join_ranks(FakeTarget)
     results = {}
     for name, case in CASES.items():
         try:
-            case(team.target())
+            case(ParallelTarget(ranks))
             results[name] = None
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
-    target = team.target()
+    target = ParallelTarget(ranks)
     compare(target, FakeTarget, "lookahead", (15, 5, 15))
     widest = [max(rows) for rows in target.rows_per_rank]
     total = [sum(rows) for rows in target.rows_per_rank]
-    results["rows"] = (max(widest), max(total), target.share.recomputed)
-    team.close()
+    results["rows"] = (max(widest), max(total), target.executor.recomputed)
+    ranks.close()
     return results
 
 
@@ -278,14 +279,16 @@ def model_cases(rank, family):
 
     model = tiny_model(family, initializer_range=0.1)
     make = functools.partial(make_target, model)
-    team = team_of(make, model=model)
+    ranks = join_ranks(make, model=model)
     accepted = 0
     prompts = PROMPTS if family != "llama-dynamic-ntk" else PROMPTS[:1]
     for sampled in (False, True):
         for method in ("lookahead", "prompt-lookup"):
-            for generation in compare(team.target(), make, method, (5, 4, 7), prompts, sampled, new=40):
+            for generation in compare(
+                ParallelTarget(ranks), make, method, (5, 4, 7), prompts, sampled, new=40
+            ):
                 accepted += generation.stats.accepted
-    team.close()
+    ranks.close()
     return accepted
 
 
@@ -314,20 +317,24 @@ class Broken(FakeTarget):
 
 
 def broken_rank(rank, culprit, what, timeout):
-    team = team_of(lambda: Broken(what if rank == culprit else ""), timeout)
-    generations = run(team.target(), [Request(p, make_drafter("lookahead", CONFIG), NEW) for p in PROMPTS])
+    ranks = join_ranks(lambda: Broken(what if rank == culprit else ""), timeout)
+    generations = run(
+        ParallelTarget(ranks), [Request(p, make_drafter("lookahead", CONFIG), NEW) for p in PROMPTS]
+    )
     expected = run(FakeTarget(), [Request(p, make_drafter("autoregressive"), NEW) for p in PROMPTS])
-    team.close()
+    ranks.close()
     return [g.tokens for g in generations] == [g.tokens for g in expected]
 
 
 def lying_rank(rank):
-    """A rank whose books differ from rank 0's."""
-    from lookahead.parallel.share import Share
+    """A rank whose tokens differ from rank 0's."""
+    from lookahead.parallel.executor import RankExecutor
 
     if rank == 1:
-        note = Share._note
-        Share._note = lambda self, slot, tokens: note(self, slot, [t + (len(tokens) == 2) for t in tokens])
+        update = RankExecutor._update_checksum
+        RankExecutor._update_checksum = lambda self, slot, tokens: update(
+            self, slot, [t + (len(tokens) == 2) for t in tokens]
+        )
     return broken_rank(rank, -1, "", 10.0)
 
 
@@ -338,8 +345,8 @@ def nan_rank(rank):
     def next_token(prefix):
         return -1 if rank and prefix[-1] == 8 else 4
 
-    team = team_of(lambda: FakeTarget(next_token=next_token))
-    target = team.target()
+    ranks = join_ranks(lambda: FakeTarget(next_token=next_token))
+    target = ParallelTarget(ranks)
     target.prefill([(0, [1])])
     tree = TokenTree(4)
     for token in range(5, 9):
@@ -348,7 +355,7 @@ def nan_rank(rank):
     assert scores.best(tree.child(0, 7)) == 4
     with pytest.raises(NumericalError, match="rank 1"):
         scores.best(tree.child(0, 8))
-    team.close()
+    ranks.close()
 
 
 def unequal_rank(rank, what):
@@ -356,24 +363,24 @@ def unequal_rank(rank, what):
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
-        return team_of(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
+        return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
     model = tiny_model("llama")
     if rank == 1:
         model.model.norm.weight.data[3] += 1e-3
-    return team_of(functools.partial(make_target, model), model=model)
+    return join_ranks(functools.partial(make_target, model), model=model)
 
 
 def patient(rank):
     """Rank 0 thinks for longer than the timeout, and nobody takes it for dead."""
-    team = team_of(FakeTarget, timeout=1.0)
+    ranks = join_ranks(FakeTarget, timeout=1.0)
     time.sleep(3.5)
-    compare(team.target(), FakeTarget, "lookahead")
-    team.close()
+    compare(ParallelTarget(ranks), FakeTarget, "lookahead")
+    ranks.close()
 
 
 def leader_ends(rank, how):
-    team = team_of(FakeTarget, timeout=5.0)
-    compare(team.target(), FakeTarget, "lookahead")
+    ranks = join_ranks(FakeTarget, timeout=5.0)
+    compare(ParallelTarget(ranks), FakeTarget, "lookahead")
     if how == "dies":
         os._exit(3)
     atexit._run_exitfuncs()  # multiprocessing leaves without them; a program of one's own does not
@@ -509,7 +516,7 @@ def test_an_unequal_model_is_refused_on_every_rank(what, named):
         assert f"rank 1 differs from rank 0 in: {named}" in text
 
 
-def test_an_idle_team_stays():
+def test_an_idle_group_stays():
     assert [outcome[0] for outcome in launch(2, patient)] == ["done", "left"]
 
 
@@ -535,8 +542,8 @@ def test_what_cannot_start_is_said():
 def test_a_missing_backend_and_a_split_model_are_refused_by_name():
     import torch
 
-    from lookahead.parallel.group import _check_backend, _choose_backend
-    from lookahead.parallel.group import compare as compare_ranks
+    from lookahead.parallel.connect import _check_backend, _choose_backend
+    from lookahead.parallel.model_check import check_same_model
 
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="'nccl' needs an NVIDIA GPU"):
@@ -558,7 +565,7 @@ def test_a_missing_backend_and_a_split_model_are_refused_by_name():
             tp_size = 2
 
     with pytest.raises(SettingsError, match="split over 2 ranks by tensor parallelism"):
-        compare_ranks(None, Split())
+        check_same_model(None, Split())
 
 
 def split_by_tensors(rank, folder):
@@ -569,13 +576,13 @@ def split_by_tensors(rank, folder):
     from lookahead import parallel
     from lookahead.targets.factory import make_target
 
-    group = parallel.start("gloo", 60.0)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size,), mesh_dim_names=("tp",))
+    connections = parallel.start("gloo", 60.0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (connections.size,), mesh_dim_names=("tp",))
     os.environ["LOCAL_RANK"] = str(rank)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.to_local().numel() == weight.numel() // 2  # it is really split
-    parallel.join(functools.partial(make_target, model), group, model)
+    parallel.join(functools.partial(make_target, model), connections, model)
 
 
 def test_tensor_parallelism_is_refused_by_name(tmp_path):
@@ -600,9 +607,9 @@ def test_the_timeout_is_the_users():
 def timeout_of(rank):
     import lookahead
 
-    team = lookahead.load(parallel="lookahead", parallel_timeout=33.0).team
-    team.close()
-    return team.group.timeout
+    ranks = lookahead.load(parallel="lookahead", parallel_timeout=33.0).rank_group
+    ranks.close()
+    return ranks.connections.timeout
 
 
 def test_load_hands_the_timeout_on():

@@ -8,18 +8,9 @@ from hypothesis import strategies as st
 
 from lookahead.core import LookaheadConfig, TokenTree
 from lookahead.drafters import Window
+from lookahead.parallel.executor import RankExecutor, below
 from lookahead.parallel.shard import _branches, shard
-from lookahead.parallel.share import Share, _under
-from lookahead.parallel.wire import (
-    pack_floats,
-    pack_lists,
-    pack_text,
-    pack_tree,
-    unpack_floats,
-    unpack_lists,
-    unpack_text,
-    unpack_tree,
-)
+from lookahead.parallel.wire import FRAME, Link
 from lookahead.testing import FakeTarget
 
 
@@ -62,7 +53,7 @@ def test_shards_are_parent_closed_and_every_read_row_has_one_owner(tree, ranks, 
 
 @given(trees(), st.integers(2, 4))
 def test_no_cut_of_the_same_order_is_narrower(tree, ranks):
-    """The naive twin: try every place to cut the branches, in their order."""
+    """The reference implementation: try every place to cut the branches, in their order."""
     from itertools import combinations_with_replacement
 
     branches = _branches(tree)
@@ -95,7 +86,7 @@ def test_more_ranks_than_branches_leaves_ranks_with_the_root():
     assert shard(TokenTree(3), 4).rows == [[0]] * 4
 
 
-def test_a_rank_that_owes_rows_gets_fewer():
+def test_a_rank_that_lacks_rows_gets_fewer():
     tree = window_tree(1, 2, 40)
     even = shard(tree, 2)
     cut = shard(tree, 2, [10, 0])
@@ -103,53 +94,83 @@ def test_a_rank_that_owes_rows_gets_fewer():
     assert 8 <= len(cut.rows[1]) - len(cut.rows[0]) <= 12
 
 
-def test_owed_tokens_stand_above_the_root():
+def test_missing_tokens_stand_above_the_root():
     part = TokenTree(7)
     part.add_candidate([8, 9])
-    tree = _under([5, 6], part)
+    tree = below([5, 6], part)
     assert tree.tokens == [5, 6, 7, 8, 9]
+    assert tree.parents == [-1, 0, 1, 2, 3]
     assert tree.depths == [0, 1, 2, 3, 4]
     assert tree.needs_logits == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("limit", [100, 11, 10, 9, 8])
-def test_debts_are_paid_in_passes_of_their_own_where_depth_is_short(limit):
-    """A share that misses rows scores as one that never did, also at the model's last positions."""
-    share, whole = Share(FakeTarget(max_positions=limit)), FakeTarget(max_positions=limit)
+def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short(limit):
+    """An executor that misses rows scores as one that never did, also at the model's last positions."""
+    executor, whole = RankExecutor(FakeTarget(max_positions=limit)), FakeTarget(max_positions=limit)
     prompt, path = [1, 2, 3, 4], [9, 5, 6]
-    share.prefill([(0, prompt)])
+    executor.prefill([(0, prompt)])
     whole.prefill([(0, prompt)])
-    share.forward([(0, TokenTree(9))])
-    share.commit([(0, [0], path[1:])])
+    executor.forward([(0, TokenTree(9))])
+    executor.commit([(0, [0], path[1:])])
     tree = TokenTree(9)
     tree.add_candidate(path[1:])
     whole.forward([(0, tree)])
     whole.commit([(0, [0, 1, 2])])
-    assert share.depth_limit(0) == whole.depth_limit(0)
+    assert executor.depth_limit(0) == whole.depth_limit(0)
     tree = TokenTree(4)
     tree.add_candidate(range(10, 10 + whole.depth_limit(0)))
     (expected,) = whole.forward([(0, tree)])
-    (scores,), (offset,) = share.forward([(0, tree)])
-    assert [scores.best(offset + row) for row in range(len(tree))] == [
-        expected.best(row) for row in range(len(tree))
-    ]
-    share.commit([(0, [0], [])])
+    (scores,) = executor.forward([(0, tree)])
+    rows = range(len(tree))
+    assert [scores.best(row) for row in rows] == [expected.best(row) for row in rows]
+    executor.commit([(0, [0], [])])
     whole.commit([(0, [0])])
-    assert share.target.committed == whole.committed
+    assert executor.target.committed == whole.committed
 
 
-@given(trees())
-def test_a_tree_survives_the_wire(tree):
-    copy = unpack_tree(pack_tree(tree))
-    assert (copy.tokens, copy.parents, copy.needs_logits) == (tree.tokens, tree.parents, tree.needs_logits)
+class Wire:
+    """In place of torch.distributed: what one link sends, the other receives."""
+
+    def __init__(self):
+        self.tensors = []
+
+    def isend(self, tensor, peer, group):
+        self.tensors.append(tensor)
+        return self
+
+    def irecv(self, tensor, peer, group):
+        sent = self.tensors.pop(0)
+        assert sent.shape == tensor.shape
+        tensor.copy_(sent)
+        return self
+
+    def wait(self, timeout):
+        pass
 
 
-@given(st.lists(st.lists(st.integers(-1, 1 << 40))))
-def test_lists_survive_the_wire(lists):
-    assert list(unpack_lists(pack_lists(lists))) == lists
+@given(
+    st.lists(st.lists(st.integers(-1, 1 << 62))),
+    st.text(max_size=300),
+    st.lists(st.floats(allow_nan=False)),
+    st.sampled_from([0, FRAME - 200, 3 * FRAME]),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_message_survives_the_wire(lists, text, floats, more):
+    fields = {"lists": lists, "text": text, "floats": floats, "more": "x" * more}
+    link = Link(1, None, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookahead.parallel.wire.dist", Wire())
+        link.send("answer", **fields)
+        assert link.receive() == {"kind": "answer", **fields}
+    assert link.sent == link.received >= FRAME
 
 
-@given(st.text(max_size=300), st.lists(st.floats(allow_nan=False)))
-def test_text_and_floats_survive_the_wire(text, floats):
-    assert unpack_text(pack_text(text)) == text
-    assert unpack_floats(pack_floats(floats)) == floats
+def test_token_ids_of_another_library_travel_too():
+    import numpy as np
+
+    link = Link(1, None, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookahead.parallel.wire.dist", Wire())
+        link.send("forward", trees=[(0, [np.int64(5), 7], [-1, 0], [np.bool_(True), False])])
+        assert link.receive()["trees"] == [[0, [5, 7], [-1, 0], [1, False]]]

@@ -23,7 +23,7 @@ from lookahead.bench.step_cost import sample_tree
 from lookahead.core import LookaheadConfig, Request, Target, TokenTree, decode
 from lookahead.drafters import make_drafter
 from lookahead.parallel.shard import shard
-from lookahead.parallel.wire import FRAME, HEAD
+from lookahead.parallel.wire import FRAME
 
 from .study import Study
 
@@ -197,9 +197,9 @@ def _kv_bytes(model: Any) -> str:
     return str(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
 
 
-def _bytes(numbers: int) -> int:
-    """Bytes of a message of so many numbers."""
-    return 8 * (FRAME + max(0, numbers - (FRAME - HEAD)))
+def _bytes(rows: int) -> int:
+    """Bytes of a message about so many rows, at most 12 each in JSON."""
+    return FRAME + max(0, 12 * rows - FRAME)
 
 
 def _figure(curves: dict[str, list[float]]) -> Any:

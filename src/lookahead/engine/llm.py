@@ -26,6 +26,7 @@ from .text import TextStream
 
 if TYPE_CHECKING:
     from ..drafters.adaptive import AdaptiveState, StepTimes
+    from ..parallel import RankGroup
     from ..targets.factory import Probe
 
 #: Methods that can go on from what an earlier call has learnt.
@@ -45,7 +46,7 @@ class LLM:
         tokenizer_error: why there is no tokenizer.
 
     Attributes:
-        team: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
+        rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
         SettingsError: an unknown method, or settings that it cannot take.
@@ -67,7 +68,7 @@ class LLM:
         self.model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
-        self.team: Any = None
+        self.rank_group: RankGroup | None = None
         self._path: str | None = None
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
@@ -127,9 +128,10 @@ class LLM:
         """
         from ..targets.factory import make_target
 
-        if self.team is not None and path == "auto":
-            ours: Target = self.team.target()
-            return ours
+        if self.rank_group is not None and path == "auto":
+            from ..parallel import ParallelTarget
+
+            return ParallelTarget(self.rank_group)
         return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -46,7 +46,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     chosen = LoadOptions(*path_or_id, **options)
     # What is wrong with these is an error before anything is read.
     make_drafter(method_for(chosen.method, chosen.config), chosen.config)
-    group, device = _start_ranks(chosen.parallel, chosen.device, chosen.parallel_timeout)
+    connections, device = _start_ranks(chosen.parallel, chosen.device, chosen.parallel_timeout)
     wanted_dtype, wanted_device = _dtype(chosen.dtype), _device(device)
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
@@ -73,15 +73,15 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         name=name if chosen.path_or_id is not None else "bundled",
         tokenizer_error=missing,
     )
-    if group is not None:
+    if connections is not None:
         from ..parallel import join
 
-        llm.team = join(lambda: make_target(model), group, model)
+        llm.rank_group = join(lambda: make_target(model), connections, model)
     return llm
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
-    """(the ranks that torchrun started, this rank's device), or (None, device) for this process alone."""
+    """(connections to the other ranks that torchrun started, or None; this rank's device)."""
     if parallel is None:
         if timeout is not None:
             raise SettingsError(
@@ -90,8 +90,8 @@ def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tu
         return None, device
     from ..parallel import TIMEOUT, local_device, start
 
-    device = device if device is not None else local_device()
-    return start(timeout=timeout if timeout is not None else TIMEOUT, device=_device(device)), device
+    device = _device(local_device(device))
+    return start(timeout=timeout if timeout is not None else TIMEOUT, device=device), device
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

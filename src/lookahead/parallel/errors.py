@@ -19,3 +19,8 @@ class RankError(LookaheadError):
 
 class DivergenceError(RankError):
     """A rank holds other tokens or computes other logits than rank 0."""
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of an error's message, at most ``most`` characters."""
+    return (str(error).splitlines() or [""])[0][:most]

@@ -1,115 +1,123 @@
-"""One tree's logits, wherever they were computed."""
+"""Logits of a rank's own shard, of another rank's, and of the whole tree. All fulfil ``lookahead.core.Scores``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..core import LookaheadError, NumericalError, Scores
+from .rank_group import RankGroup
 from .shard import Shards
-from .wire import Kind, unpack_floats
 
-if TYPE_CHECKING:
-    from .target import ParallelTarget
+Top = tuple[list[list[int]], list[list[float]]]
+
+
+@dataclass(slots=True)
+class ShardScores:
+    """This rank's shard: its row i is row ``offset + i`` of the pass ``scores``, below missing rows."""
+
+    scores: Scores
+    offset: int
+
+    def best(self, node: int) -> int:
+        return self.scores.best(self.offset + node)
+
+    def best_or_nan(self, node: int) -> int:
+        """The argmax, or -1 for NaN."""
+        try:
+            return self.best(node)
+        except NumericalError:
+            return -1
+
+    def row(self, node: int) -> Any:
+        return self.scores.row(self.offset + node)
+
+    def row_tensor(self, node: int) -> torch.Tensor:
+        """The logits under ``node``, shape (V,); float64 where the target gives lists."""
+        row = self.row(node)
+        return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
+
+    def top(self, nodes: Sequence[int], k: int) -> Top:
+        both = self.scores.top([self.offset + node for node in nodes], k)
+        ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in both)
+        return ids, log_odds
+
+
+@dataclass(slots=True)
+class RemoteScores:
+    """Another rank's shard. Argmaxes came with the step; what else is asked of a row is fetched then.
+
+    So one row of logits per emitted token travels where tokens are drawn, not the logits of all rows.
+
+    Attributes:
+        request: what requests name: ``target``, its number, and ``b``, the sequence in the step.
+        argmax: by row of the shard, -1 for NaN.
+        own: rank 0's shard, whose rows are of the same type.
+        expired: set by the target's next step, after which the rank no longer holds these logits.
+    """
+
+    rank_group: RankGroup
+    rank: int
+    request: dict[str, int]
+    argmax: dict[int, int]
+    own: ShardScores
+    expired: bool = False
+
+    def best(self, node: int) -> int:
+        if self.argmax[node] < 0:
+            raise NumericalError(
+                f"the logits of rank {self.rank} are NaN, so no token can be chosen; "
+                "check the weights and the dtype (float16 overflows in some models)"
+            )
+        return self.argmax[node]
+
+    def best_or_nan(self, node: int) -> int:
+        return self.argmax[node]
+
+    def row(self, node: int) -> Any:
+        row = self.row_tensor(node)
+        return row if isinstance(self.own.row(0), torch.Tensor) else row.tolist()
+
+    def row_tensor(self, node: int) -> torch.Tensor:
+        with self.rank_group.lock:
+            self._ask("row", row=node)
+            return self.rank_group.receive_row(self.rank, self.own.row_tensor(0))
+
+    def top(self, nodes: Sequence[int], k: int) -> Top:
+        with self.rank_group.lock:
+            answer = self._ask("top", rows=nodes, k=k)
+        return answer["ids"], answer["log_odds"]
+
+    def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        if self.expired:
+            raise LookaheadError("logits can be read until the next step only; read them before it")
+        self.rank_group.send(self.rank, kind, **self.request, **fields)
+        return self.rank_group.receive(self.rank)
 
 
 class ParallelScores:
-    """Fulfils ``lookahead.core.Scores`` on rank 0.
+    """A whole tree: every row is asked of the rank that owns it."""
 
-    Argmaxes came with the step. What else is asked of a row that another rank holds is fetched then: one
-    row of logits per emitted token where tokens are drawn, not the logits of all rows. It can be asked until
-    the target's next step.
-
-    Args:
-        target: whose step this is.
-        b: which sequence of the step.
-        shards: who owns which row.
-        own: rank 0's scores of its shard, whose row i is row ``offset + i``.
-        answers: per rank, the argmaxes at the root and at the rows that it owns, in row order.
-    """
-
-    def __init__(
-        self,
-        target: ParallelTarget,
-        b: int,
-        shards: Shards,
-        own: Scores,
-        offset: int,
-        answers: dict[int, list[int]],
-    ) -> None:
-        self._target = target
-        self._step = target.steps
-        self._b = b
-        self._owner = shards.owner
+    def __init__(self, shards: Shards, parts: Sequence[ShardScores | RemoteScores]) -> None:
+        self.owner = shards.owner
         self._row_in = [{node: row for row, node in enumerate(rows)} for rows in shards.rows]
-        self._own = own
-        self._offset = offset
-        self._rows: dict[int, Any] = {}
-        self._best: dict[int, int] = {}
-        for rank, tokens in answers.items():
-            owned = [node for node, owner in enumerate(self._owner) if owner == rank]
-            self._best.update(zip(owned, tokens[1:], strict=True))
+        self._parts = parts
 
     def best(self, node: int) -> int:
-        if self._owner[node] == 0:
-            return self._own.best(self._here(node))
-        token = self._best[node]
-        if token < 0:
-            raise NumericalError(
-                f"the logits of rank {self._owner[node]} are NaN, so no token can be chosen; "
-                "check the weights and the dtype (float16 overflows in some models)"
-            )
-        return token
+        rank = self.owner[node]
+        return self._parts[rank].best(self._row_in[rank][node])
 
     def row(self, node: int) -> Any:
-        rank = self._owner[node]
-        if rank == 0:
-            return self._own.row(self._here(node))
-        if node not in self._rows:
-            like = self._own.row(self._offset)  # rank 0 always has the root
-            template = like if torch.is_tensor(like) else torch.tensor(like, dtype=torch.float64)
-            with self._target.team.lock:
-                self._ask(rank, Kind.ROW, [self._b, self._row_in[rank][node]])
-                values = self._target.hear_row(rank, template)
-            self._rows[node] = values if torch.is_tensor(like) else values.tolist()
-        return self._rows[node]
+        rank = self.owner[node]
+        return self._parts[rank].row(self._row_in[rank][node])
 
-    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        by_rank: dict[int, list[int]] = {}
-        for node in nodes:
-            by_rank.setdefault(self._owner[node], []).append(node)
-        ids: dict[int, Sequence[int]] = {}
-        odds: dict[int, Sequence[float]] = {}
-        with self._target.team.lock:
-            for rank, owned in by_rank.items():
-                rows = [self._row_in[rank][node] for node in owned]
-                if rank == 0:
-                    top = self._own.top([self._offset + row for row in rows], k)
-                else:
-                    top = self._top_of(rank, rows, k)
-                ids.update(zip(owned, top[0], strict=True))
-                odds.update(zip(owned, top[1], strict=True))
-        if 0 in by_rank and not isinstance(ids[by_rank[0][0]], list):
-            import numpy as np
-
-            return np.array([ids[node] for node in nodes]), np.array([odds[node] for node in nodes])
-        return [list(ids[node]) for node in nodes], [list(odds[node]) for node in nodes]
-
-    def _here(self, node: int) -> int:
-        return self._offset + self._row_in[0][node]
-
-    def _top_of(self, rank: int, rows: list[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        self._ask(rank, Kind.TOP, [self._b, k, *rows])
-        numbers = self._target.team.hear(rank)[3:]
-        columns = numbers[0]
-        half = 1 + columns * len(rows)
-        ids, odds = numbers[1:half], unpack_floats(numbers[half:])
-        starts = range(0, columns * len(rows), columns)
-        return [ids[i : i + columns] for i in starts], [odds[i : i + columns] for i in starts]
-
-    def _ask(self, rank: int, kind: Kind, numbers: list[int]) -> None:
-        if self._step != self._target.steps:
-            raise LookaheadError("logits can be read until the next step only; read them before it")
-        self._target.team.tell(rank, kind, self._target.number, numbers)
+    def top(self, nodes: Sequence[int], k: int) -> Top:
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for rank in {self.owner[node] for node in nodes}:
+            owned = [node for node in nodes if self.owner[node] == rank]
+            ids, log_odds = self._parts[rank].top([self._row_in[rank][node] for node in owned], k)
+            found.update(zip(owned, zip(ids, log_odds, strict=True), strict=True))
+        return [found[node][0] for node in nodes], [found[node][1] for node in nodes]

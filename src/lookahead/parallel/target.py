@@ -1,208 +1,171 @@
-"""Rank 0's end of lookahead parallelism: a target like any other, spread over R ranks.
+"""Rank 0's end of lookahead parallelism: a target like any other, evaluated by R ranks.
 
 Rank 0 alone drafts, verifies, samples, streams and prints. So all ranks agree by construction: the others
-evaluate the shard that they are sent and keep the path that they are told. A step is
-
-    rank 0 -> rank r   the shard of each tree: token, parent, read flag of every row
-    all                one forward pass, with no communication inside
-    rank r -> rank 0   the argmax of every row that it owns, and a checksum
-    rank 0 -> rank r   the path; what the rank lacks of it comes as tokens (its debt)
+evaluate the shard that they are sent, answer with the argmaxes of the rows that they own, and keep the path that
+they are told. There is no communication inside the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
 
 from ..core import OutOfMemory, Scores, TokenTree
-from .errors import DivergenceError, RankError
-from .scores import ParallelScores
+from .equivalence import logits_differ
+from .errors import DivergenceError, RankError, first_line
+from .executor import RankExecutor
+from .rank_group import RankGroup
+from .scores import ParallelScores, RemoteScores, ShardScores
 from .shard import Shards, shard
-from .share import Share, best_or_nan, sketch
-from .team import Team
-from .wire import Kind, Status, pack_lists, pack_tree, unpack_floats, unpack_text
-
-#: Largest tolerated difference of the root's logits between ranks, in their standard deviations.
-TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
 
 
 class ParallelTarget:
     """A target whose trees are evaluated by all ranks together. Fulfils ``lookahead.core.Target``.
 
-    Made by ``Team.target``. What the inner target knows beside the protocol (``vocabulary``, ``facts``, ...)
-    can be read here too.
+    Args:
+        rank_group: from ``join``.
 
     Attributes:
+        path, reason, vocabulary: those of the inner targets.
+        executor: rank 0's part.
         steps: forward passes so far.
-        rows_per_rank: per step, the rows of each rank: its shards and its debts.
+        rows_per_rank: per step, the rows of each rank: its shards and the missing rows it recomputes.
     """
 
-    def __init__(self, team: Team, number: int) -> None:
-        self.team = team
-        self.number = number
-        self.inner = team.make_target()
-        self.share = Share(self.inner)
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
+        self.number = rank_group.register(self)
+        inner = rank_group.make_target()
+        self.path, self.reason, self.vocabulary = inner.path, inner.reason, inner.vocabulary
+        self.executor = RankExecutor(inner)
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []
-        self._debts: list[dict[int, int]] = [{} for _ in range(team.group.size)]
+        #: Per rank and slot, how many accepted rows it lacks.
+        self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+        self._remote: list[list[RemoteScores]] = []
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         """Every rank evaluates the whole prompts; rank 0's logits count."""
-        with self.team.lock:
-            lists = pack_lists([[slot, *prompt] for slot, prompt in prompts])
-            self.team.tell_all(Kind.PREFILL, self.number, lists)
-            scores, _ = self._together(lambda: (self.share.prefill(prompts), [0] * len(prompts)), check=True)
-            for debts in self._debts:
-                debts.update((slot, 0) for slot, _ in prompts)
-            return scores[0]
+        with self.rank_group.lock:
+            packed = [(slot, list(prompt)) for slot, prompt in prompts]
+            self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
+            roots = [[[0]] * len(prompts)] * self.rank_group.connections.size
+            scores = self._together(lambda: self.executor.prefill(prompts), roots, whole=True)
+            for missing in self._missing:
+                missing.update((slot, 0) for slot, _ in prompts)
+            return list(scores)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        with self.team.lock:
-            team, ranks = self.team, range(self.team.group.size)
-            cuts = [shard(tree, len(ranks), [debts[slot] for debts in self._debts]) for slot, tree in trees]
+        with self.rank_group.lock:
+            ranks = range(self.rank_group.connections.size)
+            cuts = [shard(tree, len(ranks), [lacks[slot] for lacks in self._missing]) for slot, tree in trees]
             both = list(zip(trees, cuts, strict=True))
-            check = self.steps % team.check_every == 0
-            for rank in team.group.links:
-                lists = [[slot, *pack_tree(_part(tree, cut, rank))] for (slot, tree), cut in both]
-                team.tell(rank, Kind.FORWARD, self.number, [int(check), *pack_lists(lists)])
+            parts = [[(slot, _part(tree, cut, rank)) for (slot, tree), cut in both] for rank in ranks]
+            for rank in ranks[1:]:
+                packed = [(slot, part.tokens, part.parents, part.needs_logits) for slot, part in parts[rank]]
+                self.rank_group.send(rank, "forward", target=self.number, trees=packed)
+            whole = self.steps % self.rank_group.check_every == 0
             self.steps += 1
-            own = [(slot, _part(tree, cut, 0)) for (slot, tree), cut in both]
-            (scores, offsets), answers = self._together(lambda: self.share.forward(own), check)
-            self._pending.update((slot, (tree, cut)) for (slot, tree), cut in both)
+            needed = [[part.needs_logits_nodes() for _, part in parts[rank]] for rank in ranks]
+            own = self._together(lambda: self.executor.forward(parts[0]), needed, whole)
             self.rows_per_rank.append(
-                [sum(len(cut.rows[r]) + self._debts[r][slot] for (slot, _), cut in both) for r in ranks]
+                [sum(len(part) + self._missing[rank][slot] for slot, part in parts[rank]) for rank in ranks]
             )
-            views = []
-            for b, cut in enumerate(cuts):
-                counts = {rank: 1 + cut.owner.count(rank) for rank in answers}
-                tokens = {rank: answers[rank][: counts[rank]] for rank in answers}
-                answers = {rank: answers[rank][counts[rank] :] for rank in answers}
-                self._compare_roots(b, scores[b], offsets[b], tokens)
-                views.append(ParallelScores(self, b, cut, scores[b], offsets[b], tokens))
-            return views
+            self._pending.update((slot, (tree, cut)) for (slot, tree), cut in both)
+            by_rank: list[Sequence[ShardScores | RemoteScores]] = [own, *self._remote]
+            return [ParallelScores(cut, [one[b] for one in by_rank]) for b, cut in enumerate(cuts)]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        with self.team.lock:
+        with self.rank_group.lock:
             pending = [(slot, path, *self._pending.pop(slot)) for slot, path in paths]
-            for rank in range(self.team.group.size):
-                orders = []
+            for rank in range(self.rank_group.connections.size):
+                by_slot = []
                 for slot, path, tree, cut in pending:
                     row_in = {node: row for row, node in enumerate(cut.rows[rank])}
                     rows = [row_in[node] for node in path if node in row_in]
                     missing = [tree.tokens[node] for node in path[len(rows) :]]
-                    self._debts[rank][slot] = len(missing)
-                    orders.append((slot, rows, missing))
+                    self._missing[rank][slot] = len(missing)
+                    by_slot.append((slot, rows, missing))
                 if rank == 0:
-                    self.share.commit(orders)
+                    self.executor.commit(by_slot)
                 else:
-                    lists = [[slot, len(rows), *rows, *missing] for slot, rows, missing in orders]
-                    self.team.tell(rank, Kind.COMMIT, self.number, pack_lists(lists))
+                    self.rank_group.send(rank, "commit", target=self.number, paths=by_slot)
 
     def release(self, slot: int) -> None:
-        with self.team.lock:
+        with self.rank_group.lock:
             self._pending.pop(slot, None)
-            self.share.release(slot)
-            # A team that failed says so here too: no caller shall take its error for that of one sequence.
-            self.team.tell_all(Kind.RELEASE, self.number, [slot])
+            self.executor.release(slot)
+            # Where the group has failed this says so too: no caller may take its error for that of one sequence.
+            self.rank_group.broadcast("release", target=self.number, slot=slot)
 
     def depth_limit(self, slot: int) -> int:
-        return self.share.depth_limit(slot)
-
-    def hear_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """The row of logits that was asked of a rank."""
-        self.team.hear(rank)
-        try:
-            return self.team.group.links[rank].receive_row(like)
-        except RankError as error:
-            raise self.team.fail(error) from error
+        return self.executor.depth_limit(slot)
 
     def _together(
-        self, own: Callable[[], tuple[list[Scores], list[int]]], check: bool
-    ) -> tuple[tuple[list[Scores], list[int]], dict[int, list[int]]]:
-        """Do rank 0's part, take the other ranks' answers, and see that all went well on all."""
-        memory: OutOfMemory | None = None
-        result: tuple[list[Scores], list[int]] = ([], [])
+        self, evaluate: Callable[[], list[ShardScores]], needed: list[list[list[int]]], whole: bool
+    ) -> list[ShardScores]:
+        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all.
+
+        ``needed`` are the rows whose argmaxes come, per rank and sequence; see ``_check_roots`` for ``whole``.
+        """
+        for one in (one for scores in self._remote for one in scores):
+            one.expired = True
+        own: list[ShardScores] = []
+        problem: OutOfMemory | None = None
         try:
-            result = own()
+            own = evaluate()
         except OutOfMemory as error:
-            memory = error
+            problem = error
         except BaseException as error:
-            first_line = (str(error).splitlines() or [""])[0][:200]
-            self.team.fail(RankError(0, f"rank 0 failed: {type(error).__name__}: {first_line}"))
+            self.rank_group.fail(RankError(0, f"rank 0 failed: {type(error).__name__}: {first_line(error)}"))
             raise
-        answers = {}
-        sketches: dict[int, list[float]] = {}
-        for rank in self.team.group.links:
-            status, checksum, count, *numbers = self.team.hear(rank)
-            if status == Status.MEMORY:
-                memory = memory or OutOfMemory(f"on rank {rank}: {unpack_text(numbers)}")
-                continue
-            answers[rank] = numbers[:count]
-            sketches[rank] = unpack_floats(numbers[count:])
-            if memory is None and checksum != self.share.checksum:
-                raise self.team.fail(
-                    DivergenceError(
-                        rank,
-                        f"rank {rank} holds other tokens than rank 0 after {self.steps} steps, so decoding "
-                        "cannot go on; what was emitted until the step before is right",
+        answers = {rank: self.rank_group.receive(rank) for rank in self.rank_group.connections.links}
+        for rank, answer in answers.items():
+            if answer["kind"] == "no_memory":
+                problem = problem or OutOfMemory(f"on rank {rank}: {answer['text']}")
+            elif answer["checksum"] != self.executor.checksum:
+                what = f"holds other tokens than rank 0 after {self.steps} steps"
+                raise self._diverged(
+                    rank, f"{what}, so decoding cannot go on; what was emitted until the step before is right"
+                )
+        if problem is not None:
+            raise problem
+        self._remote = [
+            [
+                RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, dict(argmax), own[b])
+                for b, argmax in enumerate(map(zip, needed[rank], answer["best"]))
+            ]
+            for rank, answer in answers.items()
+        ]
+        self._check_roots(own, whole)
+        return own
+
+    def _check_roots(self, own: list[ShardScores], whole: bool) -> None:
+        """Compare the roots, which every rank evaluates; end the group where they differ by more than rounding.
+
+        Where the argmaxes differ, or in any case if ``whole``, the whole rows tell a near tie from damage.
+        """
+        for scores in self._remote:
+            for ours, theirs in zip(own, scores, strict=True):
+                tokens = ours.best_or_nan(0), theirs.best_or_nan(0)
+                if tokens[0] == tokens[1] and (tokens[0] < 0 or not whole):
+                    continue  # whether NaN is an error is decided where the row is read
+                problem = "NaN on one of them"
+                if min(tokens) >= 0:
+                    problem = logits_differ(ours.row_tensor(0), theirs.row_tensor(0))
+                if problem:
+                    raise self._diverged(
+                        theirs.rank,
+                        f"computes other logits than rank 0 for the same token after {self.steps} steps "
+                        f"({problem}): its cache or its weights are damaged, or its arithmetic differs",
                     )
-                )
-        if memory is not None:
-            self.share.pay_all()
-            self.team.tell_all(Kind.SETTLE, self.number, [self.share.checksum])
-            for debts in self._debts:
-                debts.update(dict.fromkeys(debts, 0))
-            raise memory
-        if check:
-            self._compare(result, sketches)
-        return result, answers
 
-    def _compare(self, result: tuple[list[Scores], list[int]], sketches: dict[int, list[float]]) -> None:
-        """The ranks' logits at the roots, which every rank evaluates, at a few places of the vocabulary."""
-        ours = [value for scores, row in zip(*result, strict=True) for value in sketch(scores, row)]
-        for rank, theirs in sketches.items():
-            worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-            if worst:
-                self._judge(rank, worst, torch.as_tensor(result[0][0].row(result[1][0])))
-
-    def _compare_roots(self, b: int, scores: Scores, row: int, tokens: dict[int, list[int]]) -> None:
-        """The ranks' argmaxes at one root; where they differ, the whole rows tell a near tie from damage."""
-        best = best_or_nan(scores, row)
-        for rank, (theirs, *_) in tokens.items():
-            if theirs == best:
-                continue
-            if min(theirs, best) < 0:
-                self._judge(rank, float("inf"), torch.ones(2))
-            ours = torch.as_tensor(scores.row(row))
-            self.team.tell(rank, Kind.ROW, self.number, [b, 0])
-            other = self.hear_row(rank, ours if torch.is_tensor(scores.row(row)) else ours.double())
-            self._judge(rank, float((ours.double() - other.double()).abs().max()), ours)
-
-    def _judge(self, rank: int, difference: float, row: torch.Tensor) -> None:
-        """End the team where a difference of logits is more than rounding."""
-        tolerance = TOLERANCE.get(str(row.dtype).removeprefix("torch."), 0.25)
-        difference /= float(row.double().nan_to_num().std()) or 1.0
-        if difference > tolerance:
-            raise self.team.fail(
-                DivergenceError(
-                    rank,
-                    f"rank {rank} computes other logits than rank 0 for the same token after {self.steps} "
-                    f"steps (by {difference:.2g} standard deviations, {tolerance} are allowed): "
-                    "its cache or its weights are damaged, or its arithmetic differs",
-                )
-            )
+    def _diverged(self, rank: int, text: str) -> RankError:
+        return self.rank_group.fail(DivergenceError(rank, f"rank {rank} {text}"))
 
 
 def _part(tree: TokenTree, cut: Shards, rank: int) -> TokenTree:
-    """A rank's rows as a tree in which only its own rows are read (and the root, for the comparison)."""
+    """A rank's rows as a tree in which only its own rows need logits, and the root, for the comparison."""
     part = tree.subtree(cut.rows[rank])
     part.needs_logits = [row == 0 or cut.owner[node] == rank for row, node in enumerate(cut.rows[rank])]
     return part

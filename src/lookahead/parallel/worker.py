@@ -2,128 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from ..core import OutOfMemory, Target, TokenTree
+from .connect import Connections
+from .errors import RankError, first_line
+from .executor import RankExecutor
+from .model_check import check_same_model
+from .rank_group import RankGroup
+from .wire import Link, Message
 
-from ..core import OutOfMemory, Target
-from .errors import RankError
-from .group import Group, compare
-from .share import Share, best_or_nan, sketch
-from .wire import Kind, Link, Status, pack_floats, pack_text, unpack_lists, unpack_text, unpack_tree
 
+def join(
+    make_target: Callable[[], Target], connections: Connections, model: Any = None, check_every: int = 16
+) -> RankGroup:
+    """On rank 0 the group of all ranks; the other ranks work for it until it ends.
 
-def follow(make_target: Callable[[], Target], group: Group, model: Any = None) -> None:
-    """Work for rank 0; returns when rank 0 closes its team.
+    Then they leave with ``SystemExit(0)``: on any rank but 0 this does not return.
 
     Args:
         make_target: makes a fresh inner target on this rank's model.
-        group: from ``start``; any rank but 0.
+        connections: from ``start``.
         model: the torch module behind the targets; None takes their attribute ``model``.
+        check_every: steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
 
     Raises:
-        SettingsError: this or another rank holds another model.
-        RankError: rank 0 or, as it told, another rank died, hangs or failed.
+        SettingsError: the ranks do not hold the same model.
+        RankError: on the other ranks, naming the rank that died, hangs or failed.
     """
-    compare(group, make_target(), model)
-    worker = _Worker(make_target, group.links[0])
-    while worker.serve():
-        pass
+    if connections.rank == 0:
+        return RankGroup(make_target, connections, model, check_every)
+    check_same_model(connections, make_target(), model)
+    _serve(connections.links[0], make_target)
+    connections.close()
+    raise SystemExit(0)
 
 
-class _Part:
-    """What this rank holds for one of rank 0's targets: its share, and the last step's scores."""
-
-    def __init__(self, target: Target) -> None:
-        self.share = Share(target)
-        self.scores: list[Any] = []
-        self.offsets: list[int] = []
-
-
-class _Worker:
-    def __init__(self, make_target: Callable[[], Target], link: Link) -> None:
-        self.make_target = make_target
-        self.link = link
-        self.parts: dict[int, _Part] = {}
-
-    def serve(self) -> bool:
-        """One order of rank 0's; False when it was the last."""
-        kind, number, numbers = self.link.receive()
-        if kind is Kind.STOP:
-            return False
-        if kind is Kind.FAIL:
-            raise RankError(numbers[0], unpack_text(numbers[1:]))
-        if kind is Kind.PING:
-            return True
-        if kind is Kind.RETIRE:
-            self.parts.pop(number, None)
-            return True
+def _serve(link: Link, make_target: Callable[[], Target]) -> None:
+    """Do what rank 0 asks for, until it says stop."""
+    executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
+    while (message := link.receive())["kind"] != "stop":
+        if message["kind"] == "failed":
+            raise RankError(message["rank"], message["text"])
         try:
-            self._obey(kind, number, numbers)
-        except OutOfMemory as error:
-            if kind not in (Kind.PREFILL, Kind.FORWARD):
-                raise
-            self.link.send(Kind.ANSWER, 0, [Status.MEMORY, 0, 0, *pack_text(str(error))])
+            _execute(link, executors, message)
         except RankError:
             raise
         except BaseException as error:
-            first_line = (str(error).splitlines() or [""])[0][:400]
-            text = pack_text(f"{type(error).__name__}: {first_line}")
-            self.link.send(Kind.ANSWER, 0, [Status.FAILED, 0, 0, *text])
-            self.link.flush()
+            if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
+                link.send("no_memory", text=first_line(error))
+                continue
+            link.send("failed", text=f"{type(error).__name__}: {first_line(error, 400)}")
+            link.flush()
             raise
-        return True
 
-    def _obey(self, kind: Kind, number: int, numbers: list[int]) -> None:
-        part = self.parts.get(number)
-        if part is None:
-            part = self.parts[number] = _Part(self.make_target())
-        if kind is Kind.PREFILL:
-            prompts = [(slot, prompt) for slot, *prompt in unpack_lists(numbers)]
-            scores = part.share.prefill(prompts)
-            self._answer(part, [], [sketch(one, 0) for one in scores])
-        elif kind is Kind.FORWARD:
-            self._forward(part, bool(numbers[0]), list(unpack_lists(numbers[1:])))
-        elif kind is Kind.COMMIT:
-            orders = [(slot, rest[:n], rest[n:]) for slot, n, *rest in unpack_lists(numbers)]
-            part.share.commit(orders)
-        elif kind is Kind.RELEASE:
-            part.share.release(numbers[0])
-        elif kind is Kind.SETTLE:
-            part.share.pay_all()
-            part.share.checksum = numbers[0]
-        elif kind is Kind.ROW:
-            self._send_row(part, *numbers)
-        elif kind is Kind.TOP:
-            self._send_top(part, *numbers[:2], numbers[2:])
-        else:
-            raise AssertionError(f"rank 0 sent {kind.name}, which is no order")
 
-    def _forward(self, part: _Part, check: bool, lists: Sequence[Sequence[int]]) -> None:
-        trees = [(slot, unpack_tree(packed)) for slot, *packed in lists]
-        part.scores, part.offsets = part.share.forward(trees)
-        best, sketches = [], []
-        for (_, tree), scores, offset in zip(trees, part.scores, part.offsets, strict=True):
-            best += [best_or_nan(scores, offset + row) for row, read in enumerate(tree.needs_logits) if read]
-            if check:
-                sketches.append(sketch(scores, offset))
-        self._answer(part, best, sketches)
-
-    def _answer(self, part: _Part, best: list[int], sketches: list[list[float]]) -> None:
-        floats = pack_floats([value for one in sketches for value in one])
-        head = [Status.DONE, part.share.checksum, len(best)]
-        self.link.send(Kind.ANSWER, 0, [*head, *best, *floats])
-
-    def _send_row(self, part: _Part, b: int, row: int) -> None:
-        values = part.scores[b].row(part.offsets[b] + row)
-        self._answer(part, [], [])
-        self.link.send_row(values if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64))
-
-    def _send_top(self, part: _Part, b: int, k: int, rows: Sequence[int]) -> None:
-        ids, odds = part.scores[b].top([part.offsets[b] + row for row in rows], k)
-        flat_ids = [int(value) for line in ids for value in line]
-        flat_odds = [float(value) for line in odds for value in line]
-        columns = len(flat_ids) // len(rows)
-        head = [Status.DONE, part.share.checksum, 0]
-        self.link.send(Kind.ANSWER, 0, [*head, columns, *flat_ids, *pack_floats(flat_odds)])
+def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -> None:
+    kind: str = message["kind"]
+    number: int = message.get("target", 0)
+    if kind == "heartbeat":
+        return
+    if kind == "retire":
+        executors.pop(number, None)
+        return
+    executor = executors[number]
+    answer: dict[str, Any] = {}
+    row = None
+    match kind:
+        case "commit":
+            return executor.commit(message["paths"])
+        case "release":
+            return executor.release(message["slot"])
+        case "prefill":
+            answer["best"] = [[one.best_or_nan(0)] for one in executor.prefill(message["prompts"])]
+        case "forward":
+            trees = []
+            for slot, tokens, parents, needs_logits in message["trees"]:
+                trees.append((slot, TokenTree.of(tokens, parents)))
+                trees[-1][1].needs_logits = needs_logits
+            answer["best"] = [
+                [one.best_or_nan(node) for node in tree.needs_logits_nodes()]
+                for one, (_, tree) in zip(executor.forward(trees), trees, strict=True)
+            ]
+        case "row":
+            row = executor.scores[message["b"]].row_tensor(message["row"])
+        case "top":
+            answer["ids"], answer["log_odds"] = executor.scores[message["b"]].top(
+                message["rows"], message["k"]
+            )
+        case _:
+            raise AssertionError(f"rank 0 sent {kind!r}, which no rank knows")
+    link.send("done", checksum=executor.checksum, **answer)
+    if row is not None:
+        link.send_row(row)

@@ -1,0 +1,168 @@
+"""Starting: the processes that torchrun made find each other and their devices."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..core import LookaheadError, SettingsError
+from .errors import first_line
+from .wire import Link
+
+#: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
+TIMEOUT = 120.0
+
+
+@dataclass(slots=True)
+class Connections:
+    """One process's connections to the other ranks.
+
+    Attributes:
+        rank: this process; 0 decides and prints.
+        size: R.
+        links: on rank 0 one per other rank; elsewhere the one to rank 0.
+        backend: what carries rows of logits: "gloo" or "nccl".
+        timeout: seconds of silence after which a rank counts as hung.
+        owns_process_group: whether ``start`` initialised torch.distributed, so that ``close`` takes it down.
+    """
+
+    rank: int
+    size: int
+    links: dict[int, Link]
+    backend: str
+    timeout: float
+    owns_process_group: bool = False
+
+    def close(self) -> None:
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def local_device(device: str | torch.device | None = None) -> str:
+    """The device for this rank's model: for "cuda" without an index this rank's own GPU, by LOCAL_RANK.
+
+    None is "cuda" too, or "cpu" where there is no GPU; any other device is taken as it is.
+
+    Raises:
+        SettingsError: this machine has fewer GPUs than ranks.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if str(device) != "cuda":
+        return str(device)
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise SettingsError(
+            f"every rank needs a GPU of its own, and local rank {index} finds {count}; "
+            f"start at most {count} processes per node, or use device 'cpu'"
+        )
+    return f"cuda:{index}"
+
+
+def start(
+    backend: str | None = None, timeout: float = TIMEOUT, device: str | torch.device | None = None
+) -> Connections:
+    """Join the other ranks; to be called once by every process.
+
+    Args:
+        backend: what carries rows of logits, "gloo" or "nccl"; by default nccl where it is present and every
+            rank has a GPU of its own.
+        timeout: as ``TIMEOUT``, seconds.
+        device: where this rank has its model, as ``local_device`` takes it.
+
+    Raises:
+        SettingsError: not started by torchrun, a backend that is not there, or GPUs that ranks share under nccl.
+        LookaheadError: the ranks did not all appear in time.
+    """
+    if not 0 < timeout < float("inf"):
+        raise SettingsError(f"the timeout must be a positive number of seconds, got {timeout}")
+    _check_backend(backend)
+    span = timedelta(seconds=timeout)
+    owns = not dist.is_initialized()
+    if owns:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise SettingsError(
+                "lookahead parallelism needs several processes, and this one was started alone; "
+                "use torchrun --nproc-per-node R (2 or more) -m lookahead ..."
+            )
+        try:
+            dist.init_process_group("gloo", timeout=span)
+        except (RuntimeError, ValueError) as error:
+            what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
+            raise LookaheadError(f"{what}: {first_line(error)}") from error
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = torch.device(local_device(device))
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # nccl takes the current device, which is the first one until now
+    backend = _choose_backend(backend, _gather(_device_id(place)))
+    rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
+    links = {}
+    for other in range(1, size):
+        pair = dist.new_group([0, other], backend="gloo", timeout=span)
+        if rank == 0:
+            links[other] = Link(other, pair, timeout, rows)
+        elif rank == other:
+            # Longer, so that it is rank 0 that names a silent rank, and this one still receives the name.
+            links[0] = Link(0, pair, 2 * timeout, rows)
+    return Connections(rank, size, links, backend, timeout, owns)
+
+
+def _device_id(device: torch.device) -> list[int]:
+    """What tells one rank's device from another's: (whether nccl could be used, GPU)."""
+    if device.type != "cuda":
+        return [0, 0]
+    return [
+        int(dist.is_nccl_available()),
+        zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()),
+    ]
+
+
+def _gather(numbers: list[int]) -> list[list[int]]:
+    """The numbers of every rank, on every rank."""
+    every = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    try:
+        dist.all_gather(every, torch.tensor(numbers))
+    except RuntimeError as error:
+        what = "a rank ended while the ranks were finding each other"
+        raise LookaheadError(f"{what}: {first_line(error)}") from error
+    return [one.tolist() for one in every]
+
+
+def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
+    """What carries rows of logits, by every rank's ``_device_id``; all ranks come to the same answer."""
+    problem = ""
+    for rank, own in enumerate(devices):
+        if not own[0]:
+            problem = f"rank {rank} has no NVIDIA GPU with nccl"
+        elif own in devices[:rank]:
+            problem = f"ranks {devices.index(own)} and {rank} share one GPU"
+        if problem:
+            break
+    if backend == "nccl" and problem:
+        raise SettingsError(
+            f"backend 'nccl' needs a GPU of its own for every rank, and {problem}; use 'gloo', "
+            "or start one process per GPU"
+        )
+    return backend or ("gloo" if problem else "nccl")
+
+
+def _check_backend(backend: str | None) -> None:
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise SettingsError("this build of torch has no torch.distributed with gloo; install one that has")
+    if backend not in (None, "gloo", "nccl"):
+        raise SettingsError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
+    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise SettingsError(
+            "backend 'nccl' needs an NVIDIA GPU and a CUDA build of torch; use 'gloo' on a CPU"
+        )

@@ -1,0 +1,112 @@
+"""One rank's part of a step: an inner target, and the accepted tokens whose KV rows it lacks.
+
+A rank that did not evaluate an accepted row has no keys and values for it. The rows of a path that a shard
+holds are always its first ones (a shard is parent-closed), so what is missing is a chain at the end. In the next
+step these tokens are evaluated again, as a chain above the root,
+
+    committed prefix | missing ... missing | root | shard below the root
+
+and are committed with it. Only tokens travel for this. Where the model allows no such depth (a rotary base that
+changes with the length), they are recomputed in passes of their own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..core import Target, TokenTree
+from .scores import ShardScores
+
+_MODULUS = (1 << 61) - 1
+
+
+@dataclass(slots=True)
+class RankExecutor:
+    """Evaluates this rank's shards; every rank has one for each target, rank 0 included.
+
+    Attributes:
+        target: the inner target; its slots are used by nobody else.
+        missing: per slot, the accepted tokens without KV rows.
+        scores: of the last pass, one per sequence.
+        checksum: of all accepted tokens, in order; equal on all ranks that agree.
+        recomputed: missing rows evaluated so far.
+    """
+
+    target: Target
+    missing: dict[int, list[int]] = field(default_factory=dict)
+    scores: list[ShardScores] = field(default_factory=list)
+    checksum: int = 1
+    recomputed: int = 0
+    _trees: dict[int, TokenTree] = field(default_factory=dict)
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[ShardScores]:
+        for slot, prompt in prompts:  # also where there is no memory for it, so that all ranks agree
+            self.missing[slot] = []
+            self._update_checksum(slot, prompt)
+        self.scores = [ShardScores(scores, 0) for scores in self.target.prefill(prompts)]
+        return self.scores
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[ShardScores]:
+        """Evaluate one shard per slot, and the missing rows with it."""
+        for slot, tree in trees:
+            missing = self.missing[slot]
+            while missing and len(missing) + max(tree.depths) > self.target.depth_limit(slot):
+                self._recompute(slot)
+        scores = self.target.forward([(slot, below(self.missing[slot], tree)) for slot, tree in trees])
+        self._trees = dict(trees)
+        self.scores = [
+            ShardScores(one, len(self.missing[slot])) for one, (slot, _) in zip(scores, trees, strict=True)
+        ]
+        return self.scores
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
+        """Keep (slot, rows of its shard on the path, tokens of the path that follow them)."""
+        inner = []
+        for slot, rows, missing in paths:
+            above = len(self.missing[slot])
+            self.recomputed += above
+            inner.append((slot, [*range(above), *(above + row for row in rows)]))
+            self.missing[slot] = list(missing)
+            tokens = self._trees.pop(slot).tokens
+            self._update_checksum(slot, [*(tokens[row] for row in rows), *missing])
+        self.target.commit(inner)
+
+    def release(self, slot: int) -> None:
+        self.missing.pop(slot, None)
+        self._trees.pop(slot, None)
+        self.target.release(slot)
+
+    def depth_limit(self, slot: int) -> int:
+        """Room below the root, whatever this rank lacks."""
+        return max(0, self.target.depth_limit(slot) - len(self.missing[slot]))
+
+    def _recompute(self, slot: int) -> None:
+        """Evaluate and commit as many missing tokens as one pass can."""
+        missing = self.missing[slot]
+        count = min(len(missing), self.target.depth_limit(slot) + 1)
+        chain = TokenTree(missing[0])
+        chain.add_candidate(missing[1:count])
+        self.target.forward([(slot, chain)])
+        self.target.commit([(slot, range(count))])
+        del missing[:count]
+        self.recomputed += count
+
+    def _update_checksum(self, slot: int, tokens: Sequence[int]) -> None:
+        value = self.checksum * 31 + slot + 1
+        for token in tokens:
+            value = (value * 1_000_003 + token + 1) % _MODULUS
+        self.checksum = value % _MODULUS
+
+
+def below(missing: Sequence[int], shard: TokenTree) -> TokenTree:
+    """The shard under a chain of missing tokens; its row i becomes row ``len(missing) + i``."""
+    count = len(missing)
+    if not count:
+        return shard
+    chain = range(-1, count)  # parents of the missing tokens and of the shard's root
+    tree = TokenTree.of(
+        [*missing, *shard.tokens], [*chain, *(count + parent for parent in shard.parents[1:])]
+    )
+    tree.needs_logits = [*[False] * count, *shard.needs_logits]
+    return tree
