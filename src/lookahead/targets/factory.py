@@ -19,7 +19,7 @@ from .plain import PlainTarget
 from .transformers import ModelFacts, TransformersTarget
 
 if TYPE_CHECKING:
-    from .cpu import LeanTarget
+    from .cpu import CpuTarget
 
 #: Largest tolerated difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
@@ -70,45 +70,40 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
 
 
 def make_target(
-    model: PreTrainedModel, capacity: int = 256, path: str = "auto", weights: str = "same"
-) -> TransformersTarget | PlainTarget | LeanTarget:
+    model: PreTrainedModel, capacity: int = 256, path: str = "auto"
+) -> TransformersTarget | PlainTarget | CpuTarget:
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
     Args:
-        path: "lean", "graphed" or "transformers" to force one of the tree targets, which are each other's twins.
-            "auto" takes lean on a CPU and graphed on a CUDA device, where the model allows it.
-        weights: "int8" for the lean path with weights as bytes: faster, and no longer the model's own outputs.
+        path: "cpu", "graphed" or "transformers" to force one of the tree targets, which give the same text.
+            "auto" takes cpu on a CPU and graphed on a CUDA device, where the model allows it.
 
     Raises:
         SettingsError: the forced path is not there for this model.
     """
     from . import graphable
-    from .cpu import LeanTarget, lean_model
+    from .cpu import CpuTarget
+    from .cpu.apply import compiled_path
     from .graphed import CAPACITY, GraphedTarget
 
-    if path not in ("auto", "lean", "graphed", "transformers"):
-        raise SettingsError(f"path must be 'auto', 'lean', 'graphed' or 'transformers', got {path!r}")
-    if weights not in ("same", "int8") or (weights == "int8" and path in ("graphed", "transformers")):
-        raise SettingsError(f"weights must be 'same', or 'int8' on the lean path, got {weights!r}")
+    if path not in ("auto", "cpu", "graphed", "transformers"):
+        raise SettingsError(f"path must be 'auto', 'cpu', 'graphed' or 'transformers', got {path!r}")
     found = probe(model)
     reason = found.reason
     is_tree = found.mode == "tree" and found.facts is not None
-    if is_tree and (path == "graphed" or (path == "auto" and weights == "same" and graphable.on_gpu(model))):
+    if is_tree and (path == "graphed" or (path == "auto" and graphable.on_gpu(model))):
         captured = graphable.graphable(model, found.facts, _sample_tree, say=path == "auto")
         if captured.attention is not None:
             room = max(capacity, CAPACITY)
             return GraphedTarget(model, found.facts, room, captured.attention, captured.reason)
         reason = captured.reason
     elif is_tree and path != "transformers":
-        verdict = lean_model(model, found.facts, _sample_tree, weights)
-        if verdict.lean is not None:
-            lean = LeanTarget(verdict.lean, found.facts, capacity, verdict.reason)
-            lean.path = "lean" if weights == "same" else "lean-int8"
-            return lean
+        verdict = compiled_path(model, found.facts, _sample_tree)
+        if verdict.compiled is not None:
+            return CpuTarget(verdict.compiled, found.facts, capacity, verdict.reason)
         reason = verdict.reason
-    if path in ("lean", "graphed") or weights == "int8" or (path == "transformers" and found.mode != "tree"):
-        what = "int8" if weights == "int8" else path
-        raise SettingsError(f"the {what} path is not there for this model: {reason}; use path='auto'")
+    if path in ("cpu", "graphed") or (path == "transformers" and found.mode != "tree"):
+        raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
     target = TransformersTarget(model, found.facts, capacity) if found.mode == "tree" else PlainTarget(model)
     target.reason = reason
     return target
