@@ -16,6 +16,7 @@ from lookahead.parallel.share import _under
 
 from lookahead.core import TokenTree
 from lookahead.drafters import Window
+from lookahead.parallel.executor import below
 from lookahead.parallel.shard import Shards, shard
 
 HERE = Path(__file__).parent
@@ -45,7 +46,7 @@ def draw_tree(tree: TokenTree, names: list[str], cut: Shards) -> str:
 
     def walk(node: int, indent: str) -> None:
         ranks = " ".join(str(r) if node in rows else "." for r, rows in enumerate(cut.rows))
-        owner = f"rank {cut.owner[node]}" if cut.owner[node] >= 0 else "nobody reads it"
+        owner = f"rank {cut.owner[node]}" if cut.owner[node] >= 0 else "not needed"
         lines.append(f"{indent + names[node]:<14}T+{tree.depths[node]}   {ranks}   {owner}")
         for child in range(len(tree)):
             if tree.parents[child] == node:
@@ -65,15 +66,15 @@ def draw_mask(tree: TokenTree, names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def draw_debt() -> str:
+def draw_missing() -> str:
     """The next step of a rank that lacks two accepted rows."""
     part = TokenTree(9)
     part.add_candidate([8, 7])
-    tree = _under([5, 6], part)
-    names = ["c1 (owed)", "c2 (owed)", "new root", "its shard", "its shard"]
-    lines = ["tree        parents " + " ".join(f"{p:>2}" for p in tree.parents)]
+    tree = below([5, 6], part)
+    names = ["c1 (missing)", "c2 (missing)", "new root", "its shard", "its shard"]
+    lines = ["tree          parents " + " ".join(f"{p:>2}" for p in tree.parents)]
     lines += [
-        f"row {row}  {names[row]:<10} T{depth - 2:+d}".replace("T+0", "T")
+        f"row {row}  {names[row]:<12} T{depth - 2:+d}".replace("T+0", "T")
         for row, depth in enumerate(tree.depths)
     ]
     return "\n".join(lines)
@@ -94,7 +95,7 @@ def blocks() -> dict[str, str]:
     return {
         "shards": draw_tree(tree, names, cut),
         "mask": draw_mask(tree.subtree(cut.rows[1]), [names[n] for n in cut.rows[1]]),
-        "debt": draw_debt(),
+        "missing": draw_missing(),
         "words": draw_words(tree, names),
     }
 

@@ -17,7 +17,7 @@ import lookahead
 from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
 from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
-from lookahead.engine.options import LoadOptions, Options, RunOptions
+from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import Detokenizer, TextStream
 from lookahead.testing import tiny_model
@@ -411,8 +411,8 @@ def test_bad_uses(llm):
 
 def test_option_names_are_written_once_each():
     for call, options in (
-        (lookahead.LLM.generate, RunOptions),
-        (lookahead.LLM.run, RunOptions),
+        (lookahead.LLM.generate, BatchOptions),
+        (lookahead.LLM.run, BatchOptions),
         (lookahead.LLM.stream, Options),
         (lookahead.load, LoadOptions),
     ):

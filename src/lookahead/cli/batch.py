@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,11 @@ if TYPE_CHECKING:
     from ..engine.results import Update
 
 
-class _Stdout:
+class _Stdout(nullcontext[Any]):
     """Records to stdout, where no --output is given."""
 
     def write(self, record: dict[str, Any]) -> None:
         typer.echo(json.dumps(record, ensure_ascii=False))
-
-    def close(self) -> None:
-        pass
 
 
 def run_batch(
@@ -58,7 +56,7 @@ def run_batch(
         llm = load()
         sink = RecordWriter(output, append=True) if output is not None else _Stdout()
         try:
-            with tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
+            with sink, tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
                 batch.run(llm, sink, writer, batch_size, options | kept)
         except KeyboardInterrupt:
             written, where = batch.written, ""
@@ -67,8 +65,6 @@ def run_batch(
                 where = f" in {output}; the same command with --resume goes on"
             done = len(jobs) - len(todo) + written
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
-        finally:
-            sink.close()
         if batch.comparisons:
             equal = sum(c.equal for c in batch.comparisons)
             note(f"{equal} of {len(batch.comparisons)} equal to plain decoding", "green")

@@ -8,16 +8,19 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..core import SettingsError
 from ..drafters import METHODS
-from ..engine.options import MACHINE, LoadOptions
+from ..engine.options import MACHINE, LoadOptions, Options
 from .console import note, stderr
-from .options import quiet, takes
+from .options import numbers, quiet, takes
+
+if TYPE_CHECKING:
+    from ..bench.model import ModelUnderTest
 
 MEASURE = "run"
 
@@ -44,15 +47,13 @@ Steps = Annotated[
         "--path", help="What evaluates our steps.", metavar="auto|cpu|transformers", rich_help_panel=MACHINE
     ),
 ]
-#: What ``load_model`` does not take.
-NOT_HERE = ("attention", "revision", "trust_remote_code", "local_files_only", "parallel_timeout")
 MORE = (
     "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
 
 
-def _load_model(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> Any:
+def _load(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> ModelUnderTest:
     from ..bench import load_model
 
     quiet()
@@ -72,10 +73,13 @@ def command_line() -> str:
 
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
-@takes(without=NOT_HERE, dtype="float32")
+@takes(
+    only=("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
+    dtype="float32",
+    seed=0,
+)
 def measure(
     *,
-    load: LoadOptions,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,16 +104,14 @@ def measure(
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="For hf-assisted.", metavar="MODEL")] = None,
     out: Out = Path("bench"),
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per text.", min=1)] = 128,
     repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0 samples.", min=0)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 for all.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws, and of the choice from the standard library.")] = 0,
     warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
     resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
     spec_bench: Annotated[
         bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")
     ] = False,
+    options: Options,
+    load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
@@ -117,12 +119,15 @@ def measure(
     from ..bench.methods import make_methods
     from ..bench.report import write_report
 
-    options = RunOptions(max_new_tokens, temperature, top_k, seed, repeats, warm)
+    seed = options.seed or 0
+    run_options = RunOptions(
+        options.max_new_tokens, options.temperature, options.top_k or 0, seed, repeats, warm
+    )
     names = split_methods(method) if method else default_methods()
     prompts = [
         prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
     ]
-    loaded = _load_model(load, path, str(load.dtype), draft_model)
+    loaded = _load(load, path, str(load.dtype), draft_model)
     for name in names:
         make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
@@ -132,7 +137,7 @@ def measure(
         )
     try:
         with Bar() as bar:
-            result = run(names, prompts, loaded, options, records, bar.update)
+            result = run(names, prompts, loaded, run_options, records, bar.update)
     except KeyboardInterrupt:
         note(
             f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
@@ -189,16 +194,16 @@ def plot_records(
 
 
 @app.command("step-cost")
-@takes(without=(*NOT_HERE, "dtype"))
+@takes(only=("path_or_id", "device", "threads"))
 def step_cost(
     *,
-    load: LoadOptions,
     dtype: Annotated[
         str, typer.Option(help="One or several, with commas between.", rich_help_panel=MACHINE)
     ] = "float32,bfloat16",
     contexts: Annotated[str, typer.Option(help="Committed tokens, with commas between.")] = "128,512,1024",
     rows: Annotated[str, typer.Option(help="k, with commas between.")] = "1,2,4,8,16,32,64,128,256",
     out: Out = Path("bench"),
+    load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
     """Measure t(k), the time of a step of k rows, with the physical floor beside it."""
@@ -211,9 +216,9 @@ def step_cost(
     records = []
     with Bar() as bar:
         for one in dtype.split(","):
-            loaded = _load_model(load, path, one.strip())
+            loaded = _load(load, path, one.strip())
             records += cost.measure(
-                loaded, _numbers(contexts, "--contexts"), _numbers(rows, "--rows"), bar.update
+                loaded, numbers(contexts, "--contexts"), numbers(rows, "--rows"), bar.update
             )
     if not records:
         raise SettingsError(
@@ -227,13 +232,3 @@ def step_cost(
     (out / "step-cost.md").write_text("\n".join(page), encoding="utf-8")
     save(cost.figure(records), out / "step-cost", describe(records[0]))
     typer.echo("\n".join(page[2:]))
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise SettingsError(f"{option} must be whole numbers with commas between, got {text!r}") from None
-    if numbers[0] < 1:
-        raise SettingsError(f"{option} must be at least 1, got {numbers[0]}")
-    return numbers

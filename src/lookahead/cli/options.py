@@ -23,12 +23,13 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object in place of 
 
 
 def takes(
-    *, without: Collection[str] = ("parallel_timeout",), **defaults: Any
+    *, only: Collection[str] = (), without: Collection[str] = ("parallel_timeout",), **defaults: Any
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator of commands: a parameter that is a dataclass of options becomes one option per field.
 
     Args:
-        without: fields that this command does not offer.
+        only: fields that this command offers; none named are all.
+        without: fields that it does not offer.
         **defaults: of this command, where they are not the fields' own.
     """
 
@@ -42,6 +43,7 @@ def takes(
                 parameters.append(parameter.replace(annotation=kind))
                 continue
             offered = [f for f in fields(kind) if f.metadata["cli"] and f.name not in without]
+            offered = [f for f in offered if not only or f.name in only]
             groups[parameter.name] = kind, [f.name for f in offered]
             parameters += [_parameter(kind, f, defaults.get(f.name, f.default)) for f in offered]
 
@@ -65,6 +67,8 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
     if isinstance(kind, str):
         owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
         kind = eval(kind, vars(sys.modules[owner.__module__]))
+    if default is None:
+        kind = kind | None
     info: Any
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.

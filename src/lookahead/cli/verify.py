@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from .records import read_jobs
 if TYPE_CHECKING:
     from ..engine.compare import Comparison
     from ..engine.llm import LLM
+    from ..engine.results import Result
 
 #: Built-in prompts: code, sums, prose, lists, other scripts, and text that invites loops.
 PROMPTS = (
@@ -78,20 +80,18 @@ def verify(
         config = {"budget": False} | (config or {})
     prompts = _prompts(prompt, input_)
     llm = load_model(load, method, config)
-    comparisons = [_compare(llm, item, reference, options.keywords()) for item in prompts]
-    status = diverged(llm, comparisons)
+    comparisons = [_compare(llm, item, reference, options) for item in prompts]
+    report = _report(llm, reference, comparisons)
     if as_json:
-        typer.echo(json.dumps(_as_json(llm, reference, comparisons), ensure_ascii=False))
+        typer.echo(json.dumps(report, ensure_ascii=False))
     else:
-        _show(llm, prompts, reference, comparisons)
-    raise typer.Exit(status)
+        _show(llm, prompts, report)
+    raise typer.Exit(diverged(llm, comparisons))
 
 
 def _prompts(prompt: list[str] | None, source: Path | None) -> list[Any]:
-    if prompt:
-        return list(prompt)
     if source is None:
-        return list(PROMPTS)
+        return list(prompt or PROMPTS)
     jobs = read_jobs(read_bytes(source, "--input"))
     for job in jobs:
         if job.error is not None:
@@ -101,20 +101,17 @@ def _prompts(prompt: list[str] | None, source: Path | None) -> list[Any]:
     return [job.prompt for job in jobs]
 
 
-def _compare(llm: LLM, prompt: Any, reference: str, options: dict[str, Any]) -> Comparison:
-    from dataclasses import replace
-
+def _compare(llm: LLM, prompt: Any, reference: str, options: Options) -> Comparison:
     from ..engine.compare import compare, judge, reference_tokens
 
-    if reference == "plain":
-        return compare(llm, llm.generate(prompt, **options), prompt, **options)
     ids = llm.encode(prompt)
-    ours = llm.generate(ids, **options)
-    tokens = reference_tokens(llm, ids, options.get("max_new_tokens", 128))
-    return judge(llm, ours, replace(ours, tokens=tokens))
+    ours: Result = llm.generate(ids, **options.keywords())
+    if reference == "plain":
+        return compare(llm, ours, ids, **options.keywords())
+    return judge(llm, ours, replace(ours, tokens=reference_tokens(llm, ids, options.max_new_tokens)))
 
 
-def _as_json(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[str, Any]:
+def _report(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[str, Any]:
     return {
         "model": llm.name,
         "dtype": llm.dtype,
@@ -134,31 +131,29 @@ def _as_json(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[st
     }
 
 
-def _show(llm: LLM, prompts: list[Any], reference: str, comparisons: list[Comparison]) -> None:
+def _show(llm: LLM, prompts: list[Any], report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "tokens", "steps", "equal", "differs at", "logit gap"):
+    for name in ("prompt", "equal", "tokens", "steps", "differs at", "logit gap"):
         table.add_column(name, justify="left" if name in ("prompt", "equal") else "right", no_wrap=True)
-    for prompt, c in zip(prompts, comparisons, strict=True):
-        shown = prompt if isinstance(prompt, str) else f"{len(c.ours.prompt_tokens)} tokens"
+    for prompt, run in zip(prompts, report["prompts"], strict=True):
+        differs, gap = run["first_divergence"], run["gap"]
         table.add_row(
-            Text(" ".join(shown.split())[:32]),
-            str(len(c.ours.tokens)),
-            str(c.ours.stats.steps),
-            "[green]yes[/]" if c.equal else "[red]no[/]",
-            "" if c.first_divergence is None else str(c.first_divergence),
-            "" if c.gap is None else f"{c.gap:.2e}",
+            Text(" ".join(str(prompt).split())[:32]),
+            "[green]yes[/]" if run["equal"] else "[red]no[/]",
+            str(run["new_tokens"]),
+            str(run["steps"]),
+            "" if differs is None else str(differs),
+            "" if gap is None else f"{gap:.2e}",
         )
     Console().print(table)
-    equal = sum(c.equal for c in comparisons)
-    report = _as_json(llm, reference, comparisons)
     typer.echo(
-        f"{equal} of {len(comparisons)} runs equal to "
-        f"{'plain decoding' if reference == 'plain' else 'model.generate'} over {report['tokens']} tokens: "
-        f"{llm.name}, {report['dtype']}, {report['device']}, {llm.method}"
+        f"{report['equal']} of {report['runs']} runs equal to "
+        f"{'plain decoding' if report['reference'] == 'plain' else 'model.generate'} over "
+        f"{report['tokens']} tokens: {llm.name}, {llm.dtype}, {report['device']}, {llm.method}"
         + (f" {tuple(report['lookahead'])}" if report["lookahead"] else "")
     )
     if llm.probe.mode != "tree":

@@ -16,7 +16,7 @@ from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from .fields import keywords_of
-from .options import Options, RunOptions
+from .options import BatchOptions, Options
 from .processors import make_process
 from .prompts import OnePrompt, Prompt, as_list, encode
 from .results import Result, Stream, Update
@@ -143,18 +143,18 @@ class LLM:
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
     @overload
-    @keywords_of(RunOptions)
+    @keywords_of(BatchOptions)
     def generate(self, prompt: OnePrompt, **options: Any) -> Result: ...  # type: ignore[overload-overlap]
 
     @overload
-    @keywords_of(RunOptions)
+    @keywords_of(BatchOptions)
     def generate(self, prompt: Sequence[OnePrompt], **options: Any) -> list[Result]: ...
 
     @overload
-    @keywords_of(RunOptions)
+    @keywords_of(BatchOptions)
     def generate(self, prompt: torch.Tensor, **options: Any) -> Result | list[Result]: ...
 
-    @keywords_of(RunOptions)
+    @keywords_of(BatchOptions)
     def generate(self, prompt: Any, **options: Any) -> Any:
         """The text that follows a prompt, or a list of texts for a list of prompts.
 
@@ -197,7 +197,7 @@ class LLM:
             raise SettingsError(f"stream takes one prompt, got a list of {len(prompts)}; use run or generate")
         return Stream(self.run(prompts, **options))
 
-    @keywords_of(RunOptions)
+    @keywords_of(BatchOptions)
     def run(self, prompts: Sequence[Prompt], **options: Any) -> Iterator[Update]:
         """Decode a list of prompts and yield every step of each; what all else here is made of.
 
@@ -211,7 +211,7 @@ class LLM:
         Raises:
             SettingsError: at once, if an option or any prompt cannot be honoured.
         """
-        chosen = RunOptions.of(options)
+        chosen = BatchOptions.of(options)
         if isinstance(chosen.pool, NGramPool) and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
         seeds = chosen.seeds
@@ -296,6 +296,5 @@ class LLM:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
         entry = Running(index, request, text, seed)
         if options.stops:
-            entry.streams_by_token = True
             request.finished = entry.finished
         return entry

@@ -81,7 +81,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
-    """(connections to the ranks of torchrun, this rank's device), or (None, device) for this process alone."""
+    """(connections to the other ranks that torchrun started, or None; this rank's device)."""
     if parallel is None:
         if timeout is not None:
             raise SettingsError(

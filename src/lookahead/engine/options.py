@@ -57,28 +57,25 @@ class LoadOptions(Given):
         None,
         "A directory or a hub id; without it the bundled model.",
         metavar="[MODEL]",
-        kind=str | None,
         keyword=False,
+        kind=str,
     )
     dtype: str | torch.dtype = option(
-        "auto", "auto (what the checkpoint names), float32, bfloat16, float16 or float64.",
-        panel=MACHINE, kind=str,
-    )  # fmt: skip
+        "auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.", panel=MACHINE, kind=str
+    )
     device: str | torch.device | None = option(
-        None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", panel=MACHINE, kind=str | None
+        None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", panel=MACHINE, kind=str
     )
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", panel=MACHINE)
     attention: str | None = option(
-        None, "Attention of the model; without it what transformers takes.", panel=MACHINE,
-        metavar="sdpa|eager",
-    )  # fmt: skip
+        None, "Attention of the model; without it transformers chooses.", panel=MACHINE, metavar="sdpa|eager"
+    )
     revision: str | None = option(None, "Of a hub id.", panel=MACHINE)
     trust_remote_code: bool = option(False, "Let the model's own code run.", panel=MACHINE)
     local_files_only: bool = option(False, "Use no network.", panel=MACHINE)
     parallel_timeout: float | None = option(
-        None, "Under torchrun: seconds of silence after which a rank counts as hung; 120 without it.",
-        panel=MACHINE,
-    )  # fmt: skip
+        None, "Under torchrun: seconds until a silent rank counts as hung; 120 without it.", panel=MACHINE
+    )
     parallel: str | None = option(
         None,
         "'lookahead' divides every step among the processes that torchrun started. load then returns on rank 0 "
@@ -86,14 +83,11 @@ class LoadOptions(Given):
         cli=False,
     )
     method: str | None = option(
-        None,
-        "A name in lookahead.METHODS; None is 'adaptive', or 'lookahead' where config is a (W, N, G).",
-        cli=False,
+        None, "A name in METHODS; None is 'adaptive', or 'lookahead' where config is a (W, N, G).", cli=False
     )
     config: Any = option(
-        None, "What LookaheadConfig.of takes: (W, N, G), a preset's name, ...; or settings of adaptive.",
-        cli=False,
-    )  # fmt: skip
+        None, "(W, N, G), a preset's name or else for LookaheadConfig.of; or settings of adaptive.", cli=False
+    )
 
     def __post_init__(self) -> None:
         threads = self.threads
@@ -113,13 +107,11 @@ class Options(Given):
     """
 
     max_new_tokens: int = option(128, "Most tokens to generate; the model's context may end a text earlier.")
-    stop: str | Sequence[str] | None = option(
-        None, "End before this text; may be several.", kind=list[str] | None
-    )
+    stop: str | Sequence[str] | None = option(None, "End before this text; may be several.", kind=list[str])
     ignore_eos: bool = option(False, "Go on past the model's end tokens.")
     min_new_tokens: int | None = option(None, "No end token before that many.")
     method: str | None = option(
-        None, "A name in lookahead.METHODS; None for that of load, or the one that config is for.", cli=False
+        None, "A name in METHODS; None for that of load, or the one that config is for.", cli=False
     )
     config: Any = option(None, "Settings of the method; None for those of load.", cli=False)
     temperature: float = option(0.0, "0 is greedy; above 0 samples.", panel=SAMPLING)
@@ -134,9 +126,8 @@ class Options(Given):
     repetition_penalty: float | None = option(None, "Above 0; 1 is neutral.", panel=SAMPLING)
     no_repeat_ngram_size: int | None = option(None, "No n-gram of this size twice.", panel=SAMPLING)
     seed: int | None = option(
-        None, "Of the draws; without it torch's generator decides. Prompt i of a list has seed + i.",
-        panel=SAMPLING,
-    )  # fmt: skip
+        None, "Of the draws; without it torch's generator chooses. Prompt i has seed + i.", panel=SAMPLING
+    )
     bad_words: Sequence[str | Sequence[int]] | None = option(
         None, "Texts, or lists of token ids, that never appear.", cli=False
     )
@@ -207,7 +198,7 @@ class Options(Given):
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(Options):
+class BatchOptions(Options):
     """Options of a list of prompts: those of each generation, and how they run together."""
 
     batch_size: int | None = option(

@@ -37,7 +37,19 @@ def make_process(
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.
     """
-    steps = _penalties(options, prompt_length, eos, tokenizer, device) + options.processors
+    steps: list[Callable[..., Any]] = []
+    if options.repetition_penalty is not None and options.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    if options.no_repeat_ngram_size:
+        steps.append(NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
+    if options.bad_words:
+        steps.append(NoBadWordsLogitsProcessor(_bad_words(options.bad_words, tokenizer), sorted(eos)))
+    if options.min_new_tokens and eos:
+        ends = sorted(eos)
+        steps.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, ends, device=str(device))
+        )
+    steps += options.processors
     if options.sampled:
         steps += _warpers(options)
     if not steps:
@@ -51,37 +63,20 @@ def make_process(
     return process
 
 
-def _penalties(
-    options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
-) -> list[Callable[..., Any]]:
-    steps: list[Callable[..., Any]] = []
-    if options.repetition_penalty is not None and options.repetition_penalty != 1:
-        steps.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
-    if options.no_repeat_ngram_size:
-        steps.append(NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
-    if options.bad_words:
-        steps.append(NoBadWordsLogitsProcessor(_bad_words(options.bad_words, tokenizer), sorted(eos)))
-    if options.min_new_tokens and eos:
-        steps.append(
-            MinNewTokensLengthLogitsProcessor(
-                prompt_length, options.min_new_tokens, sorted(eos), device=str(device)
-            )
-        )
-    return steps
-
-
 def _warpers(options: Options) -> list[Callable[..., Any]]:
+    """What cuts the probabilities of a draw; neutral values need none."""
     steps: list[Callable[..., Any]] = []
     if options.temperature != 1:
         steps.append(TemperatureLogitsWarper(float(options.temperature)))
     if options.top_k is not None:
         steps.append(TopKLogitsWarper(options.top_k))
-    if options.top_p is not None and options.top_p < 1:
-        steps.append(TopPLogitsWarper(float(options.top_p)))
-    if options.min_p is not None:
-        steps.append(MinPLogitsWarper(float(options.min_p)))
-    if options.typical_p is not None and options.typical_p < 1:
-        steps.append(TypicalLogitsWarper(float(options.typical_p)))
+    for p, neutral, warper in (
+        (options.top_p, 1, TopPLogitsWarper),
+        (options.min_p, None, MinPLogitsWarper),
+        (options.typical_p, 1, TypicalLogitsWarper),
+    ):
+        if p is not None and p != neutral:
+            steps.append(warper(float(p)))
     return steps
 
 

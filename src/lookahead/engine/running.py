@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ..core import Decoder, Generation, Request, Step, Target
 from .results import Result, Update
 from .text import TextStream
 
 
+@dataclass(slots=True)
 class Running:
     """One prompt while it is decoded."""
 
-    def __init__(self, index: int, request: Request, text: TextStream | None, seed: int | None) -> None:
-        self.index = index
-        self.request = request
-        self.text = text
-        self.seed = seed
-        self.generation: Generation | None = None
-        self.streams_by_token = False
+    index: int
+    request: Request
+    text: TextStream | None
+    seed: int | None
+    generation: Generation | None = None
 
     def finished(self, token: int) -> str | None:
         """Told of each token where stop strings are to be met."""
@@ -26,33 +26,23 @@ class Running:
         return "stop" if self.text.push(token) else None
 
     def update(self, step: Step | None) -> Update:
+        """What a step gave, with the result where it was the last one."""
         generation, text = self.generation, self.text
         assert generation is not None
-        piece = ""
+        piece, done = "", generation.finish_reason
         if text is not None:
-            if step is not None and not self.streams_by_token:
+            if step is not None and self.request.finished is None:  # it pushes tokens itself
                 for token in step.tokens:
                     text.push(token)
-            if generation.finish_reason is not None:
+            if done is not None:
                 text.finish()
             piece = text.drain()
-        return Update(self.index, step, piece, self.result())
-
-    def result(self) -> Result | None:
-        generation, text = self.generation, self.text
-        assert generation is not None
-        if generation.finish_reason is None:
-            return None
-        return Result(
-            text.text if text is not None else "",
-            generation.tokens,
-            generation.finish_reason,
-            generation.stats,
-            list(self.request.prompt),
-            self.seed,
-            text.stopped if text is not None else None,
-            generation.error,
-        )
+        if done is None:
+            return Update(self.index, step, piece, None)
+        shown, stopped = (text.text, text.stopped) if text is not None else ("", None)
+        prompt, error = list(self.request.prompt), generation.error
+        result = Result(shown, generation.tokens, done, generation.stats, prompt, self.seed, stopped, error)
+        return Update(self.index, step, piece, result)
 
 
 def decode_prompts(

@@ -3,14 +3,6 @@
 Every rank holds the whole model. Each step's tree is cut into parent-closed shards, one per rank; nothing is
 exchanged inside a forward pass, and after it a few kilobytes are.
 
-    shard        which rows each rank evaluates (trees only)
-    wire         messages between rank 0 and another rank
-    connect      how the ranks find each other; ``model_check``: all hold the same model
-    executor     what each rank does with its shard, and how it recomputes rows that it lacks
-    rank_group   all ranks, seen from rank 0
-    target       rank 0: a ``Target`` like any other; ``scores`` its logits, ``equivalence`` how they may differ
-    worker       the other ranks
-
 Every process runs the same program:
 
     connections = parallel.start()

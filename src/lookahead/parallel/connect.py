@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ class Connections:
     """One process's connections to the other ranks.
 
     Attributes:
-        rank: this process, 0 decides and prints.
+        rank: this process; 0 decides and prints.
         size: R.
         links: on rank 0 one per other rank; elsewhere the one to rank 0.
         backend: what carries rows of logits: "gloo" or "nccl".
         timeout: seconds of silence after which a rank counts as hung.
-        owns_process_group: whether ``start`` initialised torch.distributed.
+        owns_process_group: whether ``start`` initialised torch.distributed, so that ``close`` takes it down.
     """
 
     rank: int
@@ -41,7 +40,6 @@ class Connections:
     owns_process_group: bool = False
 
     def close(self) -> None:
-        """Take torch.distributed down if ``start`` initialised it."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -51,35 +49,25 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def local_device(device: str | torch.device | None = None) -> torch.device:
-    """The device for this rank's model.
+def local_device(device: str | torch.device | None = None) -> str:
+    """The device for this rank's model: for "cuda" without an index this rank's own GPU, by LOCAL_RANK.
 
-    Args:
-        device: None for this rank's own GPU, or the CPU where there is none. "cuda" without an index is this
-            rank's own GPU too; any other device is taken as it is.
+    None is "cuda" too, or "cpu" where there is no GPU; any other device is taken as it is.
 
     Raises:
-        SettingsError: no such device, or fewer GPUs than ranks on this machine.
+        SettingsError: this machine has fewer GPUs than ranks.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise SettingsError(
-            f"device must be one that torch knows, got {device!r} ({first_line(error)})"
-        ) from None
-    if place.type != "cuda" or place.index is not None:
-        return place
+    if str(device) != "cuda":
+        return str(device)
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if not count:
-        raise SettingsError("device 'cuda' needs a GPU, and torch finds none here; use 'cpu'")
     if index >= count:
         raise SettingsError(
             f"every rank needs a GPU of its own, and local rank {index} finds {count}; "
-            f"start at most {count} processes per node"
+            f"start at most {count} processes per node, or use device 'cpu'"
         )
-    return torch.device("cuda", index)
+    return f"cuda:{index}"
 
 
 def start(
@@ -90,7 +78,7 @@ def start(
     Args:
         backend: what carries rows of logits, "gloo" or "nccl"; by default nccl where it is present and every
             rank has a GPU of its own.
-        timeout: seconds of silence after which rank 0 counts a rank as hung; the others end within twice that.
+        timeout: as ``TIMEOUT``, seconds.
         device: where this rank has its model, as ``local_device`` takes it.
 
     Raises:
@@ -111,12 +99,10 @@ def start(
         try:
             dist.init_process_group("gloo", timeout=span)
         except (RuntimeError, ValueError) as error:
-            raise LookaheadError(
-                f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s: "
-                f"{first_line(error)}"
-            ) from error
+            what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
+            raise LookaheadError(f"{what}: {first_line(error)}") from error
     rank, size = dist.get_rank(), dist.get_world_size()
-    place = local_device(device)
+    place = torch.device(local_device(device))
     if place.type == "cuda":
         torch.cuda.set_device(place)  # nccl takes the current device, which is the first one until now
     backend = _choose_backend(backend, _gather(_device_id(place)))
@@ -133,11 +119,13 @@ def start(
 
 
 def _device_id(device: torch.device) -> list[int]:
-    """What tells one rank's device from another's: (nccl could be used, machine, GPU)."""
+    """What tells one rank's device from another's: (whether nccl could be used, GPU)."""
     if device.type != "cuda":
-        return [0, 0, 0]
-    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
-    return [int(dist.is_nccl_available()), zlib.crc32(platform.node().encode()), zlib.crc32(name.encode())]
+        return [0, 0]
+    return [
+        int(dist.is_nccl_available()),
+        zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()),
+    ]
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
@@ -146,18 +134,13 @@ def _gather(numbers: list[int]) -> list[list[int]]:
     try:
         dist.all_gather(every, torch.tensor(numbers))
     except RuntimeError as error:
-        raise LookaheadError(
-            f"a rank ended while the ranks were finding each other: {first_line(error)}"
-        ) from error
+        what = "a rank ended while the ranks were finding each other"
+        raise LookaheadError(f"{what}: {first_line(error)}") from error
     return [one.tolist() for one in every]
 
 
 def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
-    """What carries rows of logits; all ranks come to the same answer.
-
-    Args:
-        devices: ``_device_id`` of every rank.
-    """
+    """What carries rows of logits, by every rank's ``_device_id``; all ranks come to the same answer."""
     problem = ""
     for rank, own in enumerate(devices):
         if not own[0]:
@@ -175,12 +158,10 @@ def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> st
 
 
 def _check_backend(backend: str | None) -> None:
-    if not dist.is_available():
-        raise SettingsError("this build of torch has no torch.distributed; install one that has")
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise SettingsError("this build of torch has no torch.distributed with gloo; install one that has")
     if backend not in (None, "gloo", "nccl"):
         raise SettingsError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-    if not dist.is_gloo_available():
-        raise SettingsError("backend 'gloo' is not in this build of torch; install one that has it")
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise SettingsError(
             "backend 'nccl' needs an NVIDIA GPU and a CUDA build of torch; use 'gloo' on a CPU"

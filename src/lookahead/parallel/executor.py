@@ -13,6 +13,7 @@ changes with the length), they are recomputed in passes of their own first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ..core import Target, TokenTree
 from .scores import ShardScores
@@ -20,26 +21,24 @@ from .scores import ShardScores
 _MODULUS = (1 << 61) - 1
 
 
+@dataclass(slots=True)
 class RankExecutor:
     """Evaluates this rank's shards; every rank has one for each target, rank 0 included.
 
-    Args:
-        target: the inner target; its slots are used by nobody else.
-
     Attributes:
+        target: the inner target; its slots are used by nobody else.
         missing: per slot, the accepted tokens without KV rows.
         scores: of the last pass, one per sequence.
         checksum: of all accepted tokens, in order; equal on all ranks that agree.
         recomputed: missing rows evaluated so far.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.missing: dict[int, list[int]] = {}
-        self.scores: list[ShardScores] = []
-        self.checksum = 1
-        self.recomputed = 0
-        self._trees: dict[int, TokenTree] = {}
+    target: Target
+    missing: dict[int, list[int]] = field(default_factory=dict)
+    scores: list[ShardScores] = field(default_factory=list)
+    checksum: int = 1
+    recomputed: int = 0
+    _trees: dict[int, TokenTree] = field(default_factory=dict)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[ShardScores]:
         for slot, prompt in prompts:  # also where there is no memory for it, so that all ranks agree

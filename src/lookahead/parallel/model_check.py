@@ -15,12 +15,7 @@ from .errors import RankError
 
 
 def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
-    """Refuse to decode unless every rank holds the same.
-
-    Args:
-        connections: from ``start``.
-        target: an inner target.
-        model: the torch module behind it, whose parameters are compared; None takes ``target.model``.
+    """Refuse to decode unless every rank holds the same; arguments as of ``join``.
 
     Raises:
         SettingsError: on every rank, naming the rank that differs and in what.
@@ -35,9 +30,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         if answer["kind"] == "stop":
             raise SystemExit(0)  # rank 0 had nothing to decode
         if answer["kind"] != "model_check":
-            raise RankError(
-                0, f"rank 0 sent {answer['kind']!r} where model_check was due; start all ranks alike"
-            )
+            raise RankError(0, f"rank 0 sent {answer['kind']!r} for model_check; start all ranks alike")
         problem = answer["problem"]
     else:
         problem = ""
@@ -68,7 +61,7 @@ def dismiss(connections: Connections) -> None:
     connections.close()
 
 
-def _facts(target: Target, model: Any) -> dict[str, Any]:
+def _facts(target: Target, model: Any) -> dict[str, int | str]:
     """What two ranks must have in common, the checksum first."""
     tensors = list(model.parameters()) if model is not None else []
     first = tensors[0] if tensors else torch.empty(0)
@@ -95,11 +88,10 @@ def fingerprint(tensors: list[torch.Tensor]) -> int:
 
 
 def _refuse_split_models(model: Any) -> None:
-    split = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None) or 1
-    for parameter in model.parameters() if isinstance(model, torch.nn.Module) else ():
-        mesh = getattr(parameter, "device_mesh", None)  # a distributed tensor, whoever made it
-        split = max(split, mesh.size() if mesh is not None else 1)
-    if isinstance(split, int) and split > 1:
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in parameters]  # of distributed tensors
+    split = max([getattr(model, "tp_size", None) or 1, *(mesh.size() for mesh in meshes if mesh is not None)])
+    if split > 1:
         raise SettingsError(
             f"lookahead parallelism needs the whole model on every rank, and this one is split over {split} "
             "ranks by tensor parallelism; use one or the other"

@@ -6,7 +6,8 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -33,11 +34,7 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        make_target: Callable[[], Target],
-        connections: Connections,
-        model: Any = None,
-        check_every: int = 16,
+        self, make_target: Callable[[], Target], connections: Connections, model: Any, check_every: int
     ) -> None:
         check_same_model(connections, make_target(), model)
         self.make_target = make_target
@@ -52,11 +49,6 @@ class RankGroup:
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="lookahead-heartbeat").start()
         atexit.register(self.close)
-
-    @property
-    def size(self) -> int:
-        """R, rank 0 included."""
-        return self.connections.size
 
     @property
     def bytes_exchanged(self) -> int:
@@ -76,14 +68,12 @@ class RankGroup:
         if self.error is not None:
             raise self.error
         links = self.connections.links
-        try:
+        with self._failing_together():
             while self._retired:
                 number = self._retired.popleft()
                 for link in links.values():
                     link.send("retire", target=number)
             links[rank].send(kind, **fields)
-        except RankError as error:
-            raise self.fail(error) from error
 
     def broadcast(self, kind: str, **fields: Any) -> None:
         """Send a message to every other rank."""
@@ -92,42 +82,28 @@ class RankGroup:
 
     def receive(self, rank: int) -> Message:
         """A rank's answer."""
-        try:
+        with self._failing_together():
             answer = self.connections.links[rank].receive()
-        except RankError as error:
-            raise self.fail(error) from error
-        if answer["kind"] == "failed":
-            raise self.fail(RankError(rank, f"rank {rank} failed: {answer['text']}"))
+            if answer["kind"] == "failed":
+                raise RankError(rank, f"rank {rank} failed: {answer['text']}")
         return answer
 
-    def request(self, rank: int, kind: str, **fields: Any) -> Message:
-        """Send a message to one rank and wait for its answer."""
-        with self.lock:
-            self.send(rank, kind, **fields)
-            return self.receive(rank)
-
-    def request_row(self, rank: int, like: torch.Tensor, **fields: Any) -> torch.Tensor:
-        """A row of logits that a rank holds, of the shape, dtype and device of ``like``."""
-        with self.lock:
-            self.request(rank, "row", **fields)
-            try:
-                return self.connections.links[rank].receive_row(like)
-            except RankError as error:
-                raise self.fail(error) from error
+    def receive_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """The row of logits that was asked of a rank, of the shape, dtype and device of ``like``."""
+        with self._failing_together():
+            return self.connections.links[rank].receive_row(like)
 
     def fail(self, error: RankError) -> RankError:
         """Keep the error and send it to every rank that can still be reached."""
         if self.error is None:
             self.error = error
             for rank, link in self.connections.links.items():
-                if rank == error.rank:
-                    continue
-                try:
-                    link.flush(SHUTDOWN_TIMEOUT)
-                    link.send("failed", rank=error.rank, text=str(error))
-                    link.flush(SHUTDOWN_TIMEOUT)
-                except RankError:
-                    continue  # it will find rank 0 gone, which is also an end with a name
+                if rank != error.rank:
+                    # Where this fails the rank will find rank 0 gone, which is also an end with a name.
+                    with suppress(RankError):
+                        link.flush(SHUTDOWN_TIMEOUT)
+                        link.send("failed", rank=error.rank, text=str(error))
+                        link.flush(SHUTDOWN_TIMEOUT)
         return self.error
 
     def close(self) -> None:
@@ -137,12 +113,17 @@ class RankGroup:
         self._closed.set()
         atexit.unregister(self.close)
         for link in self.connections.links.values() if self.error is None else ():
-            try:
+            with suppress(RankError):
                 link.send("stop")
                 link.flush()
-            except RankError as error:
-                self.error = self.error or error
         self.connections.close()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError as error:
+            raise self.fail(error) from error.__cause__
 
     def _send_heartbeats(self) -> None:
         """While nothing is asked of the other ranks, tell them that rank 0 is alive."""

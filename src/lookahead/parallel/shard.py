@@ -1,14 +1,13 @@
-"""Which rows each rank evaluates (paper, section 3.4 and figure 3).
+"""Which rows each rank evaluates (paper, section 3.4 and figure 3). Knows trees only: no tensor, no process.
 
 A shard is a parent-closed set of rows, so a rank can evaluate it with no word from the others; ancestors
 that two shards share are evaluated twice. Shards are balanced by rows and not by columns of the window:
 column i hangs under i other nodes, so equal numbers of columns would be unequal work.
-
-Knows trees only: no tensor, no process.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ class Shards:
 
     Attributes:
         rows: per rank, its rows in row order; the root is in every shard.
-        owner: per row, the rank whose logits count; -1 where nobody reads the row.
+        owner: per row, the rank whose logits count; -1 where no logits are needed.
     """
 
     rows: list[list[int]]
@@ -36,9 +35,9 @@ class Shards:
 def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Shards:
     """Cut a tree into one shard per rank, the widest as narrow as it can be.
 
-    The branches (read rows that have no read row below them) are taken depth first, so that neighbours
-    share their ancestors, and dealt out in that order; a bisection over the width of the widest shard finds
-    the best cut of this order. With fewer branches than ranks, the ranks left over get the root alone.
+    The branches are taken depth first, so that neighbours share their ancestors, and dealt out in that order; a
+    bisection over the width of the widest shard finds the best cut of this order. With fewer branches than ranks,
+    the ranks left over get the root alone.
 
     Args:
         tree: the rows of a step.
@@ -46,32 +45,21 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
         extra: rows that each rank has to evaluate besides; none by default.
     """
     extra = extra if extra is not None else [0] * ranks
-    if ranks == 1:
-        whole = list(range(len(tree)))
-        return Shards([whole], [0 if read else -1 for read in tree.needs_logits])
     branches = [tree.ancestors[node] for node in _branches(tree)]
-    low, high = 1 + max(extra), len(tree) + max(extra)
-    while low < high:
-        middle = (low + high) // 2
-        if _deal(branches, middle, extra) is None:
-            low = middle + 1
-        else:
-            high = middle
-    dealt = _deal(branches, low, extra)
-    assert dealt is not None
+    widths = range(1 + max(extra), len(tree) + max(extra) + 1)
+    narrowest = bisect_left(widths, True, key=lambda width: bool(_deal(branches, width, extra)))
     owner = [-1] * len(tree)
     rows: list[list[int]] = []
-    for rank, bits in enumerate(dealt):
-        own = [node for node in range(len(tree)) if bits >> node & 1]
-        rows.append(own)
-        for node in own:
+    for rank, bits in enumerate(_deal(branches, widths[narrowest], extra)):
+        rows.append([node for node in range(len(tree)) if bits >> node & 1])
+        for node in rows[rank]:
             if tree.needs_logits[node] and owner[node] < 0:
                 owner[node] = rank
     return Shards(rows, owner)
 
 
 def _branches(tree: TokenTree) -> list[int]:
-    """Read rows with no read row below them, depth first; the root where it is the only one."""
+    """Rows that need logits and have no such row below them, depth first; the root where it is the only one."""
     below: list[list[int]] = [[] for _ in tree.tokens]
     wanted = list(tree.needs_logits)
     for node in range(len(tree) - 1, 0, -1):
@@ -84,19 +72,18 @@ def _branches(tree: TokenTree) -> list[int]:
         node = stack.pop()
         if not below[node]:
             order.append(node)
-        # Children were noted last row first, so the first row is popped first.
-        stack.extend(below[node])
+        stack.extend(below[node])  # the last row first, so the first row is popped first
     return order
 
 
-def _deal(branches: Sequence[int], width: int, extra: Sequence[int]) -> list[int] | None:
-    """Row sets (as bits) of at most ``width`` rows, extra ones included; None where they do not suffice."""
+def _deal(branches: Sequence[int], width: int, extra: Sequence[int]) -> list[int]:
+    """Row sets (as bits) of at most ``width`` rows, extra ones included; [] where they do not suffice."""
     result = [1] * len(extra)
     rank = 0
     for branch in branches:
         while (result[rank] | branch).bit_count() + extra[rank] > width:
             rank += 1
             if rank == len(extra):
-                return None
+                return []
         result[rank] |= branch
     return result

@@ -40,7 +40,7 @@ class ParallelTarget:
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []
         #: Per rank and slot, how many accepted rows it lacks.
-        self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.size)]
+        self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
         self._remote: list[list[RemoteScores]] = []
 
@@ -49,7 +49,7 @@ class ParallelTarget:
         with self.rank_group.lock:
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
-            roots = [[[0]] * len(prompts)] * self.rank_group.size
+            roots = [[[0]] * len(prompts)] * self.rank_group.connections.size
             scores = self._together(lambda: self.executor.prefill(prompts), roots, whole=True)
             for missing in self._missing:
                 missing.update((slot, 0) for slot, _ in prompts)
@@ -57,7 +57,7 @@ class ParallelTarget:
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         with self.rank_group.lock:
-            ranks = range(self.rank_group.size)
+            ranks = range(self.rank_group.connections.size)
             cuts = [shard(tree, len(ranks), [lacks[slot] for lacks in self._missing]) for slot, tree in trees]
             both = list(zip(trees, cuts, strict=True))
             parts = [[(slot, _part(tree, cut, rank)) for (slot, tree), cut in both] for rank in ranks]
@@ -72,13 +72,13 @@ class ParallelTarget:
                 [sum(len(part) + self._missing[rank][slot] for slot, part in parts[rank]) for rank in ranks]
             )
             self._pending.update((slot, (tree, cut)) for (slot, tree), cut in both)
-            by_rank = [own, *self._remote]
+            by_rank: list[Sequence[ShardScores | RemoteScores]] = [own, *self._remote]
             return [ParallelScores(cut, [one[b] for one in by_rank]) for b, cut in enumerate(cuts)]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         with self.rank_group.lock:
             pending = [(slot, path, *self._pending.pop(slot)) for slot, path in paths]
-            for rank in range(self.rank_group.size):
+            for rank in range(self.rank_group.connections.size):
                 by_slot = []
                 for slot, path, tree, cut in pending:
                     row_in = {node: row for row, node in enumerate(cut.rows[rank])}
@@ -104,54 +104,46 @@ class ParallelTarget:
     def _together(
         self, evaluate: Callable[[], list[ShardScores]], needed: list[list[list[int]]], whole: bool
     ) -> list[ShardScores]:
-        """Do rank 0's part, take the other ranks' answers, and see that all went well on all.
+        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all.
 
-        Args:
-            evaluate: rank 0's part.
-            needed: per rank and sequence, the rows whose argmaxes it sends.
-            whole: compare whole rows of logits at the roots.
+        ``needed`` are the rows whose argmaxes come, per rank and sequence; see ``_check_roots`` for ``whole``.
         """
-        memory: OutOfMemory | None = None
+        for one in (one for scores in self._remote for one in scores):
+            one.expired = True
         own: list[ShardScores] = []
-        for scores in self._remote:
-            for one in scores:
-                one.expired = True
+        problem: OutOfMemory | None = None
         try:
             own = evaluate()
         except OutOfMemory as error:
-            memory = error
+            problem = error
         except BaseException as error:
-            text = f"rank 0 failed: {type(error).__name__}: {first_line(error)}"
-            self.rank_group.fail(RankError(0, text))
+            self.rank_group.fail(RankError(0, f"rank 0 failed: {type(error).__name__}: {first_line(error)}"))
             raise
         answers = {rank: self.rank_group.receive(rank) for rank in self.rank_group.connections.links}
         for rank, answer in answers.items():
             if answer["kind"] == "no_memory":
-                memory = memory or OutOfMemory(f"on rank {rank}: {answer['text']}")
+                problem = problem or OutOfMemory(f"on rank {rank}: {answer['text']}")
             elif answer["checksum"] != self.executor.checksum:
+                what = f"holds other tokens than rank 0 after {self.steps} steps"
                 raise self._diverged(
-                    rank,
-                    f"holds other tokens than rank 0 after {self.steps} steps, so decoding cannot go on; "
-                    "what was emitted until the step before is right",
+                    rank, f"{what}, so decoding cannot go on; what was emitted until the step before is right"
                 )
-        if memory is not None:
-            raise memory
-        self._remote = []
-        for rank, answer in answers.items():
-            best = [dict(zip(*pair, strict=True)) for pair in zip(needed[rank], answer["best"], strict=True)]
-            self._remote.append(
-                [
-                    RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, best[b], one)
-                    for b, one in enumerate(own)
-                ]
-            )
+        if problem is not None:
+            raise problem
+        self._remote = [
+            [
+                RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, dict(argmax), own[b])
+                for b, argmax in enumerate(map(zip, needed[rank], answer["best"]))
+            ]
+            for rank, answer in answers.items()
+        ]
         self._check_roots(own, whole)
         return own
 
     def _check_roots(self, own: list[ShardScores], whole: bool) -> None:
         """Compare the roots, which every rank evaluates; end the group where they differ by more than rounding.
 
-        Their argmaxes came with the step. Where these differ, the whole rows tell a near tie from damage.
+        Where the argmaxes differ, or in any case if ``whole``, the whole rows tell a near tie from damage.
         """
         for scores in self._remote:
             for ours, theirs in zip(own, scores, strict=True):

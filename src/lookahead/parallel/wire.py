@@ -3,27 +3,15 @@
 A message travels in a tensor of ``FRAME`` bytes that begins with its length; where it is longer, the rest follows
 in a second tensor. Every pair (rank 0, rank r) has a process group of its own, because gloo gives up all
 connections of a group when one of them times out, and the others must still be told why. Messages are made and
-read on the host, so they travel by gloo on every machine; only rows of logits travel by nccl.
-
-    kind         fields
-    to rank r, and to which of its targets:
-    prefill      prompts: (slot, tokens)
-    forward      trees: (slot, tokens, parents, needs_logits) of the rank's shards
-    commit       paths: (slot, rows of the shard, tokens of the path that follow them)
-    release      slot
-    row, top     b, row; b, rows, k: logits of sequence b of the last pass are wanted
-    retire       the target is no longer used
-    to rank r:
-    model_check  problem: "" where all ranks hold the same; heartbeat, stop: nothing; failed: rank, text
-    to rank 0:
-    facts        facts: what the rank holds
-    done         checksum of all tokens; best: argmaxes per sequence; ids, log_odds: the answer to top
-    no_memory, failed: text
+read on the host, so they travel by gloo on every machine; only rows of logits travel by nccl. ``docs/parallel.md``
+lists the messages.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -41,7 +29,7 @@ Message = dict[str, Any]
 
 
 class Link:
-    """One pair's connection, seen from one end.
+    """One pair's connection, seen from one end. All methods raise RankError where the peer is gone or silent.
 
     Args:
         peer: the rank at the other end.
@@ -73,7 +61,7 @@ class Link:
                 self._send_bytes(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
     def receive(self) -> Message:
-        """Wait for a message. Raises RankError: the peer is gone or silent."""
+        """Wait for a message."""
         data = bytes(self._receive_bytes(FRAME).numpy())
         end = HEAD + int.from_bytes(data[:HEAD], "little")
         if end > FRAME:
@@ -96,12 +84,12 @@ class Link:
         if self._rows is None:
             return self._receive_bytes(size).view(like.dtype).to(like.device)
         row = torch.empty_like(like)
-        work = dist.irecv(row, self.peer, group=self._rows)
+        work: Any = dist.irecv(row, self.peer, group=self._rows)
         # The device would wait without end for a peer that dies now, so the host polls and gives up.
         end = monotonic() + self.timeout
         while not work.is_completed():
             if monotonic() > end:
-                raise self._rank_error(RuntimeError("timed out"))
+                raise self._rank_error("timed out")
             sleep(0)
         work.wait()
         self.received += size
@@ -109,37 +97,34 @@ class Link:
 
     def flush(self, within: float | None = None) -> None:
         """Wait until the peer has taken what was sent, ``timeout`` seconds at most unless told otherwise."""
-        for work, _ in self._in_flight:
-            self._wait(work, within)
+        with self._naming_the_peer():
+            for work, _ in self._in_flight:
+                work.wait(timedelta(seconds=within if within is not None else self.timeout))
         self._in_flight.clear()
 
     def _send_bytes(self, data: torch.Tensor) -> None:
         self.sent += data.numel()
-        try:
+        with self._naming_the_peer():
             self._in_flight.append((dist.isend(data, self.peer, group=self._group), data))
-        except RuntimeError as error:
-            raise self._rank_error(error) from error
 
     def _receive_bytes(self, size: int) -> torch.Tensor:
         data = torch.empty(size, dtype=torch.uint8)
-        try:
-            work = dist.irecv(data, self.peer, group=self._group)
-        except RuntimeError as error:
-            raise self._rank_error(error) from error
-        self._wait(work)
+        with self._naming_the_peer():
+            work: Any = dist.irecv(data, self.peer, group=self._group)
+            work.wait(timedelta(seconds=self.timeout))
         self.received += size
         return data
 
-    def _wait(self, work: Any, within: float | None = None) -> None:
+    @contextmanager
+    def _naming_the_peer(self) -> Iterator[None]:
         try:
-            work.wait(timedelta(seconds=within if within is not None else self.timeout))
+            yield
         except RuntimeError as error:
-            raise self._rank_error(error) from error
+            self._in_flight.clear()
+            raise self._rank_error(first_line(error, 1000)) from error
 
-    def _rank_error(self, error: Exception) -> RankError:
-        self._in_flight.clear()
-        if "timed out" in str(error).lower():
+    def _rank_error(self, why: str) -> RankError:
+        if "timed out" in why.lower():
             text = f"did not answer within {self.timeout:g} s: it hangs, or its step takes longer than the timeout"
             return RankError(self.peer, f"rank {self.peer} {text} (raise the timeout if so)")
-        text = f"is gone: its connection is closed ({first_line(error, 120)})"
-        return RankError(self.peer, f"rank {self.peer} {text}")
+        return RankError(self.peer, f"rank {self.peer} is gone: its connection is closed ({why[:120]})")

@@ -1,0 +1,104 @@
+"""What each rank decides for itself: its device, and whether logits differ by more than rounding. One process."""
+
+import pytest
+import torch
+
+from lookahead.core import SettingsError, TokenTree
+from lookahead.parallel import local_device, start
+from lookahead.parallel.equivalence import TOLERANCE, logits_differ
+from lookahead.testing import tiny_model
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """As torch says on a machine with four GPUs; this process is local rank 2."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+
+
+def test_a_device_without_index_is_the_ranks_own(four_gpus, monkeypatch):
+    for device in (None, "cuda", torch.device("cuda")):
+        assert local_device(device) == "cuda:2"
+    assert local_device("cuda:1") == "cuda:1"
+    assert local_device("cpu") == "cpu"
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(SettingsError, match="local rank 4 finds 4; start at most 4 processes per node"):
+        local_device("cuda")
+
+
+def test_without_a_gpu_a_rank_is_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert local_device() == "cpu"
+    with pytest.raises(SettingsError, match="local rank 0 finds 0"):
+        local_device("cuda")
+
+
+def test_start_makes_the_ranks_own_gpu_the_current_one(four_gpus, monkeypatch):
+    """``torch.cuda.set_device`` refuses a device without an index."""
+    from lookahead.parallel import connect
+
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(connect, "_device_id", lambda device: [0, 0])
+    monkeypatch.setattr(connect.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(connect.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(connect.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(connect, "_gather", lambda numbers: [numbers])
+    assert start(device="cuda").backend == "gloo"
+    assert current == [torch.device("cuda", 2)]
+
+
+def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
+    from lookahead import parallel
+    from lookahead.engine import loading
+
+    monkeypatch.setattr(loading, "_device", torch.device)  # which tries the device
+    monkeypatch.setattr(parallel, "start", lambda timeout, device: device)
+    assert loading._start_ranks("lookahead", "cuda", None) == (torch.device("cuda", 2),) * 2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("vocabulary", [96, 128_256])
+def test_rounding_passes_in_any_vocabulary_and_damage_does_not(dtype, vocabulary):
+    generator = torch.Generator().manual_seed(0)
+    row, noise = torch.randn(2, vocabulary, generator=generator, dtype=torch.float64)
+    distance = noise.norm() / row.norm()
+    for part, differs in ((1 / 3, False), (0.9, False), (1.3, True), (10.0, True)):
+        other = row + noise * (part * TOLERANCE[dtype] / distance)
+        # The comparison's own dtype must not add to the distance.
+        assert bool(logits_differ(row.to(dtype), other)) == differs, part
+    assert not logits_differ(row.to(dtype), row.to(dtype) + 2)  # which changes no probability
+    assert "nan" in logits_differ(row.to(dtype), row.clone().index_fill_(0, torch.tensor(7), float("nan")))
+
+
+def test_the_largest_difference_of_healthy_bfloat16_ranks_grows_with_the_vocabulary():
+    """Why rows are not judged by it: noise of a third of the tolerance, as a model of 30 layers shows it."""
+    generator = torch.Generator().manual_seed(0)
+    row, noise = torch.randn(2, 128_256, generator=generator)
+    other = row + noise * TOLERANCE[torch.bfloat16] / 1.5
+    assert float((row - other).abs().max() / row.std()) > 0.25
+    assert not logits_differ(row.bfloat16(), other)
+
+
+def root_row(model, prompt, root, others=0, wrong=None):
+    """The root's logits in a pass with other rows; ``wrong`` replaces the last token in the cache."""
+    from lookahead.targets.factory import make_target
+
+    target = make_target(model, path="transformers")
+    target.prefill([(0, [*prompt[:-1], prompt[-1] if wrong is None else wrong])])
+    tree = TokenTree(root)
+    for token in range(others):
+        tree.add(token, token // 3, True)
+    (scores,) = target.forward([(0, tree)])
+    return scores.row(0).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_model_other_rows_pass_and_a_wrong_token_in_the_cache_does_not(dtype):
+    model = tiny_model("gemma3", initializer_range=0.1).to(dtype)
+    prompt = [(7 * i + 3) % 96 for i in range(24)]
+    alone = root_row(model, prompt, 17)
+    assert not logits_differ(alone, root_row(model, prompt, 17, others=30))
+    assert logits_differ(alone, root_row(model, prompt, 17, wrong=5))
