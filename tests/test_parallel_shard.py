@@ -112,7 +112,7 @@ def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short
     executor.prefill([(0, prompt)])
     whole.prefill([(0, prompt)])
     executor.forward([(0, TokenTree(9))])
-    executor.commit([(0, [0], path[1:])])
+    executor.commit([(0, path)])
     tree = TokenTree(9)
     tree.add_candidate(path[1:])
     whole.forward([(0, tree)])
@@ -124,7 +124,7 @@ def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short
     (scores,) = executor.forward([(0, tree)])
     rows = range(len(tree))
     assert [scores.best(row) for row in rows] == [expected.best(row) for row in rows]
-    executor.commit([(0, [0], [])])
+    executor.commit([(0, [4])])
     whole.commit([(0, [0])])
     assert executor.target.committed == whole.committed
 
