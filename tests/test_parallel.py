@@ -25,11 +25,17 @@ from lookahead.testing import FakeTarget, run
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
 CONFIG = (7, 4, 5)
 NEW = 48
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 PRELOAD = [
     "torch.distributed",
     "lookahead.parallel",
     "lookahead.testing",
     "lookahead.targets.factory",
+    "lookahead.drafters.adaptive",
+    "lookahead.engine",
+    "lookahead.cli",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gemma3.modeling_gemma3",
 ]
@@ -424,14 +430,14 @@ def results_of(ranks):
     return outcomes[0][1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES)
 def test_same_tokens_as_one_process(case, ranks):
     problem = results_of(ranks)[case]
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_the_work_is_shared(ranks):
     widest, total, recomputed = results_of(ranks)["rows"]
     assert recomputed > 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import LookaheadConfig, TokenTree
+from lookahead.core import LookaheadConfig, OutOfMemory, TokenTree
 from lookahead.drafters import Window
 from lookahead.parallel.executor import RankExecutor, below
 from lookahead.parallel.shard import _branches, shard
@@ -112,7 +112,7 @@ def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short
     executor.prefill([(0, prompt)])
     whole.prefill([(0, prompt)])
     executor.forward([(0, TokenTree(9))])
-    executor.commit([(0, [0], path[1:])])
+    executor.commit([(0, path)])
     tree = TokenTree(9)
     tree.add_candidate(path[1:])
     whole.forward([(0, tree)])
@@ -124,9 +124,37 @@ def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short
     (scores,) = executor.forward([(0, tree)])
     rows = range(len(tree))
     assert [scores.best(row) for row in rows] == [expected.best(row) for row in rows]
-    executor.commit([(0, [0], [])])
+    executor.commit([(0, [4])])
     whole.commit([(0, [0])])
     assert executor.target.committed == whole.committed
+
+
+def test_a_rank_keeps_the_accepted_rows_of_its_shard_and_recomputes_the_rest():
+    executor = RankExecutor(FakeTarget())
+    executor.prefill([(0, [1, 2])])
+    tree = TokenTree(9)
+    tree.add_candidate([5, 6, 7])
+    tree.add_candidate([5, 8])
+    executor.forward([(0, tree)])
+    executor.commit([(0, [9, 5, 6, 3])])
+    assert executor.target.committed[0] == [1, 2, 9, 5, 6]
+    assert executor.missing[0] == [3]
+    executor.forward([(0, TokenTree(4))])
+    executor.commit([(0, [4])])
+    assert executor.target.committed[0] == [1, 2, 9, 5, 6, 3, 4]
+    assert (executor.missing[0], executor.recomputed) == ([], 1)
+
+
+def test_ranks_agree_on_tokens_where_one_has_no_memory_for_a_prompt():
+    class Full(FakeTarget):
+        def prefill(self, prompts):
+            raise OutOfMemory("a prompt does not fit")
+
+    full, other = RankExecutor(Full()), RankExecutor(FakeTarget())
+    with pytest.raises(OutOfMemory):
+        full.prefill([(0, [1, 2])])
+    other.prefill([(0, [1, 2])])
+    assert full.checksum == other.checksum != 1
 
 
 class Wire:

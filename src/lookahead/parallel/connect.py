@@ -63,10 +63,8 @@ def local_device(device: str | torch.device | None = None) -> str:
         return str(device)
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise SettingsError(
-            f"every rank needs a GPU of its own, and local rank {index} finds {count}; "
-            f"start at most {count} processes per node, or use device 'cpu'"
-        )
+        what = f"every rank needs a GPU of its own, and local rank {index} finds {count}"
+        raise SettingsError(f"{what}; start at most {count} processes per node, or use device 'cpu'")
     return f"cuda:{index}"
 
 
@@ -92,10 +90,8 @@ def start(
     owns = not dist.is_initialized()
     if owns:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            raise SettingsError(
-                "lookahead parallelism needs several processes, and this one was started alone; "
-                "use torchrun --nproc-per-node R (2 or more) -m lookahead ..."
-            )
+            what = "lookahead parallelism needs several processes, and this one was started alone"
+            raise SettingsError(f"{what}; use torchrun --nproc-per-node R (2 or more) -m lookahead ...")
         try:
             dist.init_process_group("gloo", timeout=span)
         except (RuntimeError, ValueError) as error:
@@ -141,20 +137,17 @@ def _gather(numbers: list[int]) -> list[list[int]]:
 
 def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
     """What carries rows of logits, by every rank's ``_device_id``; all ranks come to the same answer."""
-    problem = ""
-    for rank, own in enumerate(devices):
-        if not own[0]:
-            problem = f"rank {rank} has no NVIDIA GPU with nccl"
-        elif own in devices[:rank]:
-            problem = f"ranks {devices.index(own)} and {rank} share one GPU"
-        if problem:
-            break
-    if backend == "nccl" and problem:
-        raise SettingsError(
-            f"backend 'nccl' needs a GPU of its own for every rank, and {problem}; use 'gloo', "
-            "or start one process per GPU"
-        )
-    return backend or ("gloo" if problem else "nccl")
+    problems = [
+        f"ranks {devices.index(own)} and {rank} share one GPU"
+        if own[0]
+        else f"rank {rank} has no NVIDIA GPU with nccl"
+        for rank, own in enumerate(devices)
+        if not own[0] or own in devices[:rank]
+    ]
+    if backend == "nccl" and problems:
+        what = f"backend 'nccl' needs a GPU of its own for every rank, and {problems[0]}"
+        raise SettingsError(f"{what}; use 'gloo', or start one process per GPU")
+    return backend or ("gloo" if problems else "nccl")
 
 
 def _check_backend(backend: str | None) -> None:

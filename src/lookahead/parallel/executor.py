@@ -1,13 +1,11 @@
 """One rank's part of a step: an inner target, and the accepted tokens whose KV rows it lacks.
 
-A rank that did not evaluate an accepted row has no keys and values for it. The rows of a path that a shard
-holds are always its first ones (a shard is parent-closed), so what is missing is a chain at the end. In the next
-step these tokens are evaluated again, as a chain above the root,
+A shard is parent-closed, so it holds the first rows of an accepted path; what the rank lacks is a chain at its
+end. In the next step these tokens are evaluated again, as a chain above the root, and are committed with it:
 
     committed prefix | missing ... missing | root | shard below the root
 
-and are committed with it. Only tokens travel for this. Where the model allows no such depth (a rotary base that
-changes with the length), they are recomputed in passes of their own first.
+Where the model allows no such depth (a rotary base that changes with the length), passes of their own come first.
 """
 
 from __future__ import annotations
@@ -60,17 +58,22 @@ class RankExecutor:
         ]
         return self.scores
 
-    def commit(self, paths: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
-        """Keep (slot, rows of its shard on the path, tokens of the path that follow them)."""
-        inner = []
-        for slot, rows, missing in paths:
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep the rows of each slot's accepted tokens, the root's first, as far as they are in its shard."""
+        paths = []
+        for slot, tokens in accepted:
+            tree, path = self._trees.pop(slot), [0]
+            for token in tokens[1:]:
+                child = tree.child(path[-1], token)
+                if child is None:
+                    break
+                path.append(child)
             above = len(self.missing[slot])
+            paths.append((slot, [*range(above), *(above + row for row in path)]))
             self.recomputed += above
-            inner.append((slot, [*range(above), *(above + row for row in rows)]))
-            self.missing[slot] = list(missing)
-            tokens = self._trees.pop(slot).tokens
-            self._update_checksum(slot, [*(tokens[row] for row in rows), *missing])
-        self.target.commit(inner)
+            self.missing[slot] = list(tokens[len(path) :])
+            self._update_checksum(slot, tokens)
+        self.target.commit(paths)
 
     def release(self, slot: int) -> None:
         self.missing.pop(slot, None)

@@ -1,7 +1,4 @@
-"""Every rank must hold the same model on the same kind of device: compared once, before the first token.
-
-Nothing later would show a difference but wrong text.
-"""
+"""Every rank must hold the same model on the same kind of device: compared once, before the first token."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class RemoteScores:
 
     Attributes:
         request: what requests name: ``target``, its number, and ``b``, the sequence in the step.
-        argmax: by row of the shard, -1 for NaN.
+        argmaxes: of the shard's rows, -1 for NaN.
         own: rank 0's shard, whose rows are of the same type.
         expired: set by the target's next step, after which the rank no longer holds these logits.
     """
@@ -62,20 +62,17 @@ class RemoteScores:
     rank_group: RankGroup
     rank: int
     request: dict[str, int]
-    argmax: dict[int, int]
+    argmaxes: list[int]
     own: ShardScores
     expired: bool = False
 
     def best(self, node: int) -> int:
-        if self.argmax[node] < 0:
+        if self.argmaxes[node] < 0:
+            what = f"the logits of rank {self.rank} are NaN, so no token can be chosen"
             raise NumericalError(
-                f"the logits of rank {self.rank} are NaN, so no token can be chosen; "
-                "check the weights and the dtype (float16 overflows in some models)"
+                f"{what}; check the weights and the dtype (float16 overflows in some models)"
             )
-        return self.argmax[node]
-
-    def best_or_nan(self, node: int) -> int:
-        return self.argmax[node]
+        return self.argmaxes[node]
 
     def row(self, node: int) -> Any:
         row = self.row_tensor(node)

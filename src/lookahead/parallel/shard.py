@@ -1,8 +1,7 @@
 """Which rows each rank evaluates (paper, section 3.4 and figure 3). Knows trees only: no tensor, no process.
 
-A shard is a parent-closed set of rows, so a rank can evaluate it with no word from the others; ancestors
-that two shards share are evaluated twice. Shards are balanced by rows and not by columns of the window:
-column i hangs under i other nodes, so equal numbers of columns would be unequal work.
+A shard is a parent-closed set of rows, so a rank can evaluate it with no word from the others. Shards are balanced
+by rows and not by columns of the window: column i hangs under i other nodes.
 """
 
 from __future__ import annotations

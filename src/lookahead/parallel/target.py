@@ -49,8 +49,7 @@ class ParallelTarget:
         with self.rank_group.lock:
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
-            roots = [[[0]] * len(prompts)] * self.rank_group.connections.size
-            scores = self._together(lambda: self.executor.prefill(prompts), roots, whole=True)
+            scores = self._together(lambda: self.executor.prefill(prompts), whole=True)
             for missing in self._missing:
                 missing.update((slot, 0) for slot, _ in prompts)
             return list(scores)
@@ -66,8 +65,7 @@ class ParallelTarget:
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
             whole = self.steps % self.rank_group.check_every == 0
             self.steps += 1
-            needed = [[part.needs_logits_nodes() for _, part in parts[rank]] for rank in ranks]
-            own = self._together(lambda: self.executor.forward(parts[0]), needed, whole)
+            own = self._together(lambda: self.executor.forward(parts[0]), whole)
             self.rows_per_rank.append(
                 [sum(len(part) + self._missing[rank][slot] for slot, part in parts[rank]) for rank in ranks]
             )
@@ -76,20 +74,15 @@ class ParallelTarget:
             return [ParallelScores(cut, [one[b] for one in by_rank]) for b, cut in enumerate(cuts)]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        accepted = []
         with self.rank_group.lock:
-            pending = [(slot, path, *self._pending.pop(slot)) for slot, path in paths]
-            for rank in range(self.rank_group.connections.size):
-                by_slot = []
-                for slot, path, tree, cut in pending:
-                    row_in = {node: row for row, node in enumerate(cut.rows[rank])}
-                    rows = [row_in[node] for node in path if node in row_in]
-                    missing = [tree.tokens[node] for node in path[len(rows) :]]
-                    self._missing[rank][slot] = len(missing)
-                    by_slot.append((slot, rows, missing))
-                if rank == 0:
-                    self.executor.commit(by_slot)
-                else:
-                    self.rank_group.send(rank, "commit", target=self.number, paths=by_slot)
+            for slot, path in paths:
+                tree, cut = self._pending.pop(slot)
+                accepted.append((slot, [tree.tokens[node] for node in path]))
+                for missing, rows in zip(self._missing, cut.rows, strict=True):
+                    missing[slot] = len(set(path).difference(rows))
+            self.executor.commit(accepted)
+            self.rank_group.broadcast("commit", target=self.number, accepted=accepted)
 
     def release(self, slot: int) -> None:
         with self.rank_group.lock:
@@ -101,13 +94,8 @@ class ParallelTarget:
     def depth_limit(self, slot: int) -> int:
         return self.executor.depth_limit(slot)
 
-    def _together(
-        self, evaluate: Callable[[], list[ShardScores]], needed: list[list[list[int]]], whole: bool
-    ) -> list[ShardScores]:
-        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all.
-
-        ``needed`` are the rows whose argmaxes come, per rank and sequence; see ``_check_roots`` for ``whole``.
-        """
+    def _together(self, evaluate: Callable[[], list[ShardScores]], whole: bool) -> list[ShardScores]:
+        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all."""
         for one in (one for scores in self._remote for one in scores):
             one.expired = True
         own: list[ShardScores] = []
@@ -124,16 +112,14 @@ class ParallelTarget:
             if answer["kind"] == "no_memory":
                 problem = problem or OutOfMemory(f"on rank {rank}: {answer['text']}")
             elif answer["checksum"] != self.executor.checksum:
-                what = f"holds other tokens than rank 0 after {self.steps} steps"
-                raise self._diverged(
-                    rank, f"{what}, so decoding cannot go on; what was emitted until the step before is right"
-                )
+                what = f"holds other tokens than rank 0 after {self.steps} steps, so decoding cannot go on"
+                raise self._diverged(rank, f"{what}; what was emitted until the step before is right")
         if problem is not None:
             raise problem
         self._remote = [
             [
-                RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, dict(argmax), own[b])
-                for b, argmax in enumerate(map(zip, needed[rank], answer["best"]))
+                RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, argmaxes, one)
+                for b, (argmaxes, one) in enumerate(zip(answer["best"], own, strict=True))
             ]
             for rank, answer in answers.items()
         ]
@@ -147,7 +133,7 @@ class ParallelTarget:
         """
         for scores in self._remote:
             for ours, theirs in zip(own, scores, strict=True):
-                tokens = ours.best_or_nan(0), theirs.best_or_nan(0)
+                tokens = ours.best_or_nan(0), theirs.argmaxes[0]
                 if tokens[0] == tokens[1] and (tokens[0] < 0 or not whole):
                     continue  # whether NaN is an error is decided where the row is read
                 problem = "NaN on one of them"

@@ -1,10 +1,8 @@
 """Messages between rank 0 and one other rank: JSON in tensors of bytes, never pickled objects.
 
-A message travels in a tensor of ``FRAME`` bytes that begins with its length; where it is longer, the rest follows
-in a second tensor. Every pair (rank 0, rank r) has a process group of its own, because gloo gives up all
-connections of a group when one of them times out, and the others must still be told why. Messages are made and
-read on the host, so they travel by gloo on every machine; only rows of logits travel by nccl. ``docs/parallel.md``
-lists the messages.
+A message (docs/parallel.md lists them) travels by gloo in a tensor of ``FRAME`` bytes that begins with its length;
+where it is longer, the rest follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own,
+because gloo gives up all connections of a group when one of them times out, and the others must still be told why.
 """
 
 from __future__ import annotations

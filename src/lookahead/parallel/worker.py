@@ -72,7 +72,7 @@ def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -
     row = None
     match kind:
         case "commit":
-            return executor.commit(message["paths"])
+            return executor.commit(message["accepted"])
         case "release":
             return executor.release(message["slot"])
         case "prefill":
@@ -83,7 +83,7 @@ def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -
                 trees.append((slot, TokenTree.of(tokens, parents)))
                 trees[-1][1].needs_logits = needs_logits
             answer["best"] = [
-                [one.best_or_nan(node) for node in tree.needs_logits_nodes()]
+                [one.best_or_nan(node) if needed else -1 for node, needed in enumerate(tree.needs_logits)]
                 for one, (_, tree) in zip(executor.forward(trees), trees, strict=True)
             ]
         case "row":
