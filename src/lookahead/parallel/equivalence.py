@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 #: Largest relative distance (L2, over one row of logits) that counts as rounding. bfloat16: about three times
-#: the largest that 30 layers showed between passes of 1 and of 64 rows (0.034); one wrong token in a cache of 40
-#: moved a row by 0.05 to 0.5, the last one by 0.2 or more. float16 rounds eight times finer.
+#: the largest that 30 layers showed between right evaluations of 1 to 64 rows (0.034); one wrong token in a cache
+#: of 40 moved a row by 0.05 to 0.5, the last one by 0.2 or more. float16 rounds eight times finer.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.0125}
 
 
