@@ -231,7 +231,8 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     built = getattr(transformers, f"{name}Config")(**config)
     if attention is not None:
         built._attn_implementation = attention
-    return transformers.AutoModelForCausalLM.from_config(built).eval()
+    factory: Any = transformers.AutoModelForCausalLM
+    return factory.from_config(built).eval()
 
 
 def run(target: Any, requests: Sequence[Request]) -> list[Generation]:

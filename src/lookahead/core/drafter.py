@@ -20,7 +20,7 @@ class Noise(Protocol):
     def __call__(self, index: int) -> Any:
         """Gumbel noise (V,) of emitted token ``index``, 0 being the prefill's; a numpy array.
 
-        A pure function of ``index``; None where that noise is not known yet.
+        A pure function of ``index``, to be asked for tokens of the last step and for later ones.
         """
         ...
 
