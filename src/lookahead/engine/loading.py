@@ -80,6 +80,13 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     return llm
 
 
+def dismiss_ranks() -> None:
+    """Let the ranks that wait for a model go, where rank 0 needs none."""
+    from ..parallel import dismiss, start
+
+    dismiss(start())
+
+
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
     """(connections to the other ranks that torchrun started, or None; this rank's device)."""
     if parallel is None:
