@@ -119,7 +119,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))
-    monkeypatch.setattr(settings, "TRIPLES", [(2, 3, 2)])
     return model
 
 
