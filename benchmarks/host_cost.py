@@ -1,7 +1,6 @@
 """Host cost of a step: what drafting and learning cost beside the forward pass, in microseconds.
 
     python benchmarks/host_cost.py                       bundled model, functions of the standard library
-    python benchmarks/host_cost.py --pure                the same by the pure twin
     python benchmarks/host_cost.py --model PATH --steps 300 --rows 64 --json
 
 Measured inside real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
@@ -108,7 +107,7 @@ class Clocked(Drafter):
 
 
 def measure(
-    llm: Any, prompts: list[list[int]], case: str, rows: int, steps: int, pure: bool
+    llm: Any, prompts: list[list[int]], case: str, rows: int, steps: int
 ) -> list[dict[str, tuple[float, float]]]:
     """Parts of the first ``steps`` steps of at least ``rows`` rows."""
     method, config, sampled = CASES[case]
@@ -118,7 +117,7 @@ def measure(
     target = llm.target()
     for number, prompt in enumerate(prompts):
         if method == "adaptive":
-            drafter = Clocked(AdaptiveDrafter(config, llm.vocabulary, compiled=not pure))
+            drafter = Clocked(AdaptiveDrafter(config, llm.vocabulary))
         else:
             drafter = Clocked(make_drafter(method, config, llm.vocabulary))
         noise = SeededNoise(number, len(prompt), llm.vocabulary) if sampled else None
@@ -133,14 +132,14 @@ def measure(
     return found[:steps]
 
 
-def prompt_cost(vocabulary: int, pure: bool, length: int = 2000, repeats: int = 9) -> float:
+def prompt_cost(vocabulary: int, length: int = 2000, repeats: int = 9) -> float:
     """Seconds to take in a prompt and draft the first tree: the median over random texts with repetitions."""
     spent = []
     for seed in range(repeats):
         rng = random.Random(seed)
         words = [rng.randrange(vocabulary) for _ in range(400)]
         prompt = [words[int(rng.random() ** 2 * 400)] for _ in range(length)]
-        drafter = AdaptiveDrafter({"budget": False}, vocabulary, compiled=not pure)
+        drafter = AdaptiveDrafter({"budget": False}, vocabulary)
         start = perf_counter()
         drafter.reset(prompt, words[0], frozenset())
         drafter.draft(100)
@@ -154,7 +153,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=200, help="steps per case")
     parser.add_argument("--rows", type=int, default=64, help="of adaptive; lookahead has 120")
-    parser.add_argument("--pure", action="store_true", help="the twin without numba")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
@@ -162,14 +160,13 @@ def main() -> None:
     prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
     for case in CASES:
         rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
-        measure(llm, prompts[:1], case, rows, 1, args.pure)  # compiles, or loads what was compiled
-        found = measure(llm, prompts, case, rows, args.steps, args.pure)
+        measure(llm, prompts[:1], case, rows, 1)  # compiles, or loads what was compiled
+        found = measure(llm, prompts, case, rows, args.steps)
         if not found:
             print(f"{case}: no step had {rows} rows")
             continue
         record: dict[str, Any] = {
             "case": case,
-            "twin": "pure" if args.pure else "compiled",
             "rows": rows,
             "steps": len(found),
             "model": llm.name,
@@ -185,7 +182,7 @@ def main() -> None:
                 record[f"{name}_{clock}_us"] = round(statistics.median(values) * 1e6, 1)
                 record[f"{name}_{clock}_p10_us"] = round(sorted(values)[len(values) // 10] * 1e6, 1)
         if case != "lookahead":
-            record["prompt_2000_us"] = round(prompt_cost(llm.vocabulary, args.pure) * 1e6)
+            record["prompt_2000_us"] = round(prompt_cost(llm.vocabulary) * 1e6)
         record |= environment()
         if args.json:
             print(json.dumps(record))
