@@ -129,13 +129,14 @@ def _adaptive_state(config: Any, warm: bool, old: Any) -> Any:
 
 def _step_times(subject: Subject) -> Any:
     """What steps cost here: kept ones, or measured now."""
-    from ..drafters.adaptive import measure_times, rehearse, times_for
+    from ..drafters.adaptive import measure_times, times_for, warm_up
 
     if subject.model is not None:
         path = subject.target.path
         return times_for(subject.model, path, lambda: subject.target)
-    rehearse(subject.target, subject.vocabulary)
-    return measure_times(subject.target, subject.vocabulary)
+    times = measure_times(subject.target, subject.vocabulary)
+    warm_up(subject.target, subject.vocabulary, times)
+    return times
 
 
 #: Methods that keep state -> (settings, warm, the state so far or None) -> what ``make_drafter`` takes as ``pool``.

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
-from .budget import StepTimes
 from .config import AdaptiveConfig
+from .step_times import StepTimes
 from .suffix import SHIFT
 from .twins import Twins
 
