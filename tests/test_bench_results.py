@@ -109,7 +109,7 @@ def test_nothing_to_plot(tmp_path):
 def test_step_costs_and_their_floors(path, monkeypatch):
     monkeypatch.setattr(step_cost, "timed", lambda call, *args, **more: (call(), call(), 0.01)[2])
     model = ModelUnderTest.of(LLM(tiny_model()), path=path)
-    records = step_cost.measure(model, contexts=(16, 32, 100_000), rows=(1, 8))
+    records = step_cost.measure(model, (16, 32, 100_000), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]
     for r in records:
         assert r["step_ms"] == pytest.approx(10.0)
@@ -173,12 +173,12 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     model = ModelUnderTest.of(LLM(tiny_model(), Words()))
     monkeypatch.setattr(bench, "load_model", lambda *args, **keywords: model)
     words = ["--method", "hf-greedy,lookahead:4,3,4", "--limit", 2, "--max-new-tokens", 12, "--repeats", 1,
-             "--out", tmp_path, "--spec-bench"]  # fmt: skip
+             "--out", tmp_path]  # fmt: skip
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert "lookahead:4,3,4" in done.output
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"records.jsonl", "summary.md", "step-time.png", "spec-bench-hf-greedy.jsonl"} <= names
+    assert {"records.jsonl", "summary.md", "step-time.png"} <= names
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 4
     assert all(row["equal"] for row in rows)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import Target
-
-if TYPE_CHECKING:
-    from ..engine import LLM
+from ..engine import LLM, load
 
 UNLIMITED = 1 << 30
 
@@ -41,16 +39,9 @@ class ModelUnderTest:
     @classmethod
     def of(cls, llm: LLM, draft_model: Any = None, path: str = "auto") -> ModelUnderTest:
         """What ``lookahead.load`` gave, with a target of the given path (see ``LLM.target``)."""
-        return cls(
-            name=llm.name,
-            target=llm.target(path),
-            model=llm.model,
-            tokenizer=llm.tokenizer,
-            eos=llm.eos,
-            max_positions=llm.context or UNLIMITED,
-            draft_model=draft_model,
-            dtype=str(llm.model.dtype).removeprefix("torch."),
-        )
+        longest = llm.context or UNLIMITED
+        target = llm.target(path)
+        return cls(llm.name, target, llm.model, llm.tokenizer, llm.eos, longest, draft_model, llm.dtype)
 
 
 def load_model(
@@ -66,12 +57,8 @@ def load_model(
     Raises:
         SettingsError: whatever of this cannot be honoured.
     """
-    from ..engine import load
-
     llm = load(model, dtype=dtype, threads=threads, device=device)
-    if (
-        model is not None and Path(model).exists()
-    ):  # a directory says nothing on another machine, its last part does
-        llm.name = Path(model).resolve().name
+    if model is not None and Path(model).exists():
+        llm.name = Path(model).resolve().name  # the whole path says nothing on another machine
     draft = None if draft_model is None else load(draft_model, dtype=dtype, device=device).model
     return ModelUnderTest.of(llm, draft, path)

@@ -56,9 +56,7 @@ def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
 
 def label(axes: Any, title: str, x: str, y: str = "", legend: bool = True) -> None:
     """Title, axes with their units, and a legend."""
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(title=title, xlabel=x, ylabel=y)
     if legend:
         axes.legend(fontsize=8)
 
@@ -88,7 +86,7 @@ def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
     for record in sorted(records, key=lambda r: r["repeat"]):
         state = f" ({record['state']})" if record["state"] else ""
         groups[record["method"] + state].append(record)
-    return dict(groups)
+    return groups
 
 
 def tokens_per_second(records: Sequence[Record]) -> Any:
@@ -101,12 +99,10 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     for place, line in enumerate(lines):
         figures, same = line.all, line.all.equal == line.all.compared
         shade = COLOURS[names.index(line.label) % len(COLOURS)]
-        hatch = None if same else "///"
-        axes.barh(place, figures.rate, color=shade, edgecolor="white", hatch=hatch, height=0.72)
+        axes.barh(place, figures.rate, 0.72, color=shade, edgecolor="white", hatch=None if same else "///")
         axes.plot([figures.rate_low, figures.rate_high], [place, place], color="#888888", linewidth=1.2)
-        end = (max(figures.rate, figures.rate_high), place)
-        offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        axes.annotate(f"{figures.rate:.0f}", end, **offset)
+        end = (figures.rate_high, place)
+        axes.annotate(f"{figures.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
         unequal = "" if same else f", {figures.equal} of {figures.compared} equal"
         labels.append(f"{line.workload}: " * several + line.label + unequal)
     axes.set_yticks(range(len(lines)), labels)
@@ -139,26 +135,18 @@ def step_time(records: Sequence[Record]) -> Any:
 
 
 def acceptance(records: Sequence[Record]) -> Any:
-    """Share of steps that accepted at least 1, 2, 3, ... drafted tokens; None where none did."""
+    """Share of steps that accepted at least 1, 2, 3, ... drafted tokens."""
     figure, axes = new_figure()
-    drawn = 0
-    for name, group in by_method(records).items():
+    for index, (name, group) in enumerate(by_method(records).items()):
         sizes = [tokens for record in group for tokens in record["step_tokens"]]
-        if max(sizes, default=1) > 1:
-            depths = range(1, min(max(sizes), 17))
-            shares = [sum(size > depth for size in sizes) / len(sizes) * 100 for depth in depths]
-            axes.plot(depths, shares, label=name, **colour(drawn))
-            drawn += 1
-    if not drawn:
-        return None
+        depths = range(1, min(max(sizes, default=1), 17))
+        shares = [sum(size > depth for size in sizes) / len(sizes) * 100 for depth in depths]
+        if shares:
+            axes.plot(depths, shares, label=name, **colour(index))
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    label(
-        axes,
-        "Acceptance by position",
-        "position in the draft (tokens after the root)",
-        "steps that accepted it (%)",
-    )
+    place = "position in the draft (tokens after the root)"
+    label(axes, "Acceptance by position", place, "steps that accepted it (%)", legend=axes.has_data())
     return figure
 
 
@@ -182,16 +170,13 @@ def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path],
     Raises:
         SettingsError: no records, a line that is not one, or matplotlib is missing.
     """
-    records = Records(folder)
-    same, others = newest_setup(records.read())
+    same, others = newest_setup(Records(folder).read())
     measured = [record for record in same if "skipped" not in record and record["steps"]]
     if not measured:
         raise SettingsError(
-            f"{records.path} holds no measured record; run `lookahead bench --out {folder}` first"
+            f"{Records(folder).path} holds no measured record; run `lookahead bench --out {folder}` first"
         )
-    written = []
+    written: list[Path] = []
     for name, draw in FIGURES.items():
-        figure = draw(measured)
-        if figure is not None:
-            written += save(figure, Path(out or folder) / name, describe(measured[-1]))
+        written += save(draw(measured), Path(out or folder) / name, describe(measured[-1]))
     return written, others

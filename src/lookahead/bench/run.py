@@ -8,15 +8,15 @@ the machine hits all alike. Before that, each method decodes one prompt that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
-from ..core import SettingsError
+import torch
+
 from ..core.stats import first_divergence
-from .methods import PLAIN, Method, Outcome, RunOptions, make_methods
+from .methods import PLAIN, Method, RunOptions, make_methods
 from .model import ModelUnderTest, load_model
-from .record import SCHEMA, Record, Records, environment, key_of, load_average
+from .record import Record, Records, environment, key_of, load_average
 from .workloads import Prompt
 
 #: told (records finished, records in all, what comes next)
@@ -45,20 +45,7 @@ def run(
     Raises:
         SettingsError: an unknown method, or one that lacks what it needs.
     """
-    model = model if model is not None else load_model()
-    options = options if options is not None else RunOptions()
-    made: list[Method] = []
-    for one in dict.fromkeys([PLAIN, *methods]):
-        made += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
-    several = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-    show = progress or (lambda done, total, what: None)
-    return _Run(model, made, several, options, records, show).all()
-
-
-def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(str(number), "prompts", (prompt,))
-    return prompt if isinstance(prompt, Prompt) else Prompt(str(number), "tokens", ("",), ids=tuple(prompt))
+    return _Run(model or load_model(), methods, prompts, options or RunOptions(), records, progress).all()
 
 
 def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
@@ -67,126 +54,95 @@ def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
     return len(set(grams)) == len(grams)
 
 
-@dataclass
-class _Run:
-    model: ModelUnderTest
-    methods: list[Method]
-    prompts: list[Prompt]
-    options: RunOptions
-    records: Records | None
-    progress: Progress
+def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(str(number), "prompts", (prompt,))
+    return prompt if isinstance(prompt, Prompt) else Prompt(str(number), "tokens", ("",), ids=tuple(prompt))
 
-    def __post_init__(self) -> None:
-        model, options = self.model, self.options
-        self.common: dict[str, Any] = {
-            "model": model.name,
-            "dtype": model.dtype,
-            "path": model.target.path,
-            **environment(),
-            "options": {
-                name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")
-            },
-        }
+
+class _Run:
+    """One call of ``run``; its arguments, and where it is."""
+
+    def __init__(
+        self,
+        model: ModelUnderTest,
+        methods: Sequence[str | Method],
+        prompts: Iterable[Prompt | str | Sequence[int]],
+        options: RunOptions,
+        records: Records | None,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.options, self.records = model, options, records
+        self.methods: list[Method] = []
+        for one in dict.fromkeys([PLAIN, *methods]):
+            self.methods += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
+        self.prompts = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
+        self.total = sum(len(p.turns) for p in self.prompts) * len(self.methods) * options.repeats
+        self.progress = progress or (lambda done, total, what: None)
+        told = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
+        setup = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": told}
+        self.common: Record = setup | environment()
+        self.done = {record["key"]: record for record in records.read()} if records else {}
         self.result: list[Record] = []
-        self.done = {record["key"]: record for record in self.records.read()} if self.records else {}
-        self.keys = {
-            (repeat, number, turn, method): self._key(number, turn, method, repeat)
-            for repeat in range(options.repeats)
-            for number, prompt in enumerate(self.prompts)
-            for turn in range(len(prompt.turns))
-            for method in self.methods
-        }
-        #: (repeat, workload, method) of which any record is missing
-        self.incomplete = {
-            (repeat, self.prompts[number].workload, method)
-            for (repeat, number, _, method), key in self.keys.items()
-            if key not in self.done
-        }
+        self.warmed_up = False
+        #: What a warm method must still decode before its next record: prompts whose records were there already.
+        self.unseen: dict[Method, list[list[int]]] = {}
 
     def all(self) -> list[Record]:
-        self._warm_up()
         for repeat in range(self.options.repeats):
+            workload = None
             for number, prompt in enumerate(self.prompts):
-                # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
-                if not number or prompt.workload != self.prompts[number - 1].workload:
-                    for method in self.methods:
-                        method.forget()
-                self._prompt(number, repeat)
-        self.progress(len(self.keys), len(self.keys), "")
+                if prompt.workload != workload:
+                    # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
+                    self._forget()
+                    workload = prompt.workload
+                self._prompt(number, prompt, repeat)
+        self.progress(self.total, self.total, "")
         return self.result
 
-    def _tokens(self, prompt: Prompt, answers: list[str]) -> list[int]:
-        if prompt.ids is None and self.model.tokenizer is None:
-            raise SettingsError("texts need a tokenizer, and the model has none; pass token ids")
-        return prompt.tokens(self.model.tokenizer, answers)
+    def _forget(self) -> None:
+        self.unseen.clear()
+        for method in self.methods:
+            method.forget()
 
-    def _too_long(self, tokens: list[int]) -> bool:
-        return not tokens or len(tokens) + self.options.max_new_tokens > self.model.max_positions
-
-    def _warm_up(self) -> None:
-        """Each method decodes the first prompt that fits, without a record; nothing where all records are there."""
-        for prompt in self.prompts:
-            tokens = self._tokens(prompt, [])
-            if self._too_long(tokens) or not self.incomplete:
-                continue
-            for method in self.methods:
-                self.progress(0, len(self.keys), f"warm-up: {method.label}")
-                method.decode(self.model, tokens, self.options)
-            return
-
-    def _key(self, number: int, turn: int, method: Method, repeat: int) -> str:
-        prompt, seen = self.prompts[number], None
-        if method.state == "warm":  # the prompts before this one, in order
-            seen = [(p.id, p.ids) for p in self.prompts[:number] if p.workload == prompt.workload]
-        return key_of(
-            {
-                **self.common,
-                "prompt": [
-                    prompt.workload,
-                    prompt.id,
-                    prompt.ids,
-                    prompt.plain,
-                    prompt.turns,
-                    prompt.history,
-                ],
-                "turn": turn,
-                "method": [method.label, method.state, method.settings],
-                "repeat": repeat,
-                "earlier": seen,
-            }
-        )
-
-    def _prompt(self, number: int, repeat: int) -> None:
-        prompt, answers = self.prompts[number], list[str]()
+    def _prompt(self, number: int, prompt: Prompt, repeat: int) -> None:
+        answers: list[str] = []
         plain, *others = self.methods
         shift = (number + repeat) % max(1, len(others))
         for turn in range(len(prompt.turns)):
-            tokens = self._tokens(prompt, answers)
+            tokens = prompt.tokens(self.model.tokenizer, answers)
             reference: list[int] | None = None
             for method in [plain, *others[shift:], *others[:shift]]:
-                what = f"{prompt.id}, {method.label} {method.state}"
-                self.progress(len(self.result), len(self.keys), what)
-                key = self.keys[repeat, number, turn, method]
+                self.progress(len(self.result), self.total, f"{prompt.id}, {method.label} {method.state}")
+                key = self._key(number, turn, method, repeat)
                 record = self.done.get(key)
                 if record is None:
-                    record = {"schema": SCHEMA, "key": key, "repeat": repeat, "turn": turn}
-                    record |= self._measure(prompt, turn, tokens, method, reference)
+                    record = {"schema": 1, "key": key, "repeat": repeat, "turn": turn}
+                    record |= self._measure(prompt, tokens, method, reference)
+                    if turn == len(prompt.turns) - 1:
+                        record["reference"] = prompt.reference
                     if self.records is not None:
                         self.records.append(record)
-                elif (repeat, prompt.workload, method) in self.incomplete and method.state == "warm":
-                    method.decode(
-                        self.model, tokens, self.options
-                    )  # for the state that later prompts must find
+                elif method.state == "warm" and "skipped" not in record:
+                    self.unseen.setdefault(method, []).append(tokens)
                 self.result.append(record)
                 if method is plain:
                     reference = record.get("tokens", [])
                     answers.append(record.get("text", ""))
 
+    def _key(self, number: int, turn: int, method: Method, repeat: int) -> str:
+        prompt, earlier = self.prompts[number], None
+        if method.state == "warm":
+            earlier = [(p.id, p.ids) for p in self.prompts[:number] if p.workload == prompt.workload]
+        settings = [method.label, method.state, method.settings]
+        return key_of(self.common, asdict(prompt), turn, settings, repeat, earlier)
+
     def _measure(
-        self, prompt: Prompt, turn: int, tokens: list[int], method: Method, reference: list[int] | None
+        self, prompt: Prompt, tokens: list[int], method: Method, reference: list[int] | None
     ) -> Record:
         """The record of one text, decoded now; ``reference`` is plain decoding's, None where this is it."""
-        record = {
+        model, options = self.model, self.options
+        record: Record = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "workload": prompt.workload,
             "prompt": prompt.id,
@@ -198,23 +154,18 @@ class _Run:
             "load": load_average(),
             "prompt_tokens": len(tokens),
         }
-        if self._too_long(tokens):
-            why = (
-                f"{len(tokens)} prompt tokens and {self.options.max_new_tokens} new ones do not fit in "
-                f"{self.model.max_positions} positions"
+        if not tokens or len(tokens) + options.max_new_tokens > model.max_positions:
+            record["skipped"] = (
+                f"{len(tokens)} prompt tokens and {options.max_new_tokens} new ones do not fit in "
+                f"{model.max_positions} positions"
             )
-            return {**record, "skipped": why}
-        outcome = method.decode(self.model, tokens, self.options)
-        record |= self._figures(outcome)
-        plain = outcome.tokens if reference is None else reference
-        record |= self._parity(method, tokens, outcome.tokens, plain)
-        if turn == len(prompt.turns) - 1:
-            record["reference"] = prompt.reference
-        return record
-
-    def _figures(self, outcome: Outcome) -> Record:
-        tokenizer, stats = self.model.tokenizer, outcome.stats
-        return {
+            return record
+        self._prepare(method, tokens)
+        outcome = method.decode(model, tokens, options)
+        stats, text = outcome.stats, ""
+        if model.tokenizer is not None:
+            text = model.tokenizer.decode(outcome.tokens, skip_special_tokens=True)
+        record |= {
             "new_tokens": len(outcome.tokens),
             "prefill_tokens": outcome.prefill_tokens,
             "steps": stats.steps,
@@ -230,17 +181,28 @@ class _Run:
             "step_ms": [round(seconds * 1e3, 4) for seconds in outcome.step_seconds],
             "drafter": dict(stats.drafter),
             "tokens": outcome.tokens,
-            "text": tokenizer.decode(outcome.tokens, skip_special_tokens=True) if tokenizer else "",
+            "text": text,
         }
+        plain = outcome.tokens if reference is None else reference
+        return record | self._equality(method, tokens, outcome.tokens, plain)
 
-    def _parity(self, method: Method, prompt: list[int], tokens: list[int], plain: list[int]) -> Record:
+    def _prepare(self, method: Method, tokens: list[int]) -> None:
+        """Before anything is measured each method decodes once; a warm one also what it has missed."""
+        if not self.warmed_up:
+            for each in self.methods:
+                self.progress(len(self.result), self.total, f"warm-up: {each.label}")
+                each.decode(self.model, tokens, self.options)
+                each.forget()
+            self.warmed_up = True
+        for earlier in self.unseen.pop(method, []):
+            method.decode(self.model, earlier, self.options)
+
+    def _equality(self, method: Method, prompt: list[int], tokens: list[int], plain: list[int]) -> Record:
         """Whether the text equals that of plain decoding; where not, how near a tie the model was."""
         if not method.comparable(self.options):
             return {"equal": None, "first_divergence": None, "logit_gap": None}
         place, gap = first_divergence(tokens, plain), None
         if place is not None and place < min(len(tokens), len(plain)) and self.model.model is not None:
-            import torch
-
             ids = torch.tensor([prompt + plain[:place]], device=self.model.model.device)
             with torch.no_grad():
                 row = self.model.model(input_ids=ids, use_cache=False).logits[0, -1].float()

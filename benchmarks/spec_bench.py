@@ -3,20 +3,23 @@
 One file per method, one row per question: ``choices`` with ``turns``, ``decoding_steps``, ``new_tokens``,
 ``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). Their counter
 is kept: steps and times include the prefill, whose token counts as accepted by it.
+
+    python benchmarks/spec_bench.py DIR     a folder that `lookahead bench --workload spec-bench --out DIR` wrote
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..core.records import RecordWriter
-from .pictures import by_method
-from .record import Record
+from lookahead.bench.pictures import by_method
+from lookahead.bench.record import Record, Records, newest_setup
+from lookahead.core.records import RecordWriter
 
 
 def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -62,3 +65,9 @@ def write_answers(records: Sequence[Record], folder: Path) -> list[Path]:
             for row in rows(group):
                 writer.write(row)
     return written
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for answers in write_answers(newest_setup(Records(folder).read())[0], folder):
+        print(answers)
