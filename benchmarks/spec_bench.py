@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.pictures import by_method
 from lookahead.bench.record import Record, Records, newest_setup
 from lookahead.core.records import RecordWriter
 
@@ -59,7 +58,10 @@ def _choice(index: int, turns: list[Record]) -> dict[str, Any]:
 def write_answers(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write ``spec-bench-METHOD.jsonl`` for every method. Returns the files."""
     written = []
-    for name, group in by_method(records).items():
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda r: r["repeat"]):
+        groups[f"{record['method']}-{record['state']}"].append(record)
+    for name, group in groups.items():
         written.append(folder / f"spec-bench-{re.sub('[^A-Za-z0-9.-]+', '-', name).strip('-')}.jsonl")
         with RecordWriter(written[-1]) as writer:
             for row in rows(group):

@@ -35,23 +35,14 @@ LOOKUP_TOKENS = 10
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How every method decodes.
+    """How every method decodes."""
 
-    Attributes:
-        max_new_tokens: at most so many tokens, at least 1.
-        temperature: 0 is greedy; otherwise tokens are drawn.
-        top_k: draw among the k likeliest only; 0 for all.
-        seed: of the draws.
-        repeats: how often every prompt is decoded.
-        warm: also measure methods that keep state with the state of the earlier prompts.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    repeats: int = 1
-    warm: bool = True
+    max_new_tokens: int = 128  # at least 1
+    temperature: float = 0.0  # 0 is greedy; otherwise tokens are drawn
+    top_k: int = 0  # draw among the k likeliest only; 0 for all
+    seed: int = 0  # of the draws
+    repeats: int = 1  # how often every prompt is decoded
+    warm: bool = True  # also measure methods that keep state with the state of the earlier prompts
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
@@ -63,20 +54,15 @@ class RunOptions:
 class Outcome:
     """One text, and what it cost.
 
-    Attributes:
-        tokens: the new tokens.
-        stats: the counts. Of Hugging Face's methods they hold the steps only: tokens that a prefill gives beyond
-            the first one, because it verified a draft too, are not in them.
-        prefill_tokens: how many of the tokens the prefill gave.
-        prefill_seconds: until those were there.
-        step_tokens, step_rows, step_seconds: per step.
+    The counts of Hugging Face's methods hold the steps only: tokens that a prefill gives beyond the first one,
+    because it verified a draft too, are not in ``stats``.
     """
 
-    tokens: list[int]
+    tokens: list[int]  # the new ones
     stats: Stats
-    prefill_tokens: int
-    prefill_seconds: float
-    step_tokens: list[int] = field(default_factory=list)
+    prefill_tokens: int  # how many of the tokens the prefill gave
+    prefill_seconds: float  # until those were there
+    step_tokens: list[int] = field(default_factory=list)  # per step, as the next two
     step_rows: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
 
@@ -118,17 +104,11 @@ def timed_decode(target: Target, request: Request) -> Outcome:
 
 
 class Method(ABC):
-    """Decodes one prompt after the other.
+    """Decodes one prompt after the other."""
 
-    Attributes:
-        label: name with its settings.
-        state: "cold" or "warm" where the method keeps state, else "".
-        settings: for the records.
-    """
-
-    label: str
-    state: str = ""
-    settings: dict[str, Any]
+    label: str  # name with its settings
+    state: str = ""  # "cold" or "warm" where the method keeps state
+    settings: dict[str, Any]  # for the records
 
     @abstractmethod
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:

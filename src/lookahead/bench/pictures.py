@@ -7,10 +7,8 @@ too, so that a grey copy can be read.
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ..core import SettingsError
@@ -80,15 +78,6 @@ def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
     return written
 
 
-def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by legend name, in the order of their first appearance."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: r["repeat"]):
-        state = f" ({record['state']})" if record["state"] else ""
-        groups[record["method"] + state].append(record)
-    return groups
-
-
 def tokens_per_second(records: Sequence[Record]) -> Any:
     """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
     lines = [line for line in summarise(records).lines if line.all.rate == line.all.rate]
@@ -114,51 +103,8 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     return figure
 
 
-def step_time(records: Sequence[Record]) -> Any:
-    """Median time of a step against its rows: where the line is flat, rows are free on this machine."""
-    figure, axes = new_figure()
-    widest = 1
-    for index, (name, group) in enumerate(by_method(records).items()):
-        times: dict[int, list[float]] = defaultdict(list)
-        for record in group:
-            for rows, milliseconds in zip(record["step_rows"], record["step_ms"], strict=True):
-                times[rows].append(milliseconds)
-        points = {rows: median(values) for rows, values in sorted(times.items()) if len(values) >= 3}
-        if points:
-            axes.plot([*points], [*points.values()], label=name, linestyle="", alpha=0.8, **colour(index))
-            widest = max(widest, *points)
-    axes.set_ylim(bottom=0)
-    powers_of_two(axes, [2**power for power in range((widest - 1).bit_length() + 1)])
-    title = "Step time against rows: which rows are free here"
-    label(axes, title, "rows of the step", "time of the step (ms, median)")
-    return figure
-
-
-def acceptance(records: Sequence[Record]) -> Any:
-    """Share of steps that accepted at least 1, 2, 3, ... drafted tokens."""
-    figure, axes = new_figure()
-    for index, (name, group) in enumerate(by_method(records).items()):
-        sizes = [tokens for record in group for tokens in record["step_tokens"]]
-        depths = range(1, min(max(sizes, default=1), 17))
-        shares = [sum(size > depth for size in sizes) / len(sizes) * 100 for depth in depths]
-        if shares:
-            axes.plot(depths, shares, label=name, **colour(index))
-    axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    place = "position in the draft (tokens after the root)"
-    label(axes, "Acceptance by position", place, "steps that accepted it (%)", legend=axes.has_data())
-    return figure
-
-
-FIGURES: Mapping[str, Callable[[Sequence[Record]], Any]] = {
-    "tokens-per-second": tokens_per_second,
-    "step-time": step_time,
-    "acceptance": acceptance,
-}
-
-
 def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path], int]:
-    """Draw everything that the records of a folder allow.
+    """Draw the speeds that the records of a folder say.
 
     Args:
         folder: with ``records.jsonl``.
@@ -176,7 +122,5 @@ def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path],
         raise SettingsError(
             f"{Records(folder).path} holds no measured record; run `lookahead bench --out {folder}` first"
         )
-    written: list[Path] = []
-    for name, draw in FIGURES.items():
-        written += save(draw(measured), Path(out or folder) / name, describe(measured[-1]))
-    return written, others
+    figure = tokens_per_second(measured)
+    return save(figure, Path(out or folder) / "tokens-per-second", describe(measured[-1])), others

@@ -25,29 +25,19 @@ NAN = float("nan")
 
 @dataclass(slots=True)
 class Figures:
-    """One method, in one state, on one set of prompts. A figure that cannot be had is NaN.
+    """One method, in one state, on one set of prompts. A figure that cannot be had is NaN."""
 
-    Attributes:
-        texts: records.
-        rate, rate_low, rate_high: tokens per second: median, least and largest over repeats.
-        total, per_prompt: speed-up of totals, and the geometric mean of that per prompt.
-        s_steps, s_passes: compression ratio.
-        rows: rows per step.
-        prefill: median seconds of a prefill.
-        equal, compared: texts equal to plain decoding, of how many.
-    """
-
-    texts: int = 0
-    rate: float = NAN
+    texts: int = 0  # records
+    rate: float = NAN  # tokens per second, median over repeats; then least and largest
     rate_low: float = NAN
     rate_high: float = NAN
-    total: float = NAN
-    per_prompt: float = NAN
-    s_steps: float = NAN
+    total: float = NAN  # speed-up of totals
+    per_prompt: float = NAN  # geometric mean of that per prompt
+    s_steps: float = NAN  # compression ratio, as the next one
     s_passes: float = NAN
-    rows: float = NAN
-    prefill: float = NAN
-    equal: int = 0
+    rows: float = NAN  # per step
+    prefill: float = NAN  # seconds, median
+    equal: int = 0  # texts equal to plain decoding
     compared: int = 0
 
 

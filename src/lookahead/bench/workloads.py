@@ -26,27 +26,16 @@ Reader = Callable[[Row, int], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, or a conversation of several turns.
+    """One prompt, or a conversation of several turns."""
 
-    Attributes:
-        id: unique within the workload.
-        workload: its name.
-        turns: what the user says, turn by turn; the answers in between are the target's own.
-        plain: the first turn for a model without a chat template; ``turns[0]`` where None.
-        category: for workloads made of several kinds.
-        reference: a text to compare the last answer with, where there is one.
-        history: messages before the first turn (a system message, say).
-        ids: the only turn as token ids, where there is no text.
-    """
-
-    id: str
+    id: str  # unique within the workload
     workload: str
-    turns: tuple[str, ...]
-    plain: str | None = None
-    category: str = ""
-    reference: str | None = None
-    history: tuple[Mapping[str, str], ...] = ()
-    ids: tuple[int, ...] | None = None
+    turns: tuple[str, ...]  # what the user says, turn by turn; the answers in between are the target's own
+    plain: str | None = None  # the first turn for a model without a chat template; ``turns[0]`` where None
+    category: str = ""  # for workloads made of several kinds
+    reference: str | None = None  # a text to compare the last answer with, where there is one
+    history: tuple[Mapping[str, str], ...] = ()  # messages before the first turn (a system message, say)
+    ids: tuple[int, ...] | None = None  # the only turn as token ids, where there is no text
 
     def tokens(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the turn that follows ``answers``, by the chat template where there is one.

@@ -60,13 +60,11 @@ METHOD = (
 )
 
 
-def _load(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> ModelUnderTest:
+def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
     from ..bench import load_model
 
     quiet()
-    name = None if load.path_or_id is None else str(load.path_or_id)
-    device = None if load.device is None else str(load.device)
-    return load_model(name, dtype, load.threads, draft_model, device, path)
+    return load_model(**(load.keywords() | more), path=path)
 
 
 def command_line(words: list[str] | None = None, program: str = "lookahead") -> str:
@@ -128,7 +126,7 @@ def measure(
     names = split_methods(method) if method else default_methods()
     workloads = workload or ["stdlib"]
     prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed, data)]
-    loaded = _load(load, path, str(load.dtype), draft_model)
+    loaded = _load(load, path, draft_model=draft_model)
     for name in names:
         make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
@@ -153,7 +151,7 @@ def plot_records(
     ],
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
-    """Draw the records of a folder: speed, step time by rows, acceptance by position."""
+    """Draw the records of a folder: speed by method."""
     from ..bench import plot
 
     written, others = plot(folder, out)
@@ -184,7 +182,7 @@ def step_cost(
     sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
     with progress_bar() as progress:
         for one in dtype.split(","):
-            records += cost.measure(_load(load, path, one.strip()), *sizes, progress)
+            records += cost.measure(_load(load, path, dtype=one.strip()), *sizes, progress)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
