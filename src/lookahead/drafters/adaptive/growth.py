@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .arrays import Calibration, Rules, Sources, Tree
 from .calibration import MAX_PROBABILITY
 from .compiling import compiled, entry
@@ -43,7 +45,8 @@ def _expand(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules
             cost = probability * scale
             place = count
             while place > 0 and (
-                edges[place - 1].cost > cost or (edges[place - 1].cost == cost and edges[place - 1].token > token)
+                edges[place - 1].cost > cost
+                or (edges[place - 1].cost == cost and edges[place - 1].token > token)
             ):
                 edges[place].cost, edges[place].token = edges[place - 1].cost, edges[place - 1].token
                 place -= 1
@@ -91,9 +94,9 @@ def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) 
     """A new row; returns its depth."""
     node = tree.progress[0].rows
     row = tree.nodes[node]
-    above, depth = rules.tail[1], 0
+    above, depth = np.int64(rules.tail[1]), np.int64(0)
     if parent >= 0:
-        above, depth = tree.nodes[parent].token, tree.nodes[parent].depth + 1
+        above, depth = np.int64(tree.nodes[parent].token), np.int64(tree.nodes[parent].depth) + 1
     row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
     row.pair = above * rules.vocabulary + token
     row.asked = 0

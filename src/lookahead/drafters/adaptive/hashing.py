@@ -23,6 +23,7 @@ def new_slots(*shape: int) -> Any:
 @compiled
 def _home(slots: Any, key: int) -> int:
     """Where a key stands if nothing is in its way. No product exceeds 63 bits, as Python's numbers must not."""
+    key = np.int64(key)
     low, high = key & 0x7FFFFFFF, key >> 31
     mixed = low ^ high * 0x85EB
     mixed = (mixed ^ mixed >> 31) & 0x7FFFFFFF

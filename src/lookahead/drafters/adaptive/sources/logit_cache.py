@@ -121,7 +121,10 @@ def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entr
             continue
         place = min(kept, SAMPLED_PROPOSALS - 1)
         while place > 0 and score > proposals[place - 1].score:
-            proposals[place].score, proposals[place].token = proposals[place - 1].score, proposals[place - 1].token
+            proposals[place].score, proposals[place].token = (
+                proposals[place - 1].score,
+                proposals[place - 1].token,
+            )
             place -= 1
         proposals[place].score, proposals[place].token = score, token
         kept = min(kept + 1, SAMPLED_PROPOSALS)
@@ -244,7 +247,7 @@ class LogitCache:
             self._unseen = self.arrays.keys.shape[1] - used - rows
 
     def make_room(self, entries: int, width: int) -> None:
-        """Move to memory for so many entries of so many tokens, unless there is as much; entries keep their numbers."""
+        """Move to memory for so many entries of so many tokens, unless it is there; entries keep their numbers."""
         old = self.arrays
         room = max(old.keys.shape[1], 1 << (entries - 1).bit_length())
         if room == old.keys.shape[1] and width <= self.width:
@@ -254,7 +257,10 @@ class LogitCache:
             span = old.spans[order]
             numbers = np.arange(span["oldest"], span["newest"])
             before, now = numbers & old.keys.shape[1] - 1, numbers & room - 1
-            new.keys[order, now], new.origins[order, now] = old.keys[order, before], old.origins[order, before]
+            new.keys[order, now], new.origins[order, now] = (
+                old.keys[order, before],
+                old.origins[order, before],
+            )
             new.ids[order, now], new.odds[order, now] = -1, np.nan
             new.ids[order, now, : old.ids.shape[2]] = old.ids[order, before]
             new.odds[order, now, : old.ids.shape[2]] = old.odds[order, before]
