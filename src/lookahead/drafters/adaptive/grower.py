@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Scores, TokenTree
-from .arrays import ANSWERS, BESIDE, Rules, Sources, Step, new_tree
+from .arrays import ANSWERS, BESIDE, Calibration, Rules, Sources, Step, Tree, new_tree
 from .config import AdaptiveConfig
 from .growth import DONE, HASTE, grow
 from .learning import CREDITED, study
@@ -92,7 +92,7 @@ class Grower:
         """The last step's answers say nothing of the next position."""
         self._answers[:] = -1
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _arguments(self) -> tuple[Tree, Sources, Calibration, Rules]:
         reader, corpus, use = self.reader, self.corpus, self.sources
         texts = (
             reader.text if reader is not None else NO_TEXT,
