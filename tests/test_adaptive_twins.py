@@ -80,7 +80,7 @@ class Recorded(AdaptiveDrafter):
 
     def draft(self, *arguments):
         tree = super().draft(*arguments)
-        self.trees.append((tree.tokens[:], tree.parents[:], self._grower.probabilities[:]))
+        self.trees.append((tree.tokens[:], tree.parents[:], self.estimates))
         return tree
 
 
@@ -175,7 +175,7 @@ def test_with_a_budget_and_fewer_rows_midway():
     for drafter in drafters:
         drafter.reset(text, 1, frozenset())
         drafter.draft(0)
-    pure, fast = (drafter._grower for drafter in drafters)
+    pure, fast = (drafter._phase.grower for drafter in drafters)
     for rows, depth, bound in (
         (64, 9, stop),
         (64, 9, None),
