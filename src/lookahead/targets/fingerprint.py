@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ def _look_at(module: nn.Module, found: list[Any], seen: set[int]) -> None:
             if tensor is not None:
                 version = 0 if tensor.is_inference() else tensor._version
                 found += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
-    found += [value for value in attributes.values() if isinstance(value, PLAIN)]
+    found += [value for value in attributes.values() if type(value) in PLAIN]
     for child in module._modules.values():
         if child is not None:
             _look_at(child, found, seen)

@@ -40,11 +40,6 @@ class Verdict:
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, Verdict]] = weakref.WeakKeyDictionary()
 
 
-def forget(model: PreTrainedModel) -> None:
-    """Compile anew at the next call."""
-    _known.pop(model, None)
-
-
 def compiled_path(
     model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]
 ) -> Verdict:
