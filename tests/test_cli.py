@@ -495,7 +495,7 @@ def test_doctor(model):
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert report["machine"]["torch_capability"]
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
-    assert report["model"]["path"] in ("lean", "transformers")
+    assert report["model"]["path"] in ("cpu", "transformers")
     code, out, _ = call("doctor", model)
     assert code == 0
     assert "probe reason" in out

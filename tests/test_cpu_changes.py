@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -104,13 +104,13 @@ def test_a_model_that_is_left_alone_is_compiled_once() -> None:
 
 
 @pytest.fixture
-def merged() -> Iterator[torch.nn.Module]:
+def merged() -> torch.nn.Module:
     """A model as after merging an adapter, which writes to ``weight.data``."""
     model = tiny_model("llama", seed=3, initializer_range=0.05)
     assert make_target(model).path == "cpu"
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1
-    yield model
+    return model
 
 
 def test_weights_written_behind_torchs_back_need_refresh(merged: torch.nn.Module) -> None:

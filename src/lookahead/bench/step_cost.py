@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -193,16 +192,15 @@ def _step(subject: Subject, context: int, k: int) -> tuple[float, float, float]:
     try:
         with _watched(_linears(subject), keep):
             one()
-        # The pass itself is the model's, or that of the lean twin of its weights.
-        with _watched(
-            [(target.lean, "run") if hasattr(target, "lean") else (subject.model, "forward")], clock
-        ):
+        # The pass itself is the model's, or that of its compiled form.
+        compiled = getattr(target, "compiled", None)
+        with _watched([(subject.model, "forward") if compiled is None else (compiled, "run")], clock):
             seconds = timed(_synchronised(device, one))
     finally:
         target.release(0)
 
-    if hasattr(getattr(target, "lean", None), "shares"):  # a compiled pass has clocks of its own
-        return seconds, median(inside[1:]), median(inside[1:]) * target.lean.shares[0]
+    if compiled is not None:  # a compiled pass has clocks of its own
+        return seconds, median(inside[1:]), median(inside[1:]) * compiled.last_pass.gemm
 
     def alone() -> None:
         for call in calls:
@@ -217,14 +215,9 @@ def _step(subject: Subject, context: int, k: int) -> tuple[float, float, float]:
 
 def _linears(subject: Subject) -> list[tuple[Any, str]]:
     """(owner, method) of every linear layer that a step calls."""
-    lean = getattr(subject.target, "lean", None)
-    if lean is None:
-        return [(module, "forward") for module in _modules(subject.model)]
-    if hasattr(lean, "shares"):
+    if hasattr(subject.target, "compiled"):
         return []
-    parts = [getattr(layer, field.name) for layer in lean.layers for field in fields(layer)]
-    linears = [part for part in [*parts, lean.head] if hasattr(part, "of") and hasattr(part, "plus")]
-    return [(linear, name) for linear in linears for name in ("of", "plus")]
+    return [(module, "forward") for module in _modules(subject.model)]
 
 
 @contextmanager

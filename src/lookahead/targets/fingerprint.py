@@ -1,7 +1,7 @@
 """What can be seen cheaply of a change to a model: where its weights lie, who wrote to them, and who is called.
 
-Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no trace;
-``lookahead.refresh`` is for these.
+Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no
+trace; ``lookahead.refresh`` is for these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
 
     Setting names that begin with "_" are transformers' own; which attention is taken is looked at apart.
     """
-    found: list[Any] = [*map(id, _global_forward_hooks.values()), *map(id, _global_forward_pre_hooks.values())]
+    found: list[Any] = [
+        *map(id, _global_forward_hooks.values()),
+        *map(id, _global_forward_pre_hooks.values()),
+    ]
     config = getattr(model, "config", None)
     if config is not None:
         text = config.get_text_config(decoder=True)

@@ -58,9 +58,7 @@ def compiled_path(
     return verdict
 
 
-def _judge(
-    model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]
-) -> Verdict:
+def _judge(model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]) -> Verdict:
     try:
         compiled = compile_model(model, facts)
     except Unsupported as error:
