@@ -227,7 +227,7 @@ def _run(address: int, control: int, rank: int, size: int, arrived: int, tag: An
     raise NotImplementedError("compiled code only")
 
 
-def _run_code(address: Any, control: Any, rank: Any, size: Any, arrived: Any, tag: Any) -> Any:
+def _run_code(address, control, rank, size, arrived, tag):  # type: ignore[no-untyped-def]  # numba compares both
     run = _pass_of(_TAGS[tag])
     return lambda address, control, rank, size, arrived, tag: run(address, control, rank, size, arrived)
 

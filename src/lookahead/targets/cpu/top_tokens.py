@@ -13,7 +13,7 @@ MAX_TOP_K = 64
 
 
 @on_disk
-def _insert(ids: Any, values: Any, count: int, k: int, token: int, value: float) -> int:
+def _insert(ids: Any, values: Any, count: int, k: int, token: int, value: Any) -> int:
     """Insert into a list of at most k, largest first; what came earlier stays before its equals."""
     if count == k and not value > values[k - 1]:
         return count
