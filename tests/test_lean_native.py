@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lookahead.targets.scores import LogitsBatch
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.cpu import LeanTarget
 from lookahead.targets.factory import make_target
-from lookahead.targets.scores import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
 from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
 

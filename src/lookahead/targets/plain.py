@@ -14,21 +14,21 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import TokenTree
-from .scores import LogitsBatch, LogitsRows
-from .transformers import FAR, _memory_errors
+from .facts import max_positions, memory_errors
+from .logits import LogitsBatch, LogitsRows
 
 
 class PlainTarget:
     """Trees of one node on any causal language model. Fulfils ``lookahead.core.Target``."""
 
     path = "plain"
-    reason = ""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         self.model = model
+        self.reason = reason
         self.config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or FAR)
+        self.max_positions = max_positions(self.config)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
@@ -61,7 +61,7 @@ class PlainTarget:
             keywords["position_ids"] = torch.arange(length, length + len(tokens), device=device)[None]
         if self._takes_rows:
             keywords["logits_to_keep"] = 1
-        with _memory_errors(f"a pass of {len(tokens)} tokens"), torch.no_grad():
+        with memory_errors(f"a pass of {len(tokens)} tokens"), torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([list(tokens)], device=device), return_dict=True, **keywords
             )

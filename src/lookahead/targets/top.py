@@ -1,4 +1,4 @@
-"""The k best tokens of every row of logits in CPU memory, by numba; ``LogitsBatch`` does without where it is missing.
+"""The k best tokens of every row of logits in CPU memory, by numba.
 
 Floats are compared as whole numbers of the same order, so that one pass of vector maxima over a row is enough:
 strips of ``DEEP`` x ``LANES`` logits leave the maxima of ``LANES`` columns each, the k largest maxima bound the k
@@ -19,12 +19,16 @@ LANES, DEEP = 64, 32
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def best_of_rows(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+def top_of_rows(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (R, k) int32 and log-odds (R, k) float32 against the best, best first.
 
     Args:
-        logits: (R, V) on the CPU, of a dtype in ``BITS``, the tokens of a row side by side; V >= k >= 1.
+        logits: (R, V) on the CPU; V >= k >= 1.
     """
+    if logits.dtype not in BITS:
+        logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     rows, vocabulary = logits.shape
     ids, odds = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
     if rows:

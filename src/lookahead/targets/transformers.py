@@ -7,76 +7,19 @@ that somebody reads. A single row of a single sequence goes the model's ordinary
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..attention.register import enabled
-from ..core import OutOfMemory, SettingsError, TokenTree
-from .alibi import AlibiBias
+from ..core import SettingsError, TokenTree
 from .cache import TreeCache
-from .masks import LayerKinds, attention_masks, key_positions, stack_rows, visible
-from .scores import LogitsBatch, LogitsRows
-
-FAR = 1 << 30
-
-
-class ModelFacts:
-    """What the target must know of a model, found once.
-
-    Attributes:
-        config: the text config.
-        vocabulary: V, columns of the logits.
-        max_positions: positions the model was made for; ``FAR`` where it has no limit.
-        shapes: per layer (heads, key head size, value head size), None where a layer keeps nothing.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config = model.config.get_text_config(decoder=True)
-        self.kinds = LayerKinds.of(self.config)
-        self.alibi = AlibiBias.of(model, self.config)
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
-        self.takes_rows = "logits_to_keep" in parameters
-        self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or FAR)
-        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
-        self.shapes: list[tuple[int, int, int] | None] = []
-        self.dtype: torch.dtype = model.dtype
-        self._find_shapes(model)
-
-    def _find_shapes(self, model: PreTrainedModel) -> None:
-        """Keys and values of one token, through the model's own cache."""
-        cache = DynamicCache(config=self.config)
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-        for layer in cache.layers:
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or values is None or keys.dim() != 4:
-                self.shapes.append(None)
-                continue
-            self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
-            self.dtype = keys.dtype
-
-
-def _rope_boundary(config: Any) -> tuple[str, int]:
-    """The rotary type that depends on length, and the position from which it changes; ("", FAR) if none."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    for entry in several:
-        kind = entry.get("rope_type") or entry.get("type") or ""
-        if kind in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            if kind == "dynamic":
-                original = config.max_position_embeddings
-            return kind, int(original or config.max_position_embeddings)
-    return "", FAR
+from .facts import ModelFacts, memory_errors
+from .logits import LogitsBatch, LogitsRows
+from .masks import attention_masks, key_positions, stack_rows, visible
 
 
 class TransformersTarget:
@@ -89,10 +32,16 @@ class TransformersTarget:
     """
 
     path = "transformers"
-    reason = ""
 
-    def __init__(self, model: PreTrainedModel, facts: ModelFacts | None = None, capacity: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts | None = None,
+        capacity: int = 256,
+        reason: str = "",
+    ) -> None:
         self.model = model
+        self.reason = reason
         self.facts = facts if facts is not None else ModelFacts(model)
         self.cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
         self.lengths: dict[int, int] = {}
@@ -118,7 +67,7 @@ class TransformersTarget:
         scores = []
         for slot, prompt in prompts:
             ids = torch.tensor([list(prompt)])
-            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+            with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.place([slot], [0], len(prompt))
                 positions = torch.arange(len(prompt))[None]
                 logits = self._call(ids, positions, None, [len(prompt) - 1])
@@ -132,7 +81,7 @@ class TransformersTarget:
         alibi = self.facts.alibi
         if self.facts.rope_type and len(trees) > 1:
             self._refuse_shared_rope([slot for slot, _ in trees])
-        with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
             if alibi is not None and alibi.one_sequence_only and len(trees) > 1:
                 return [self._pass([pair])[0] for pair in trees]
             return self._pass(trees)
@@ -154,7 +103,7 @@ class TransformersTarget:
         self.cache.place(slots, lengths, rows)
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
-        dtype, device = self.model.dtype, self.model.device
+        dtype, device = self.facts.dtype, self.model.device
         alibi, mask, bias = self.facts.alibi, None, nullcontext()
         tree_attention = enabled(self.model)
         if tree_attention is not None:  # ancestor bits in place of a mask
@@ -201,25 +150,3 @@ class TransformersTarget:
         """Forget a sequence; its room is used again."""
         self._pending.pop(slot, None)
         self.lengths.pop(slot, None)
-
-
-class _memory_errors:
-    """Turn an allocator's failure into ``OutOfMemory``, which the loop knows how to answer."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        text = str(error).lower()
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-            isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-        ):
-            raise OutOfMemory(
-                f"{self.what} did not fit in memory; use a shorter prompt, fewer sequences, "
-                "a smaller dtype, or a smaller (W, N, G)"
-            ) from error

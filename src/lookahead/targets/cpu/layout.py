@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...core import TokenTree
-from ..scores import LogitsBatch
+from ..logits import LogitsBatch
 from .specs import LayerParts, LinearParts, NormParts
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core import TokenTree
-from ..scores import LogitsRows
-from ..transformers import ModelFacts, _memory_errors
+from ..facts import ModelFacts, memory_errors
+from ..logits import LogitsRows
 from .forward import LeanModel
 from .layout import Block
 
@@ -28,7 +28,7 @@ class LeanTarget:
         reason: one line that says why this path was taken.
     """
 
-    path = "lean"
+    path = "cpu"
 
     def __init__(
         self, lean: LeanModel | NativeModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
@@ -53,7 +53,7 @@ class LeanTarget:
         """Prompts one after the other, in chunks of rows."""
         scores = []
         for slot, prompt in prompts:
-            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+            with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
                 for begin in range(0, len(prompt), CHUNK):
                     tokens = list(prompt[begin : begin + CHUNK])
@@ -69,7 +69,7 @@ class LeanTarget:
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         """One pass over all trees; their rows lie behind one another, without padding."""
         total = sum(len(tree) for _, tree in trees)
-        with _memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
+        with memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
             self.cache.reserve(
                 max(slot for slot, _ in trees) + 1,
                 max(self.lengths[slot] + len(tree) for slot, tree in trees),

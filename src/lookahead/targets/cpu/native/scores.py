@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from ...scores import LogitsBatch
+from ...logits import LogitsBatch
 from . import jobs
 from .products import GROUP
 from .stages import MOST

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from lookahead.targets.scores import LogitsBatch
 
 from lookahead.targets import scores
-from lookahead.targets.scores import LogitsBatch
 
 SHAPES = [
     (1, 1, 1),

@@ -30,9 +30,10 @@ from ..attention import KERNELS, on
 from ..attention.register import TreeAttention, enabled
 from ..core import SettingsError, TokenTree
 from .cache import TreeCache
+from .facts import ModelFacts, memory_errors
+from .logits import LogitsBatch, LogitsRows
 from .norms import in_force, norms_of
-from .scores import LogitsBatch, LogitsRows
-from .transformers import ModelFacts, TransformersTarget, _memory_errors
+from .transformers import TransformersTarget
 
 #: Rows of a captured pass. Up to 64 by eights: a tile of a matrix product has 8 or 16 rows.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -89,7 +90,7 @@ class _StepLogits(LogitsBatch):
         super().__init__(logits)
         self._tokens = tokens
 
-    def _all_best(self) -> torch.Tensor:
+    def all_best(self) -> torch.Tensor:
         return self._tokens
 
 
@@ -109,7 +110,7 @@ class _Pass:
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
         self.steps = 0
 
-    def run(self, target: GraphedTarget, tree: TokenTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, target: CudaGraphTarget, tree: TokenTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (1, Q, V) and argmaxes (1, Q) of the tree's rows, in memory of their own."""
         if self.copied is not None:
             self.copied.synchronize()  # the last step's copy may still be under way where nobody read its logits
@@ -129,18 +130,18 @@ class _Pass:
         # Cloned, because the next replay writes to the same place.
         return results[0][:, : len(tree)].clone(), results[1][:, : len(tree)].clone()
 
-    def _capture(self, target: GraphedTarget) -> None:
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream(target.model.device)
+    def _capture(self, target: CudaGraphTarget) -> None:
+        graph, before, arena = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), target.arena
         try:
-            # Other threads may go on allocating meanwhile; only this one is watched.
-            with torch.cuda.graph(graph, target.arena.memory_pool, stream, capture_error_mode="thread_local"):
+            # One stream for all captures: each new one would have a cuBLAS workspace of its own. Other threads may
+            # go on allocating; only this one is watched.
+            with torch.cuda.graph(graph, arena.memory_pool, arena.stream, capture_error_mode="thread_local"):
                 self.results = self.evaluate(target)
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own stream in force
         self.graph = graph
 
-    def evaluate(self, target: GraphedTarget) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
         rows, cache = self.bucket, target.cache
         length, ids, depths, words = self.numbers.split([1, rows, rows, rows * _width(rows)])
@@ -168,15 +169,23 @@ class _Arena:
         self.weights = _weights(model)
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
         self.passes: dict[tuple[int, int], _Pass] = {}
-        self.memory_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.on_gpu = model.device.type == "cuda"
+        self.memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None
         self.sound = True
+
+    def drop_passes(self) -> None:
+        """Forget what was captured; a pool must not be used again when all its graphs are gone."""
+        self.passes.clear()
+        if self.on_gpu:
+            self.memory_pool = torch.cuda.graph_pool_handle()
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Room in the cache; where that moves it, passes are captured anew."""
         room = self.cache.slots, self.cache.capacity
         self.cache.reserve(slots, capacity)
         if (self.cache.slots, self.cache.capacity) != room:
-            self.passes.clear()
+            self.drop_passes()
 
 
 _idle: weakref.WeakKeyDictionary[Any, list[_Arena]] = weakref.WeakKeyDictionary()
@@ -209,7 +218,7 @@ def forget(model: PreTrainedModel) -> None:
     _idle.pop(model, None)
 
 
-class GraphedTarget(TransformersTarget):
+class CudaGraphTarget(TransformersTarget):
     """``TransformersTarget`` with captured passes. Same logits, up to the arithmetic.
 
     Args:
@@ -220,7 +229,7 @@ class GraphedTarget(TransformersTarget):
         reason: one line that says why this path was taken.
     """
 
-    path = "graphed"
+    path = "cuda-graph"
 
     def __init__(
         self,
@@ -255,7 +264,7 @@ class GraphedTarget(TransformersTarget):
         return self.arena.passes
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        with torch.inference_mode(False), self.attention.lock, _memory_errors("the cache of a prompt"):
+        with torch.inference_mode(False), self.attention.lock, memory_errors("the cache of a prompt"):
             for slot, prompt in prompts:
                 self.arena.reserve(slot + 1, len(prompt))
         with self.attention.lock, on(self.model.device):
@@ -266,7 +275,7 @@ class GraphedTarget(TransformersTarget):
         bucket = bucket_of(rows)
         with torch.inference_mode(False), self.attention.lock, on(self.model.device):
             # Padding is written too, so the room is the bucket's.
-            with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+            with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
                 for slot, _ in trees:
                     self.arena.reserve(slot + 1, self.lengths[slot] + (bucket or rows))
             unfit = self.refused or self.facts.alibi is not None or self.facts.rope_type
@@ -280,11 +289,11 @@ class GraphedTarget(TransformersTarget):
             if one is None:
                 one = self.passes[slot, bucket] = _Pass(slot, bucket, self.model.device)
             try:
-                with _memory_errors(f"a step of {bucket} rows"):
+                with memory_errors(f"a step of {bucket} rows"):
                     logits, tokens = one.run(self, tree, self.lengths[slot])
             except RuntimeError as error:
-                if one.graph is not None or isinstance(error, torch.OutOfMemoryError):
-                    raise  # not the capture
+                if one.graph is not None or not _refuses_capture(error):
+                    raise
                 self._refuse(error)
                 return super().forward(trees)
         self._pending[slot] = tree
@@ -294,9 +303,16 @@ class GraphedTarget(TransformersTarget):
         """A model or backend that cannot be captured goes the ordinary way from now on."""
         self.refused = (str(error).splitlines() or [""])[0][:160]
         self.arena.sound = False
-        self.passes.clear()
+        self.arena.drop_passes()
         warnings.warn(
             f"this model's step cannot be captured ({self.refused}); going on without graphs, with the same result",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _refuses_capture(error: RuntimeError) -> bool:
+    """Whether an error says that a pass cannot be captured, rather than that the device has failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return not isinstance(error, torch.AcceleratorError) or "captur" in str(error)
