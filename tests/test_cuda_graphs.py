@@ -1,6 +1,5 @@
 """The step in buckets of rows over a static cache: the same text; capture itself needs a GPU."""
 
-import functools
 import gc
 import importlib
 
@@ -8,10 +7,10 @@ import pytest
 import torch
 
 from lookahead import attention
-from lookahead.attention.register import enable
 from lookahead.core import SettingsError, TokenTree
+from lookahead.targets.attention_hook import enable
 from lookahead.targets.captures import HostReads, captured_attention
-from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, fill, forget
+from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, drop_arena, fill
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.factory import make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
@@ -186,13 +185,13 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
     assert_same_as_autoregressive(again, PROMPTS, "lookahead", (5, 4, 7), 20)
 
 
-@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     def broken(*args, **named):
         raise RuntimeError("no such instruction on this card")
 
     monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
-    monkeypatch.setattr(attention, "_told", set())
+    monkeypatch.setattr(attention.backends, "_told", set())
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
@@ -209,7 +208,7 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
     tree_attention, reason = captured_attention(model, facts)
     if tree_attention is None and torch.cuda.is_available():
         pytest.skip(reason)
-    tree_attention.attend = functools.partial(attention.get("sdpa"), read_lengths=False)
+    tree_attention.attend = attention.get("sdpa")
     target = CudaGraphTarget(model, facts, 64, tree_attention)
     target.prefill([(0, PROMPTS[0])])
     tree = trial_tree(3, 96)
@@ -244,14 +243,14 @@ def test_norms_are_one_kernel_inside_a_pass_only(family, dtype):
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.weight.data.uniform_(0.5, 1.5)
-    found = norms.norms_of(model)
+    found = norms.fused_norms(model)
     assert len(found) == sum(type(m).__name__.endswith("RMSNorm") for m in model.modules())
     module, fused = found[0]
     sample = torch.randn(3, module.weight.shape[0], device=DEVICE, dtype=module.weight.dtype)
     assert (module(sample) - fused(sample)).abs().max() <= 3 * norms.TOLERANCE[module.weight.dtype]
     calls = []
     counted = [(m, lambda x, f=f: (calls.append(1), f(x))[1]) for m, f in found]
-    with norms.in_force(counted):
+    with norms.one_kernel_norms(counted):
         module(sample)
     module(sample)
     assert len(calls) == 1
@@ -259,18 +258,18 @@ def test_norms_are_one_kernel_inside_a_pass_only(family, dtype):
 
 
 def test_a_norm_that_computes_otherwise_is_left_alone():
-    from lookahead.targets.norms import norms_of
+    from lookahead.targets.norms import fused_norms
 
-    assert norms_of(tiny_model("gemma2")) == []  # 1 + weight
+    assert fused_norms(tiny_model("gemma2")) == []  # 1 + weight
     model = tiny_model("llama")
     model.model.norm.variance_epsilon = 1.0  # seen at the call and in the sample alike
     model.model.layers[0].input_layernorm.forward = lambda x: x
-    assert len(norms_of(model)) == 4
+    assert len(fused_norms(model)) == 4
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     facts = make_target(model, path="transformers").facts
-    forget(model)
+    drop_arena(model)
     first = CudaGraphTarget(model, facts)
     cache = first.cache
     assert_same_as_autoregressive(first, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
@@ -292,7 +291,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
 
 def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
     facts = make_target(model, path="transformers").facts
-    forget(model)
+    drop_arena(model)
     with torch.inference_mode():
         assert_same_as_autoregressive(
             CudaGraphTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 40

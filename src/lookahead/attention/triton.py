@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import check
+from .bits import check
 
 LOG2E = 1.4426950408889634
 
@@ -199,24 +199,9 @@ def attend(
         partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group,
         rows, *out.stride()[:3],
         DV=value_size, BLOCK_DV=_dots(value_size),
-        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
+        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return out
-
-
-def tree_part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    words: torch.Tensor,
-    depths: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's own rows alone: output (B Hkv, 1, G Q, Dv) and base-2 log-sum-exp (B Hkv, 1, G Q), fp32."""
-    group = query.shape[1] // key.shape[1]
-    block = blocks(group * query.shape[2], query.shape[-1], value.shape[-1], query.element_size())
-    return _launch(query, key, value, lengths, words, depths, scale, 0, 0.0, 0, block)
 
 
 def _launch(
@@ -242,7 +227,7 @@ def _launch(
         query, key, value, lengths, words, depths, partial, totals,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         scale, softcap, window, parts, kv_heads, group, rows, words.shape[2],
-        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0, enable_fp_fusion=True,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ..attention.register import TreeAttention, prepare
 from ..core import OutOfMemory, SettingsError, TokenTree
+from .attention_hook import TreeAttention, prepare
 from .cuda_graphs import CudaGraphTarget
 from .equivalence import compare, fingerprint, first_line, forget, hooks, remember
 from .facts import ModelFacts

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core import Target, TokenTree
+from .attention_hook import implementation, takes_masks
 from .facts import ModelFacts
 from .float32 import HALF, in_float32
 
@@ -234,6 +236,11 @@ class _Reference:
 
 
 def _reference(model: PreTrainedModel, trial: Trial) -> _Reference:
+    with nullcontext() if takes_masks(model) else implementation(model, "sdpa"):
+        return _masked_reference(model, trial)
+
+
+def _masked_reference(model: PreTrainedModel, trial: Trial) -> _Reference:
     own = trial.causal(model)
     if model.dtype not in HALF:
         return _Reference(own, torch.ones(len(own), dtype=torch.float64), 0.0)

@@ -74,8 +74,8 @@ def _probe(model: PreTrainedModel) -> Probe:
         reason = f"{name} cannot evaluate a token tree ({first_line(error)}); decoding one row a step"
         return Probe("plain", reason, None, None)
     if not found.ok:
-        reason = f"{name} scores a token tree differently from causal passes ({found.reason}); decoding one row a step"
-        return Probe("plain", reason, found, None)
+        reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
+        return Probe("plain", f"{reason}; decoding one row a step", found, None)
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
 
 

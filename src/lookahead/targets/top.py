@@ -76,7 +76,7 @@ def _search(flat: Any, width: int, vocabulary: int, ids: Any, odds: Any) -> None
                 low = np.int64(middle)
                 if count <= k + k // 4:
                     break
-        bound = flat.dtype.type(low)
+        bound = flat.dtype.type(low if low else -1)  # -1 stands for -0.0, which equals 0.0
         best[:] = np.iinfo(np.int64).min
         for place in range(strips * LANES):
             if peaks[place] < bound:
@@ -87,6 +87,8 @@ def _search(flat: Any, width: int, vocabulary: int, ids: Any, odds: Any) -> None
                 value = flat.dtype.type(value ^ ((value >> sign) & rest))
                 if value < bound:
                     continue
+                if value == -1:
+                    value = flat.dtype.type(0)
                 key = np.int64(value) << 32 | (0x7FFFFFFF - token)
                 if key > best[k - 1]:
                     at = k - 1

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.register import enabled
 from ..core import SettingsError, TokenTree
+from .attention_hook import enabled, implementation, takes_masks
 from .cache import TreeCache
 from .facts import ModelFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows
@@ -29,6 +29,8 @@ class TransformersTarget:
         model: any causal language model whose probe says "tree".
         facts: what is known of it.
         capacity: tokens per slot to begin with; storage doubles when it is full.
+        reason: one line that says why this path was taken.
+        cache: keys and values to use in place of new ones.
     """
 
     path = "transformers"
@@ -39,18 +41,17 @@ class TransformersTarget:
         facts: ModelFacts | None = None,
         capacity: int = 256,
         reason: str = "",
+        cache: TreeCache | None = None,
     ) -> None:
         self.model = model
         self.reason = reason
         self.facts = facts if facts is not None else ModelFacts(model)
-        self.cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
+        self.vocabulary = self.facts.vocabulary
+        if cache is None:
+            cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
+        self.cache = cache
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.facts.vocabulary
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position, or up to where its rotary base changes with the length."""
@@ -133,7 +134,8 @@ class TransformersTarget:
         keep = torch.tensor(nodes, device=device)
         if self.facts.takes_rows and not everything:
             keywords["logits_to_keep"] = keep
-        with torch.no_grad():
+        masked = nullcontext() if takes_masks(self.model) else implementation(self.model, "sdpa")
+        with torch.no_grad(), masked:
             logits = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
         if everything or self.facts.takes_rows:
             return logits
