@@ -11,8 +11,8 @@ from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.attention_hook import enable
 from lookahead.targets.captures import HostReads, captured_attention
 from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, drop_arena, fill
-from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.factory import make_target, probe
+from lookahead.targets.trial import trial_tree
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,9 +43,10 @@ def implementation(model: Any, name: str) -> Iterator[None]:
             config._attn_implementation = old
 
 
-def takes_masks(model: Any) -> bool:
-    """Whether the model's attention implementation takes a 4-D mask; flash and flex kernels do not."""
-    return not str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
+def with_masks(model: Any) -> AbstractContextManager[None]:
+    """Inside, the model takes 4-D masks: under sdpa where its own attention (flash, flex) takes none."""
+    none = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
+    return implementation(model, "sdpa") if none else nullcontext()
 
 
 @dataclass(slots=True)

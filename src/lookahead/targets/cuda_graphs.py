@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ..attention.backends import KERNELS
 from ..attention.bits import pack_bits, word_count
-from ..core import SettingsError, TokenTree
+from ..core import Scores, SettingsError, TokenTree
 from .attention_hook import TreeAttention, enabled
 from .cache import Placement, TreeCache
 from .facts import ModelFacts, memory_errors
@@ -81,7 +81,7 @@ class _Pass:
         self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
         self.columns = torch.arange(bucket, device=device)
         self.slots = torch.tensor([[slot]], device=device)
-        self.copied = torch.cuda.Event() if self.on_gpu else None
+        self.copied: Any = torch.cuda.Event() if self.on_gpu else None
         self.graph: Any = None
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
         self.steps = 0
@@ -95,6 +95,7 @@ class _Pass:
         if self.copied is not None:
             self.copied.record()
         self.steps += 1
+        results: tuple[torch.Tensor, torch.Tensor] | None
         if not self.on_gpu or self.steps == 1:
             results = self.evaluate(target)
         else:
@@ -239,14 +240,14 @@ class CudaGraphTarget(TransformersTarget):
         """By slot and bucket."""
         return self.arena.passes
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         with torch.inference_mode(False), self.attention.lock, memory_errors("the cache of a prompt"):
             for slot, prompt in prompts:
                 self.arena.reserve(slot + 1, len(prompt))
         with self.attention.lock, _current(self.model.device):
             return super().prefill(prompts)
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         rows = max(len(tree) for _, tree in trees)
         bucket = bucket_of(rows)
         with torch.inference_mode(False), self.attention.lock, _current(self.model.device):

@@ -6,14 +6,18 @@ model cannot evaluate a tree at all, decoding takes one row a step and says why;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..core import OutOfMemory, SettingsError, Target
+from .attention_hook import with_masks
 from .equivalence import Equivalence, compare, fingerprint, first_line, forget, remember
 from .facts import ModelFacts
+from .float32 import in_float32
 from .plain import PlainTarget
 from .transformers import TransformersTarget
 
@@ -66,8 +70,11 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
 def _probe(model: PreTrainedModel) -> Probe:
     name = type(model).__name__
     try:
-        facts = ModelFacts(model)
+        with with_masks(model):
+            facts = ModelFacts(model)
         found = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
+        if not found.ok and found.difference <= found.limit:
+            found = _widened(model, facts, found)
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
@@ -77,6 +84,15 @@ def _probe(model: PreTrainedModel) -> Probe:
         reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
         return Probe("plain", f"{reason}; decoding one row a step", found, None)
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
+
+
+def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> Equivalence:
+    """Where rounding hides the control in 16 bits, masks, positions and commits are judged in float32 besides."""
+    wide = copy(facts)
+    wide.dtype = torch.float32
+    with in_float32(model):
+        structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
+    return replace(found, ok=structure.ok, reason=f"{found.reason}; widened to float32: {structure.reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +159,6 @@ def _compiled(model: PreTrainedModel, facts: ModelFacts) -> _Fast:
 
 
 def _compile(model: PreTrainedModel, facts: ModelFacts) -> Any:
-    import torch
-
     from .cpu.native import NativeModel
     from .cpu.specs import NotLean, read
 

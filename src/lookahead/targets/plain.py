@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import TokenTree
+from ..core import Scores, TokenTree
 from .facts import max_positions, memory_errors
 from .logits import LogitsBatch, LogitsRows
 
@@ -40,15 +40,15 @@ class PlainTarget:
         """Always 0: the root alone."""
         return 0
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        scores = []
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+        scores: list[Scores] = []
         for slot, prompt in prompts:
             self.lengths[slot] = 0
             self._caches[slot] = DynamicCache(config=self.config)
             scores.append(self._run(slot, prompt))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         for _, tree in trees:
             if len(tree) != 1:
                 raise AssertionError(f"this target takes trees of one row, got {len(tree)}")

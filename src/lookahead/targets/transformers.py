@@ -8,14 +8,14 @@ that somebody reads. A single row of a single sequence goes the model's ordinary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..core import SettingsError, TokenTree
-from .attention_hook import enabled, implementation, takes_masks
+from ..core import Scores, SettingsError, TokenTree
+from .attention_hook import enabled, with_masks
 from .cache import TreeCache
 from .facts import ModelFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows
@@ -63,9 +63,9 @@ class TransformersTarget:
             limit = 0  # the base now changes with every token, so no two depths share one
         return max(0, limit)
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         """Prompts one after the other, each unpadded, so that their logits are those of plain decoding."""
-        scores = []
+        scores: list[Scores] = []
         for slot, prompt in prompts:
             ids = torch.tensor([list(prompt)])
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
@@ -76,7 +76,7 @@ class TransformersTarget:
             scores.append(LogitsRows(LogitsBatch(logits), 0))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """One pass over all trees; one pass each where the model's bias has no batch axis."""
         rows = max(len(tree) for _, tree in trees)
         alibi = self.facts.alibi
@@ -96,7 +96,7 @@ class TransformersTarget:
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
             )
 
-    def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]
         lengths = [self.lengths[slot] for slot in slots]
         only_trees = [tree for _, tree in trees]
@@ -105,7 +105,8 @@ class TransformersTarget:
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
         dtype, device = self.facts.dtype, self.model.device
-        alibi, mask, bias = self.facts.alibi, None, nullcontext()
+        alibi, mask = self.facts.alibi, None
+        bias: AbstractContextManager[None] = nullcontext()
         tree_attention = enabled(self.model)
         if tree_attention is not None:  # ancestor bits in place of a mask
             depths = positions - torch.tensor(lengths)[:, None]
@@ -134,9 +135,8 @@ class TransformersTarget:
         keep = torch.tensor(nodes, device=device)
         if self.facts.takes_rows and not everything:
             keywords["logits_to_keep"] = keep
-        masked = nullcontext() if takes_masks(self.model) else implementation(self.model, "sdpa")
-        with torch.no_grad(), masked:
-            logits = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
+        with torch.no_grad(), with_masks(self.model):
+            logits: torch.Tensor = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
         if everything or self.facts.takes_rows:
             return logits
         return logits[:, keep]
