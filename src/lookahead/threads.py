@@ -1,42 +1,76 @@
 """Small torch work between steps runs on one thread.
 
 A parallel region of torch's OpenMP threads would first have to wait for a core that the threads of a compiled step
-(``targets.lean.native``) hold on to for the next step, or leave its own threads spinning when that begins: on two
-cores either costs several steps. Between steps there are rows of one vocabulary, which one thread does as quickly.
+(``targets.cpu``) hold on to for the next step, or leave its own threads spinning when that begins: on two cores
+either costs several steps. Between steps there are rows of one vocabulary, which one thread does as quickly.
+
+The number of OpenMP threads belongs to the calling thread. ``torch.set_num_threads`` changes it, and beside it the
+number that threads yet to come begin with, which must stay as the user has set it; so OpenMP is asked itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 
-_lock = threading.Lock()
-_inside = 0
-_before = 1
+
+def _setter() -> Callable[[int], object]:
+    """Sets the calling thread's number of OpenMP threads."""
+    try:
+        found = ctypes.CDLL(None).omp_set_num_threads  # torch has loaded it for all
+    except (OSError, AttributeError, TypeError):
+        return torch.set_num_threads
+    found.argtypes, found.restype = [ctypes.c_int], None
+    before = torch.get_num_threads()
+    try:  # there may be two such libraries, of which torch uses the other
+        found(before + 1)
+        mine = torch.get_num_threads() == before + 1
+    finally:
+        found(before)
+    return found if mine else torch.set_num_threads
+
+
+class _Local(threading.local):
+    depth = 0
+    #: What an outermost block found, where it is not to stay at one.
+    before: int | None = None
+
+
+_local = _Local()
+_set = _setter()
 
 
 class OneThread:
-    """A context in which torch's operations on the CPU run on the calling thread; may be nested and shared."""
+    """A context in which torch's operations on the CPU run on the calling thread; nested and shared as one likes."""
 
     def __enter__(self) -> None:
-        global _inside, _before
-        with _lock:
-            if not _inside:
-                _before = torch.get_num_threads()
-                if _before > 1:
-                    torch.set_num_threads(1)
-            _inside += 1
+        if _local.depth == 0:
+            before = thread_count()
+            if before > 1:
+                _local.before = before
+                _set(1)
+        _local.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _inside
-        with _lock:
-            _inside -= 1
-            if not _inside and _before > 1:
-                torch.set_num_threads(_before)
+        if _local.depth <= 1:
+            thread_count()
+        else:
+            _local.depth -= 1
+
+
+def thread_count() -> int:
+    """Torch's threads for the calling thread, which is in no block: what one left undone at an interrupt is done."""
+    if _local.before is not None:
+        _set(_local.before)
+        _local.before = None
+    _local.depth = 0
+    return torch.get_num_threads()
 
 
 one_thread = OneThread()

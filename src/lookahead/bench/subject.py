@@ -22,7 +22,7 @@ class Subject:
         max_positions: the longest text that the model takes.
         draft_model: for ``hf-assisted``.
         dtype: for the records.
-        path: which code evaluates our steps: "lean", "transformers" or "plain".
+        path: which code evaluates our steps: "cpu", "transformers" or "plain".
     """
 
     name: str
@@ -47,7 +47,7 @@ class Subject:
         """A subject from a transformers model and its tokenizer.
 
         Args:
-            path: "lean" or "transformers" to force one of the two; see ``lookahead.targets.factory.make_target``.
+            path: "cpu" or "transformers" to force one of the two; see ``lookahead.targets.factory.make_target``.
         """
         from ..targets.factory import make_target
 

@@ -43,7 +43,7 @@ Data = Annotated[
 Steps = Annotated[
     str,
     typer.Option(
-        "--path", help="What evaluates our steps.", metavar="auto|lean|transformers", rich_help_panel=MACHINE
+        "--path", help="What evaluates our steps.", metavar="auto|cpu|transformers", rich_help_panel=MACHINE
     ),
 ]
 MORE = (

@@ -44,7 +44,6 @@ def chat(
     repetition_penalty: opt.RepetitionPenalty = None,
     seed: opt.Seed = None,
     dtype: opt.Dtype = "auto",
-    weights: opt.Weights = "same",
     device: opt.Device = None,
     threads: opt.Threads = None,
     revision: opt.Revision = None,
@@ -63,7 +62,7 @@ def chat(
     check_options(options)
     llm = opt.load_model(
         model, dtype=dtype, device=device, threads=threads, revision=revision,
-        trust_remote_code=trust_remote_code, method=method, config=config, weights=weights,
+        trust_remote_code=trust_remote_code, method=method, config=config,
     )  # fmt: skip
     with opt.warm_pool(llm, warm) as kept:
         if not kept and method == "adaptive":  # one conversation is one text, whoever keeps it

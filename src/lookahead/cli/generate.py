@@ -63,7 +63,6 @@ def generate(
     no_repeat_ngram_size: opt.NoRepeatNgramSize = None,
     seed: opt.Seed = None,
     dtype: opt.Dtype = "auto",
-    weights: opt.Weights = "same",
     device: opt.Device = None,
     threads: opt.Threads = None,
     parallel_timeout: opt.ParallelTimeout = None,
@@ -96,7 +95,7 @@ def generate(
         "no_repeat_ngram_size": no_repeat_ngram_size, "ignore_eos": ignore_eos,
     }  # fmt: skip
     keywords = {
-        "dtype": dtype, "device": device, "threads": threads, "revision": revision, "weights": weights,
+        "dtype": dtype, "device": device, "threads": threads, "revision": revision,
         "trust_remote_code": trust_remote_code, "method": method, "config": config,
         "parallel_timeout": parallel_timeout,
     }  # fmt: skip

@@ -85,14 +85,6 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the mo
 Dtype = Annotated[
     str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MACHINE)
 ]
-Weights = Annotated[
-    str,
-    typer.Option(
-        help="int8: weights as bytes on the CPU. Faster, and not the model's own text.",
-        metavar="same|int8",
-        rich_help_panel=MACHINE,
-    ),
-]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MACHINE)]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.", rich_help_panel=MACHINE)]
 ParallelTimeout = Annotated[

@@ -12,6 +12,7 @@ The life of a prompt:
 from .llm import LLM, Stream
 from .loading import BUNDLED, load
 from .options import Options
+from .refresh import refresh
 from .results import Result, Update
 
-__all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load"]
+__all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load", "refresh"]

@@ -64,7 +64,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.team: Any = None
-        self.weights = "same"
         self._path: str | None = None
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
@@ -104,7 +103,7 @@ class LLM:
 
     @property
     def path(self) -> str:
-        """What evaluates steps: "lean", "transformers", "graphed", ... as ``target`` finds."""
+        """What evaluates steps: "cpu", "transformers", "graphed", ... as ``target`` finds."""
         if self._path is None:
             self._path = self.target().path
         return self._path
@@ -113,14 +112,13 @@ class LLM:
         """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
 
         Args:
-            path: "lean", "graphed" or "transformers" to force one of those that evaluate trees.
+            path: "cpu", "graphed" or "transformers" to force one of those that evaluate trees.
         """
         from ..targets.factory import make_target
 
         if self.team is not None and path == "auto":
             return self.team.target()
-        weights = self.weights if path in ("auto", "lean") else "same"
-        return make_target(self.model, path=path, weights=weights)
+        return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids), checked."""

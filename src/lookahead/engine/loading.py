@@ -41,7 +41,6 @@ def load(
     threads: int | None = None,
     local_files_only: bool = False,
     attention: str | None = None,
-    weights: str = "same",
     parallel: str | None = None,
     parallel_timeout: float | None = None,
 ) -> LLM:
@@ -59,8 +58,6 @@ def load(
         threads: of torch on the CPU, for the whole process; None leaves it.
         local_files_only: no network.
         attention: "sdpa" or "eager"; None takes what transformers takes for the model.
-        weights: "int8" evaluates steps on the CPU with weights as bytes: faster, and no longer the model's own
-            outputs (``docs/lean.md`` says how near they are).
         parallel: "lookahead" spreads every step over the processes that torchrun started
             (``lookahead.parallel``). This then returns on rank 0 only: the other ranks work for it and exit.
         parallel_timeout: seconds of silence after which rank 0 ends and names the silent rank; the other ranks
@@ -73,12 +70,6 @@ def load(
     make_drafter(
         method_for(method, config), config
     )  # what is wrong with these is an error before anything is read
-    if weights not in ("same", "int8"):
-        raise SettingsError(f"weights must be 'same' or 'int8', got {weights!r}")
-    if weights == "int8" and parallel is not None:
-        raise SettingsError(
-            "weights='int8' is for one process, and parallel was asked for; leave one of them out"
-        )
     group, device = _start_ranks(parallel, device, parallel_timeout)
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     if threads is not None:
@@ -106,9 +97,6 @@ def load(
         name=name if path_or_id is not None else "bundled",
         tokenizer_error=missing,
     )
-    if weights != "same":
-        llm.weights = weights
-        llm.target()  # raises where there is no such path
     if group is not None:
         from ..parallel import join
         from ..targets.factory import make_target

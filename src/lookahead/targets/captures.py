@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, TokenTree
 from .attention_hook import TreeAttention, prepare
 from .cuda_graphs import CudaGraphTarget
-from .equivalence import compare, fingerprint, first_line, forget, hooks, remember
+from .equivalence import compare, first_line, forget, remember
 from .facts import ModelFacts
+from .fingerprint import fingerprint
 
 
 class HostReads(TorchDispatchMode):
@@ -78,7 +79,7 @@ def _judge(model: PreTrainedModel, facts: ModelFacts, backend: str) -> tuple[Tre
     if facts.alibi is not None or facts.rope_type:
         what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
         return None, f"{name} has {what}, which change from step to step"
-    if hooks(model):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return None, f"{name} has hooks, which a captured pass would not call again"
     targets: list[CudaGraphTarget] = []
 

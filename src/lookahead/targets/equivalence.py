@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from ..core import Target
 from .attention_hook import with_masks
 from .facts import ModelFacts
+from .fingerprint import fingerprint
 from .float32 import HALF, in_float32
 from .trial import LENGTHS, WRONG_ANCESTOR, WRONG_POSITION, Trial
 
@@ -59,20 +60,6 @@ def forget(model: Any, names: str = "") -> None:
     known = _memo.get(model, {})
     for name in [name for name in known if name.startswith(names)]:
         del known[name]
-
-
-def fingerprint(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Changes when a weight is replaced or written, or a hook, the mode or the attention is changed."""
-    weights = tuple(
-        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in model.parameters()
-    )
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return weights, hooks(model), model.training, attention
-
-
-def hooks(model: torch.nn.Module) -> int:
-    """How many forward hooks a model has."""
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @dataclass(frozen=True, slots=True)

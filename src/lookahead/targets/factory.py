@@ -15,8 +15,13 @@ from transformers import PreTrainedModel
 
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
-from .equivalence import Equivalence, compare, fingerprint, first_line, forget, remember
+from .cpu.architectures import Unsupported
+from .cpu.compile import compile_model
+from .cpu.compiled_model import CompiledModel
+from .cpu.target import CpuTarget
+from .equivalence import Equivalence, compare, first_line, forget, remember
 from .facts import ModelFacts
+from .fingerprint import fingerprint
 from .float32 import in_float32
 from .plain import PlainTarget
 from .transformers import TransformersTarget
@@ -47,7 +52,7 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, again: bool = False) -> Probe:
-    """Probe a model once; the answer is kept as long as its dtype, device and attention stay the same.
+    """Probe a model once; the answer is kept until a change of the model is seen (``fingerprint``).
 
     Raises:
         SettingsError: not a decoder-only language model.
@@ -63,8 +68,7 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
         )
     if again:
         forget(model)
-    key = (model.dtype, model.device, config._attn_implementation, model.training)
-    return remember(model, "probe", key, lambda: _probe(model))
+    return remember(model, "probe", fingerprint(model), lambda: _probe(model))
 
 
 def _probe(model: PreTrainedModel) -> Probe:
@@ -95,14 +99,6 @@ def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> E
     return replace(found, ok=structure.ok, reason=f"{found.reason}; widened to float32: {structure.reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Fast:
-    """What a fast path is made from (None: it is not there), and why."""
-
-    made_from: Any
-    reason: str
-
-
 def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto") -> Target:
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
@@ -130,11 +126,9 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, max(capacity, CAPACITY), attention, reason)
     elif path != "transformers":
-        fast = remember(model, "cpu", fingerprint(model), lambda: _compiled(model, facts))
-        forget(model, "trial")
-        if fast.made_from is not None:
-            return _cpu_target(fast.made_from, facts, capacity, fast.reason)
-        reason = fast.reason
+        compiled, reason = remember(model, "cpu", fingerprint(model), lambda: _compiled(model, facts))
+        if compiled is not None:
+            return CpuTarget(compiled, facts, capacity, reason)
     if path in ("cpu", "cuda-graph"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
     return TransformersTarget(model, facts, capacity, reason)
@@ -145,37 +139,15 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 
 
-def _compiled(model: PreTrainedModel, facts: ModelFacts) -> _Fast:
-    """The compiled model for a CPU, compared with the model's own passes."""
+def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
+    """The compiled model, compared with the model's own passes; None where it cannot be used, and why."""
     name = type(model).__name__
     try:
-        compiled = _compile(model, facts)
-    except _unsupported() as error:
-        return _Fast(None, str(error))
-    found = compare(model, facts, lambda: _cpu_target(compiled, facts, 32, ""))
+        compiled = compile_model(model, facts)
+    except Unsupported as error:
+        return None, str(error)
+    found = compare(model, facts, lambda: CpuTarget(compiled, facts, 32))
+    forget(model, "trial")
     if not found.ok:
-        return _Fast(None, f"{name}'s compiled passes differ from its own ({found.reason})")
-    return _Fast(compiled, f"{name} on CPU, {compiled.layout} ({found.reason})")
-
-
-def _compile(model: PreTrainedModel, facts: ModelFacts) -> Any:
-    from .cpu.native import NativeModel
-    from .cpu.specs import NotLean, read
-
-    if model.device.type != "cpu":
-        raise NotLean(f"the compiled path is made for CPUs, the model is on {model.device}")
-    if model.dtype not in (torch.float32, torch.bfloat16):
-        raise NotLean(f"the compiled path knows float32 and bfloat16, the model is {model.dtype}")
-    return NativeModel(read(model, facts.config))
-
-
-def _unsupported() -> Any:
-    from .cpu.specs import NotLean
-
-    return NotLean
-
-
-def _cpu_target(compiled: Any, facts: ModelFacts, capacity: int, reason: str) -> Target:
-    from .cpu.target import LeanTarget
-
-    return LeanTarget(compiled, facts, capacity, reason)
+        return None, f"{name}'s compiled passes differ from its own ({found.reason})"
+    return compiled, f"{name} on CPU, {compiled.layout} ({found.reason})"

@@ -231,6 +231,12 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     return mine[key]
 
 
+def forget_times(model: Any) -> None:
+    """Look for a model's step times again when they are next asked for."""
+    for key in {model_key(model, path) for _, _, path in _of_models.pop(model, {})}:
+        _known.pop(key, None)
+
+
 def times_file(model: str) -> Path:
     """Where the step times of one model on this machine are kept.
 

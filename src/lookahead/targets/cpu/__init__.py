@@ -1,15 +1,13 @@
-"""The fast step on CPU: an own forward pass that reads a transformers model's weights.
+"""The compiled path on CPUs: a forward pass of our own that reads a transformers model's weights.
 
-It knows decoder-only models of the Llama family; ``specs.py`` says where each architecture keeps its parts
-and how others join. The pass is there twice: compiled (``native/``, where numba is there) and in torch calls
-(``forward.py``). Read in this order: ``specs``, ``layout``, ``forward``, ``native``, ``target``. The
-transformers target is the naive twin of both: at load the two evaluate one token tree, and where they differ
-the lean path is not taken. The user's model is read and never changed.
+It knows decoder-only models of the Llama family; ``architectures`` says where each keeps its parts and how others
+join. Entered through ``compile_model``; ``CpuTarget`` evaluates token trees on the result. Rows are batch-invariant:
+a row has the same bits in any tree. The user's model is read and never changed. docs/cpu.md has the rest.
 """
 
-from .apply import Verdict, lean_model
-from .forward import LeanModel
-from .specs import REGISTRY, Spec, register
-from .target import LeanTarget
+from .architectures import REGISTRY, Spec, Unsupported, register
+from .compile import compile_model
+from .compiled_model import CompiledModel
+from .target import CpuTarget
 
-__all__ = ["REGISTRY", "LeanModel", "LeanTarget", "Spec", "Verdict", "lean_model", "register"]
+__all__ = ["REGISTRY", "CompiledModel", "CpuTarget", "Spec", "Unsupported", "compile_model", "register"]

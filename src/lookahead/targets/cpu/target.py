@@ -1,28 +1,25 @@
-"""Token trees on the lean path. Fulfils ``lookahead.core.Target`` beside its twin, ``TransformersTarget``."""
+"""Token trees on a compiled model. Fulfils ``lookahead.core.Target`` beside ``TransformersTarget``."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from ...core import TokenTree
 from ..facts import ModelFacts, memory_errors
-from ..logits import LogitsRows
-from .forward import LeanModel
-from .layout import Block
-
-if TYPE_CHECKING:
-    from .native import NativeModel
+from .compiled_model import CompiledModel
+from .execution_plan import Segment
+from .pass_logits import PassLogits, SegmentScores
 
 #: Rows of a prompt that are evaluated together.
-CHUNK = 512
+PROMPT_CHUNK = 512
 
 
-class LeanTarget:
-    """Many sequences over one lean model.
+class CpuTarget:
+    """Many sequences over one compiled model; one thread at a time may use it.
 
     Args:
-        lean: the weights; several targets may share them.
+        compiled: the model; several targets, each in a thread of its own, may share it.
         facts: what is known of the transformers model.
         capacity: tokens per slot to begin with; storage doubles when it is full.
         reason: one line that says why this path was taken.
@@ -31,43 +28,43 @@ class LeanTarget:
     path = "cpu"
 
     def __init__(
-        self, lean: LeanModel | NativeModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
+        self, compiled: CompiledModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
     ) -> None:
-        self.lean = lean
+        self.compiled = compiled
         self.facts = facts
         self.reason = reason
-        self.cache: Any = lean.new_cache(capacity)
+        self.vocabulary: int = facts.vocabulary
+        self.cache = compiled.new_cache(capacity)
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.facts.vocabulary
+        self._last: weakref.ref[PassLogits] | None = None
+        self._memory = None
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[SegmentScores]:
         """Prompts one after the other, in chunks of rows."""
         scores = []
         for slot, prompt in prompts:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
-                for begin in range(0, len(prompt), CHUNK):
-                    tokens = list(prompt[begin : begin + CHUNK])
+                for begin in range(0, len(prompt), PROMPT_CHUNK):
+                    tokens = list(prompt[begin : begin + PROMPT_CHUNK])
                     rows = len(tokens)
-                    positions = list(range(begin, begin + rows))
-                    block = Block(slot, begin, rows, None, positions)
-                    read = [rows - 1] if begin + rows == len(prompt) else []
-                    scored = self.lean.run(tokens, positions, [block], read, self.cache)
+                    positions = range(begin, begin + rows)
+                    segment = Segment(slot, begin, rows, None)
+                    reads = [rows - 1] if begin + rows == len(prompt) else []
+                    logits = self.compiled.run(tokens, positions, [segment], reads, self.cache)
+                    self.compiled.buffers.release(logits.detach())  # of one row at most
             self.lengths[slot] = len(prompt)
-            scores.append(LogitsRows(scored.part(0, 1), 0))
+            scores.append(SegmentScores(logits, 0, [0]))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[SegmentScores]:
         """One pass over all trees; their rows lie behind one another, without padding."""
+        self._recycle()
         total = sum(len(tree) for _, tree in trees)
         with memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
             self.cache.reserve(
@@ -76,24 +73,33 @@ class LeanTarget:
             )
             tokens: list[int] = []
             positions: list[int] = []
-            read: list[int] = []
-            blocks, nodes = [], []
+            reads: list[int] = []
+            segments, nodes = [], []
             for slot, tree in trees:
                 length = self.lengths[slot]
-                mine = [length + depth for depth in tree.depths]
-                blocks.append(Block(slot, length, len(tree), tree, mine))
+                segments.append(Segment(slot, length, len(tree), tree))
                 nodes.append(tree.needs_logits_nodes())
-                read += [len(tokens) + node for node in nodes[-1]]
+                reads += [len(tokens) + node for node in nodes[-1]]
                 tokens += tree.tokens
-                positions += mine
-            scored = self.lean.run(tokens, positions, blocks, read, self.cache)
+                positions += [length + depth for depth in tree.depths]
+            logits = self.compiled.run(tokens, positions, segments, reads, self.cache)
         self._pending.update(trees)
+        self._last, self._memory = weakref.ref(logits), logits.memory
         scores, start = [], 0
-        for (_, tree), rows in zip(trees, nodes, strict=True):
-            batch = scored.part(start, len(rows))
-            scores.append(LogitsRows(batch, 0, None if len(rows) == len(tree) else rows))
+        for rows in nodes:
+            scores.append(SegmentScores(logits, start, rows))
             start += len(rows)
         return scores
+
+    def _recycle(self) -> None:
+        """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
+        if self._last is None:
+            return
+        logits = self._last()
+        if logits is not None:
+            logits.detach()
+        self.compiled.buffers.release(self._memory)
+        self._last = self._memory = None
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bring accepted rows in line; the cost does not depend on the context."""
@@ -106,3 +112,5 @@ class LeanTarget:
         """Forget a sequence; its room is used again."""
         self._pending.pop(slot, None)
         self.lengths.pop(slot, None)
+        if not self.lengths:
+            self._recycle()

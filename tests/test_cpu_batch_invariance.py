@@ -1,4 +1,4 @@
-"""Compiled passes: a row's logits have the same bits in a tree, in plain decoding, and on any number of threads."""
+"""Compiled passes are batch-invariant: a row has the same bits in a tree, in plain decoding, on any number of threads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lookahead.targets.scores import LogitsBatch
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.cpu import LeanTarget
+from lookahead.targets.cpu import CompiledModel, CpuTarget
+from lookahead.targets.cpu.architectures import read_parts
+from lookahead.targets.cpu.execution_plan import ExecutionState
+from lookahead.targets.cpu.numeric_format import FORMATS
+from lookahead.targets.cpu.processor import PAIRS, TILES
+from lookahead.targets.cpu.thread_pool import thread_pool
 from lookahead.targets.factory import make_target
+from lookahead.targets.logits import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
-from test_lean_target import FAMILIES, VOCABULARY, prompt, tiny
-
-pytest.importorskip("numba")
-import llvmlite.binding as llvm
-
-from lookahead.targets.cpu.native import TILES, NativeModel, jobs, team
-from lookahead.targets.cpu.specs import read
+from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -35,21 +34,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def native(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> LeanTarget:
+def compiled(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> CpuTarget:
     target = make_target(tiny(family, dtype, **changes), capacity=4)
-    assert isinstance(target, LeanTarget), target.reason
-    assert isinstance(target.lean, NativeModel), target.reason
+    assert isinstance(target, CpuTarget), target.reason
     return target
 
 
-def of_kind(kind: str, family: str = "llama", **changes: object) -> LeanTarget:
-    """Two targets may not share buffers of one model, so each call lays weights out anew."""
+def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
     model = tiny(family, torch.bfloat16, **changes)
     facts = make_target(model, path="transformers").facts
-    return LeanTarget(NativeModel(read(model, model.config), kind), facts, 4)
+    parts = read_parts(model, model.config)
+    return CpuTarget(CompiledModel(parts, FORMATS[kind, torch.bfloat16]), facts, 4)
 
 
-def bush(seed: int, rows: int) -> TokenTree:
+def random_tree(seed: int, rows: int) -> TokenTree:
     """A random tree; its rows are not in the order of depths, and paths have gaps."""
     draw = random.Random(seed)
     tree = TokenTree(seed % VOCABULARY)
@@ -70,13 +68,13 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
     """Steps of 1 to 70 rows, of two sequences together, after commits of paths with gaps; no row differs in a bit."""
-    target, alone = native(family, dtype), native(family, dtype)
+    target, alone = compiled(family, dtype), compiled(family, dtype)
     lengths = {0: 3, 1: 13}
     for slot, length in lengths.items():
         for one in (target, alone):
             one.prefill([(slot, prompt(length, slot))])
     for turn, rows in enumerate((5, 37, 1, 70, 18)):
-        trees = [(slot, bush(10 * turn + slot, rows + slot)) for slot in lengths]
+        trees = [(slot, random_tree(10 * turn + slot, rows + slot)) for slot in lengths]
         scores = target.forward(trees)
         paths = []
         for (slot, tree), drafted in zip(trees, scores, strict=True):
@@ -92,19 +90,19 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
         target.commit(paths)
 
 
-@pytest.mark.parametrize("kind", ["vectors", "pairs", "bytes"])
+@pytest.mark.parametrize("kind", ["vectors", "pairs", "tiles"])
 def test_every_kind_of_product_has_these_bits(kind: str) -> None:
-    """As on processors without matrix tiles, and with weights as int8."""
-    if kind == "pairs" and not llvm.get_host_cpu_features().get("avx512bf16"):
+    """As on processors with or without matrix tiles."""
+    if kind == "pairs" and not PAIRS:
         pytest.skip("no AVX512-BF16 here")
-    if kind == "bytes" and not TILES:
+    if kind == "tiles" and not TILES:
         pytest.skip("no AMX here")
     target, alone = of_kind(kind), of_kind(kind)
-    naive = make_target(tiny("llama", torch.bfloat16), path="transformers")
-    starts = [one.prefill([(0, prompt(13))])[0].row(0).float() for one in (target, alone, naive)]
+    reference = make_target(tiny("llama", torch.bfloat16), path="transformers")
+    starts = [one.prefill([(0, prompt(13))])[0].row(0).float() for one in (target, alone, reference)]
     assert torch.equal(starts[0], starts[1])
     assert (starts[0] - starts[2]).abs().max() < 0.35 * starts[2].std()
-    tree = bush(3, 45)
+    tree = random_tree(3, 45)
     (scores,) = target.forward([(0, tree)])
     for node in path_to(tree, max(range(45), key=tree.depths.__getitem__)):
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
@@ -121,10 +119,10 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
         "hidden_size": hidden, "intermediate_size": inner, "head_dim": head, "num_attention_heads": 6,
         "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 101,
     }  # fmt: skip
-    target, alone = native("llama", dtype, **changes), native("llama", dtype, **changes)
+    target, alone = compiled("llama", dtype, **changes), compiled("llama", dtype, **changes)
     for one in (target, alone):
         one.prefill([(0, prompt(70))])
-    tree = bush(3, 45)
+    tree = random_tree(3, 45)
     (scores,) = target.forward([(0, tree)])
     path = path_to(tree, max(range(45), key=tree.depths.__getitem__))
     for node in path:
@@ -138,7 +136,7 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "jacobi"])
 def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str, temperature: float) -> None:
     for family in ("llama", "mistral-sliding"):
-        target = native(family, torch.bfloat16)
+        target = compiled(family, torch.bfloat16)
         assert_same_as_autoregressive(
             target,
             [prompt(n, n) for n in (3, 12, 40)],
@@ -152,38 +150,32 @@ def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str, temperature
 
 def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: a path whose columns come in another order is noticed."""
-    target = native("llama", torch.bfloat16)
+    target = compiled("llama", torch.bfloat16)
     target.prefill([(0, prompt(9))])
-    tree = bush(5, 40)
+    tree = random_tree(5, 40)
     right = target.forward([(0, tree)])[0]
-    original = jobs.COLUMNS
-    from lookahead.targets.cpu.native import model
+    describe = ExecutionState.describe
 
-    honest = model._Step.__init__
-
-    def reversed_paths(self: object, *arguments: object) -> None:
-        honest(self, *arguments)  # type: ignore[arg-type]
-        rows, reads, blocks, ends = self.counts  # type: ignore[attr-defined]
-        start = 2 * rows + reads + jobs.BLOCK_SIZE * blocks
-        bounds = self.numbers[start : start + ends]  # type: ignore[attr-defined]
-        columns = self.numbers[start + ends :]  # type: ignore[attr-defined]
-        for a, b in pairwise(bounds):
+    def reversed_paths(self: ExecutionState, *arguments: object) -> None:
+        describe(self, *arguments)  # type: ignore[arg-type]
+        plan, step = self.plan, self._step
+        ends, columns = (int(plan[name] - step.ctypes.data) // 8 for name in ("path_ends", "path_columns"))
+        for a, b in pairwise(step[ends:columns]):
             # All but the last: a row that is moved behind its column would overwrite what is not yet read.
-            columns[a : b - 1] = columns[a : b - 1][::-1].copy()
+            step[columns + a : columns + b - 1] = step[columns + a : columns + b - 1][::-1].copy()
 
-    monkeypatch.setattr(model._Step, "__init__", reversed_paths)
+    monkeypatch.setattr(ExecutionState, "describe", reversed_paths)
     wrong = target.forward([(0, tree)])[0]
     deep = [node for node in tree.needs_logits_nodes() if tree.depths[node] >= 3]
     assert deep
-    assert original == jobs.COLUMNS
     assert any(not torch.equal(right.row(node), wrong.row(node)) for node in deep)
 
 
 @DTYPES
 def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
-    target = native("llama", dtype, vocab_size=1001, hidden_size=32)
+    target = compiled("llama", dtype, vocab_size=1001, hidden_size=32)
     target.prefill([(0, prompt(5)), (1, prompt(7))])
-    trees = [(0, bush(1, 20)), (1, bush(2, 9))]
+    trees = [(0, random_tree(1, 20)), (1, random_tree(2, 9))]
     for (_, tree), scores in zip(trees, target.forward(trees), strict=True):
         nodes = tree.needs_logits_nodes()
         reference = LogitsBatch(torch.stack([scores.row(node) for node in nodes])[None])
@@ -198,10 +190,10 @@ def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
 
 
 def test_nan_is_named_and_stays_with_its_row() -> None:
-    target = native()
+    target = compiled()
     target.prefill([(0, [1, 2, 3])])
     with torch.no_grad():
-        target.lean.embedding[11] = torch.nan
+        target.compiled.embedding[11] = torch.nan
     tree = TokenTree(5)
     tree.add(11, 0, needs_logits=True)
     tree.add(12, 0, needs_logits=True)
@@ -213,30 +205,32 @@ def test_nan_is_named_and_stays_with_its_row() -> None:
 
 
 def test_a_token_that_is_not_there_is_refused() -> None:
-    target = native()
+    target = compiled()
     with pytest.raises(IndexError, match="0 to 96"):
         target.prefill([(0, [1, 97])])
 
 
 def test_logits_outlive_the_next_step() -> None:
-    target = native()
+    target = compiled()
     target.prefill([(0, prompt(5))])
     rows, copies = [], []
     for seed in range(6):
-        rows.append(target.forward([(0, bush(seed, 8))])[0].row(0))
+        rows.append(target.forward([(0, random_tree(seed, 8))])[0].row(0))
         copies.append(rows[-1].clone())
     assert all(torch.equal(a, b) for a, b in zip(rows, copies, strict=True))
 
 
-def test_a_team_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:
+def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:
     import time
 
-    target = native()
+    target = compiled()
     target.prefill([(0, prompt(5))])
-    first = target.forward([(0, bush(1, 8))])[0].row(0).clone()
+    first = target.forward([(0, random_tree(1, 8))])[0].row(0).clone()
     time.sleep(0.1)  # longer than a helper stays awake
-    assert torch.equal(target.forward([(0, bush(1, 8))])[0].row(0), first)
-    mine = team.team_of(torch.get_num_threads())
+    assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+    pool, model = thread_pool(threads), target.compiled
     # As after an interrupt between posting a job and leading it.
-    mine._post(mine._address, target.lean._job, target.lean._plan.ctypes.data)
-    assert torch.equal(target.forward([(0, bush(1, 8))])[0].row(0), first)
+    state = model._idle.pop()
+    pool._owner = state
+    pool._post(pool._control, model._job, state.address)
+    assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)

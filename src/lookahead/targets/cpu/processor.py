@@ -1,7 +1,7 @@
-"""What this processor offers to compiled code: vector lanes, fused multiply-adds, matrix tiles.
+"""What this processor offers to compiled code: vector lanes, fused multiply-adds, bf16 products, matrix tiles.
 
-Everything here is decided once, when the module is loaded. Compiled code is kept on disk under ``STAMP``, so
-that code made for one decision, or from another version of these files, is never run under another.
+Decided once, when the module is loaded. Compiled code is kept on disk under ``STAMP``, so that code made for one
+decision, or from another version of these files, is never run under another.
 """
 
 from __future__ import annotations
@@ -45,18 +45,12 @@ def _tiles_permitted() -> bool:
 
 #: bf16 products on matrix tiles (AMX).
 TILES = LANES == 16 and _tiles_permitted()
-#: bf16 products of pairs in vectors (AVX512-BF16), where there are no tiles.
-PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16")) and not TILES
-
-#: How products of a dtype are computed, for people.
-PRODUCTS = {
-    "bfloat16": "AMX tiles" if TILES else "AVX512-BF16 pairs" if PAIRS else f"{LANES}-lane vectors",
-    "float32": f"{LANES}-lane vectors",
-}
+#: bf16 products of pairs in vectors (AVX512-BF16).
+PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
 
 
 def _stamp() -> int:
-    """Changes with the decisions above and with the text of any file of this folder."""
+    """Changes with the decisions above and with the text of any file of this package."""
     digest = hashlib.sha256(repr((LANES, REGISTERS, FUSED, TILES, PAIRS)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -1,9 +1,8 @@
-"""The lean path beside its twins: the transformers target, and plain decoding."""
+"""The compiled path beside the transformers target, its reference implementation, and plain decoding."""
 
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
-from lookahead.targets.cpu import REGISTRY, LeanModel, LeanTarget, Spec, register
-from lookahead.targets.cpu.linear import PlainLinear
+from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run
 
@@ -96,22 +94,22 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_transformers_target(family: str) -> None:
     model = tiny(family)
-    naive, lean = make_target(model, path="transformers"), make_target(model, capacity=4)
-    assert (naive.path, lean.path) == ("transformers", "lean"), lean.reason
+    reference, target = make_target(model, path="transformers"), make_target(model, capacity=4)
+    assert (reference.path, target.path) == ("transformers", "cpu"), target.reason
     lengths = {0: 9, 1: 23, 2: 1}
-    start = [target.prefill([(s, prompt(n, s)) for s, n in lengths.items()]) for target in (naive, lean)]
+    start = [one.prefill([(s, prompt(n, s)) for s, n in lengths.items()]) for one in (reference, target)]
     assert max(worst(a, b, [0]) for a, b in zip(*start, strict=True)) < 2e-5
     for turn in range(3):
         trees = [(s, branched(5 * turn + s, 14 + 3 * s)) for s in lengths]
-        both = [target.forward(trees) for target in (naive, lean)]
+        both = [one.forward(trees) for one in (reference, target)]
         for (_, tree), a, b in zip(trees, *both, strict=True):
             assert worst(a, b, tree.needs_logits_nodes()) < 2e-5
         last = [(s, len(tree) - 1, tree) for s, tree in trees]
         paths = [(s, [n for n in range(end + 1) if tree.ancestors[end] >> n & 1]) for s, end, tree in last]
-        for target in (naive, lean):
-            target.commit(paths)
+        for one in (reference, target):
+            one.commit(paths)
     single = [(s, TokenTree(11 + s)) for s in lengths]
-    for a, b in zip(naive.forward(single), lean.forward(single), strict=True):
+    for a, b in zip(reference.forward(single), target.forward(single), strict=True):
         assert worst(a, b, [0]) < 2e-5
 
 
@@ -119,12 +117,12 @@ def test_logits_are_those_of_the_transformers_target(family: str) -> None:
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup"])
 def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str) -> None:
     model = tiny(family)
-    lean, naive = make_target(model), make_target(model, path="transformers")
+    target, reference = make_target(model), make_target(model, path="transformers")
     prompts = [prompt(n, n) for n in (3, 12, 40)]
-    drafted = assert_same_as_autoregressive(lean, prompts, method, None, 30, vocabulary=VOCABULARY)
+    drafted = assert_same_as_autoregressive(target, prompts, method, None, 30, vocabulary=VOCABULARY)
     drafter = make_drafter("autoregressive", None, VOCABULARY)
     for generation, text in zip(drafted, prompts, strict=True):
-        assert generation.tokens == run(naive, [Request(text, drafter, 30)])[0].tokens
+        assert generation.tokens == run(reference, [Request(text, drafter, 30)])[0].tokens
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,32 +131,32 @@ def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) 
     for family in ("llama", "mistral-sliding"):
         model = tiny(family)
         whole = make_target(model).prefill([(0, prompt(50))])[0].row(0)
-        monkeypatch.setattr(module, "CHUNK", 7)
+        monkeypatch.setattr(module, "PROMPT_CHUNK", 7)
         assert torch.allclose(make_target(model).prefill([(0, prompt(50))])[0].row(0), whole, atol=1e-5)
         monkeypatch.undo()
 
 
 def test_a_slot_is_used_again_and_grows() -> None:
     model = tiny()
-    lean = make_target(model, capacity=2)
-    lean.prefill([(3, prompt(40))])
-    lean.release(3)
-    again = lean.prefill([(3, prompt(9, 5))])[0].row(0)
+    target = make_target(model, capacity=2)
+    target.prefill([(3, prompt(40))])
+    target.release(3)
+    again = target.prefill([(3, prompt(9, 5))])[0].row(0)
     assert torch.equal(again, make_target(model).prefill([(0, prompt(9, 5))])[0].row(0))
 
 
 def test_depth_ends_at_the_last_position() -> None:
-    lean = make_target(tiny(max_position_embeddings=32))
-    lean.prefill([(0, prompt(30))])
-    assert lean.depth_limit(0) == 1
+    target = make_target(tiny(max_position_embeddings=32))
+    target.prefill([(0, prompt(30))])
+    assert target.depth_limit(0) == 1
 
 
 def test_the_model_is_not_changed() -> None:
     model = tiny("qwen3")
     before = copy.deepcopy(model.state_dict())
     versions = [p._version for p in model.parameters()]
-    lean = make_target(model)
-    lean.prefill([(0, prompt(9))])
+    target = make_target(model)
+    target.prefill([(0, prompt(9))])
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert versions == [p._version for p in model.parameters()]
 
@@ -170,10 +168,10 @@ def test_a_default_dtype_of_the_caller_changes_nothing() -> None:
     try:
         fresh = tiny(dtype=torch.float32)
         fresh.load_state_dict(model.state_dict())
-        lean = make_target(fresh)
-        assert lean.path == "lean"
-        first = lean.prefill([(0, prompt(9))])[0].row(0)
-        lean.forward([(0, branched(3))])
+        target = make_target(fresh)
+        assert target.path == "cpu"
+        first = target.prefill([(0, prompt(9))])[0].row(0)
+        target.forward([(0, branched(3))])
     finally:
         torch.set_default_dtype(torch.float32)
     # The rotary table's own arithmetic follows the default dtype; memory must stay in order.
@@ -183,13 +181,13 @@ def test_a_default_dtype_of_the_caller_changes_nothing() -> None:
 def test_changed_weights_are_read_again() -> None:
     model = tiny()
     old = make_target(model).prefill([(0, prompt(9))])[0].row(0)
-    assert make_target(model).lean is make_target(model).lean
+    assert make_target(model).compiled is make_target(model).compiled
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    lean, naive = make_target(model), make_target(model, path="transformers")
-    new = lean.prefill([(0, prompt(9))])[0]
+    target, reference = make_target(model), make_target(model, path="transformers")
+    new = target.prefill([(0, prompt(9))])[0]
     assert not torch.allclose(new.row(0), old, atol=1e-3)
-    assert worst(new, naive.prefill([(0, prompt(9))])[0], [0]) < 2e-5
+    assert worst(new, reference.prefill([(0, prompt(9))])[0], [0]) < 2e-5
 
 
 def test_logits_may_be_written_to() -> None:
@@ -198,17 +196,17 @@ def test_logits_may_be_written_to() -> None:
     assert row[3] == -float("inf")
 
 
-def test_bf16_is_near_its_twin_and_a_row_does_not_depend_on_the_others() -> None:
+def test_bf16_is_near_the_transformers_target_and_a_row_does_not_depend_on_the_others() -> None:
     model = tiny(dtype=torch.bfloat16)
-    naive, lean = make_target(model, path="transformers"), make_target(model)
-    assert lean.path == "lean", lean.reason
-    for target in (naive, lean):
-        target.prefill([(0, prompt(9))])
+    reference, target = make_target(model, path="transformers"), make_target(model)
+    assert target.path == "cpu", target.reason
+    for one in (reference, target):
+        one.prefill([(0, prompt(9))])
     tree = branched(7, 31)
-    a, b = naive.forward([(0, tree)])[0], lean.forward([(0, tree)])[0]
+    a, b = reference.forward([(0, tree)])[0], target.forward([(0, tree)])[0]
     spread = float(a.row(0).float().std())
     assert worst(a, b, tree.needs_logits_nodes()) < 0.25 * spread
-    alone = lean.forward([(0, TokenTree(tree.tokens[0]))])[0]
+    alone = target.forward([(0, TokenTree(tree.tokens[0]))])[0]
     assert torch.equal(alone.row(0), b.row(0))
 
 
@@ -238,11 +236,11 @@ def test_bf16_is_near_its_twin_and_a_row_does_not_depend_on_the_others() -> None
 def test_what_does_not_apply_falls_back_and_says_why(build: object, words: str) -> None:
     model = build()  # type: ignore[operator]
     target = make_target(model)
-    assert target.path != "lean"
+    assert target.path != "cpu"
     if target.path == "transformers":
         assert words in target.reason
     with pytest.raises(SettingsError):
-        make_target(model, path="lean")
+        make_target(model, path="cpu")
 
 
 def test_an_adapter_in_place_of_a_linear_is_not_passed_by() -> None:
@@ -277,78 +275,41 @@ def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_path_is_refused() -> None:
-    with pytest.raises(SettingsError, match="path must be 'auto', 'lean'"):
+    with pytest.raises(SettingsError, match="path must be 'auto', 'cpu'"):
         make_target(tiny(), path="fast")
 
 
-@pytest.mark.parametrize("onednn", [True, False], ids=["packed", "plain"])
-@pytest.mark.parametrize("family", ["qwen2", "mistral-sliding", "qwen3", "smollm3"])
-def test_without_numba_the_torch_twin_agrees(
-    family: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lookahead.targets.cpu import forward
+def test_where_numba_cannot_compile_transformers_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lookahead.targets.cpu import compiled_model
 
-    if not onednn:
-        monkeypatch.setattr(forward, "best_kind", lambda dtype: (PlainLinear, "plain weights: forced"))
-    monkeypatch.setitem(sys.modules, "lookahead.targets.cpu.native", None)  # as where numba is not there
-    model = tiny(family)
-    lean, naive = make_target(model), make_target(model, path="transformers")
-    assert isinstance(lean.lean, LeanModel)
-    assert "pip install numba" in lean.reason
-    assert onednn or "plain weights" in lean.reason
-    for target in (lean, naive):
-        target.prefill([(0, prompt(9))])
-    tree = branched(3)
-    a, b = (target.forward([(0, tree)])[0] for target in (lean, naive))
-    assert worst(a, b, tree.needs_logits_nodes()) < 2e-5
-    assert_same_as_autoregressive(lean, [prompt(12, 1)], "lookahead", None, 20, vocabulary=VOCABULARY)
+    def refused(numbers: object) -> int:
+        raise RuntimeError("cannot cache function: no locator available\nmore")
 
-
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")
-def test_int8_is_asked_for_by_name_and_exact_in_itself() -> None:
-    model = tiny("qwen2")
-    same, int8 = make_target(model), make_target(model, weights="int8")
-    assert "int8" in int8.reason
-    assert "int8" not in same.reason
-    logits = [target.prefill([(0, prompt(9))])[0].row(0) for target in (same, int8)]
-    assert not torch.equal(*logits)
-    assert (logits[0] - logits[1]).std() < 0.3 * logits[0].std()
-    for target in (same, int8):
-        target.release(0)
-    assert_same_as_autoregressive(int8, [prompt(12)], "lookahead", None, 30, vocabulary=VOCABULARY)
-    with pytest.raises(SettingsError, match="int8"):
-        make_target(model, path="transformers", weights="int8")
+    monkeypatch.setattr(compiled_model, "pass_address", refused)
+    target = make_target(tiny())
+    assert target.path == "transformers"
+    assert "numba cannot compile" in target.reason
+    assert "no locator" in target.reason
+    assert "more" not in target.reason
+    with pytest.raises(SettingsError, match="no locator"):
+        make_target(tiny(), path="cpu")
 
 
 def test_memory_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    lean = make_target(tiny())
-    assert isinstance(lean, LeanTarget)
-    lean.prefill([(0, prompt(9))])
+    target = make_target(tiny())
+    assert isinstance(target, CpuTarget)
+    target.prefill([(0, prompt(9))])
 
     def full(*args: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(lean.lean, "run", full)
+    monkeypatch.setattr(target.compiled, "run", full)
     with pytest.raises(OutOfMemory, match="13 rows"):
-        lean.forward([(0, branched(3, 15))])
+        target.forward([(0, branched(3, 15))])
 
 
-def test_a_llama_made_from_nothing_but_a_config_is_lean() -> None:
+def test_a_llama_made_from_nothing_but_a_config_takes_the_compiled_path() -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
-    assert make_target(LlamaForCausalLM(config)).path == "lean"
-
-
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI here")
-def test_int8_is_there_for_load() -> None:
-    import lookahead
-
-    llm = lookahead.load(weights="int8", dtype="bfloat16")
-    assert llm.path == "lean-int8"
-    assert "int8" in llm.target().reason
-    assert lookahead.load(dtype="bfloat16").path == "lean"
-    with pytest.raises(SettingsError, match="'same' or 'int8'"):
-        lookahead.load(weights="int4")
-    with pytest.raises(SettingsError, match="one process"):
-        lookahead.load(weights="int8", parallel="lookahead")
+    assert make_target(LlamaForCausalLM(config)).path == "cpu"

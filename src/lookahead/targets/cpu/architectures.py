@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 #: Rotary types whose angles depend on the position alone.
 FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 
 
-class NotLean(Exception):
-    """Why a model cannot take the lean path, in one line for people."""
+class Unsupported(Exception):
+    """Why a model cannot be compiled, in one line for people."""
 
 
 def _never(config: Any, layer: int) -> int:
@@ -87,7 +88,7 @@ REGISTRY: dict[str, Spec] = {
 
 
 def register(name: str, spec: Spec) -> None:
-    """Let the causal LM class ``name`` take the lean path."""
+    """Let the causal LM class ``name`` be compiled."""
     REGISTRY[name] = spec
 
 
@@ -124,6 +125,7 @@ class LayerParts:
     down: LinearParts
     window: int
     rotates: bool
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +140,18 @@ class ModelParts:
     heads: int
     key_heads: int
     head_size: int
-    scale: float
 
 
-def read(model: nn.Module, config: Any) -> ModelParts:
+def read_parts(model: nn.Module, config: Any) -> ModelParts:
     """The parts of a model whose class is registered.
 
     Raises:
-        NotLean: the class is not registered, or the model is not what its spec assumes.
+        Unsupported: the class is not registered, or the model is not what its spec assumes.
     """
     name = type(model).__name__
     spec = REGISTRY.get(name)
     if spec is None:
-        raise NotLean(f"{name} is not among the architectures of the lean path")
+        raise Unsupported(f"{name} is not among the architectures of the compiled path")
     _check(model, config)
     try:
         layers = list(model.get_submodule(spec.layers))
@@ -166,21 +167,30 @@ def read(model: nn.Module, config: Any) -> ModelParts:
             heads=parts[0].query.weight.shape[0] // size,
             key_heads=parts[0].key.weight.shape[0] // size,
             head_size=size,
-            scale=float(attention.scaling),
         )
     except AttributeError as error:
-        raise NotLean(f"{name} is built differently from what the lean path knows ({error})") from error
+        raise Unsupported(
+            f"{name} is built differently from what the compiled path knows ({error})"
+        ) from error
 
 
 def _check(model: nn.Module, config: Any) -> None:
     activation = getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise NotLean(f"the lean path knows SiLU feed-forwards, this model has {activation!r}")
+        raise Unsupported(f"the compiled path knows SiLU feed-forwards, this model has {activation!r}")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in FIXED_ROTARY:
-        raise NotLean(f"rotary positions of type {rotary!r} change with the length of the text")
+        raise Unsupported(f"rotary positions of type {rotary!r} change with the length of the text")
     if model.training and getattr(config, "attention_dropout", 0):
-        raise NotLean("the model is in training mode with dropout; call model.eval()")
+        raise Unsupported("the model is in training mode with dropout; call model.eval()")
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        raise Unsupported("torch has hooks for every module, which compiled passes would not call")
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} {name}".strip()
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Unsupported(f"{where} has hooks, which compiled passes would not call")
+        if "forward" in vars(module):
+            raise Unsupported(f"{where} has a forward of its own, which compiled passes would not call")
 
 
 def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
@@ -204,15 +214,14 @@ def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
         down=linear(spec.down),
         window=spec.window(config, index),
         rotates=spec.rotates(config, index),
+        scale=float(layer.get_submodule(spec.attention).scaling),
     )
 
 
 def _plain(module: nn.Module, kind: type[nn.Module]) -> Any:
     """The module, if it is exactly of this kind: an adapter or a quantised layer computes something else."""
     if type(module) is not kind:
-        raise NotLean(f"a part of the model is {type(module).__name__}, not a plain {kind.__name__}")
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        raise NotLean(f"a {kind.__name__} of the model has hooks, which the lean path would pass by")
+        raise Unsupported(f"a part of the model is {type(module).__name__}, not a plain {kind.__name__}")
     return module
 
 

@@ -1,0 +1,123 @@
+"""How the threads of a pool wait for one another: the control block, the barrier, and the loops of leader and helpers.
+
+A helper looks for the next job for a while and then sleeps; looking is done here, without Python, and sleeping in
+``thread_pool.py``. A job is the address of a compiled function of (argument, control, rank, size, arrived).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from numba import njit, types
+from numba.extending import register_jitable
+
+from .llvm import I32, atomic_load, call, emitted, exchange, fetch_add, jump, pause
+from .processor import STAMP
+
+# The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
+# each rank whether it sleeps and the last job that it has seen. Words that many threads look at have a cache line.
+JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
+RANKS, RANK_BYTES, SEEN = 192, 64, 8
+#: Turns of a waiting loop before a thread offers its core to others, and before it goes to sleep.
+SPINS, SPINS_AWAKE = 2000, 6000
+
+
+def _yield(builder: Any) -> None:
+    if sys.platform != "win32":
+        call(builder, "sched_yield", I32, [])
+
+
+yield_core = emitted(_yield, 0)
+
+
+def control_bytes(size: int) -> int:
+    """Of the control block of so many threads."""
+    return RANKS + RANK_BYTES * size
+
+
+@register_jitable
+def barrier(control: int, arrived: int, size: int) -> int:
+    """Wait until all threads are here; returns the arrivals counted by then."""
+    arrived += size
+    fetch_add(control + ARRIVED, 1)
+    spins = 0
+    while atomic_load(control + ARRIVED) < arrived:
+        pause()
+        spins += 1
+        if spins > SPINS:
+            yield_core()
+    return arrived
+
+
+@register_jitable
+def _do_job(control: int, rank: int) -> None:
+    size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
+    jump(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
+
+
+def helper_code() -> Any:
+    """serve(control, rank): do the pool's jobs until none has come for a while."""
+    return _serve(STAMP)
+
+
+def leader_code() -> tuple[Any, Any]:
+    """post(control, job, argument) -> bits of the sleepers to wake; lead(control) does the leader's part of a
+    job that was posted and not led."""
+    return _post(STAMP), _lead(STAMP)
+
+
+def _serve(stamp: int) -> Any:
+    @njit(types.void(types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
+    def serve(control, rank):  # type: ignore[no-untyped-def]
+        if control == stamp:  # never so: the stamp is here, and below, to name the code on disk
+            return
+        asleep = control + RANKS + RANK_BYTES * rank
+        exchange(asleep, 0)
+        spins = 0
+        while True:
+            number = atomic_load(control + JOB_NUMBER)
+            if number != atomic_load(asleep + SEEN):
+                exchange(asleep + SEEN, number)
+                _do_job(control, rank)
+                spins = 0
+            else:
+                pause()
+                spins += 1
+                if spins > SPINS:
+                    yield_core()
+                if spins > SPINS_AWAKE:
+                    exchange(asleep, 1)
+                    # A job may have come by now; whose flag is gone has been sent for.
+                    if atomic_load(control + JOB_NUMBER) == number or exchange(asleep, 0) == 0:
+                        return
+                    spins = 0
+
+    return serve
+
+
+def _post(stamp: int) -> Any:
+    @njit(types.int64(types.int64, types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
+    def post(control, job, argument):  # type: ignore[no-untyped-def]
+        exchange(control + JOB, job)
+        exchange(control + ARGUMENT, argument)
+        exchange(control + ARRIVED_BEFORE, atomic_load(control + ARRIVED))
+        sleepers = 0
+        if control != stamp:
+            fetch_add(control + JOB_NUMBER, 1)
+            for rank in range(1, atomic_load(control + SIZE)):
+                sleepers |= exchange(control + RANKS + RANK_BYTES * rank, 0) << rank
+        return sleepers
+
+    return post
+
+
+def _lead(stamp: int) -> Any:
+    @njit(types.void(types.int64), nogil=True, cache=True, error_model="numpy")
+    def lead(control):  # type: ignore[no-untyped-def]
+        number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + SEEN
+        if control != stamp and number != atomic_load(seen):
+            exchange(seen, number)
+            _do_job(control, 0)
+
+    return lead

@@ -1,0 +1,169 @@
+"""What a pass works on, as records with named fields, and the state of one caller: such a plan and its buffers.
+
+Fields that name memory hold addresses; strides and sizes of buffers are bytes. Compiled code reads the records by
+the same names (``llvm.record_at``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core import TokenTree
+from .microkernel import GROUP, ROW_BLOCK
+from .numeric_format import Format
+from .packed_weights import Arena, round_up
+
+#: Keys of so many columns lie side by side in the cache; scores are computed for so many columns at once.
+KEY_BLOCK, SCORE_BLOCK = 16, 64
+#: Queries that are attended together.
+QUERY_BLOCK = 16
+
+
+def _integers(names: str) -> list[tuple[str, str]]:
+    return [(name, "i8") for name in names.split()]
+
+
+def _record(*fields: Any) -> np.dtype[Any]:
+    return np.dtype(list(fields), align=True)
+
+
+LINEAR = _record(*_integers("weights group_bytes bias steps groups"))
+#: Of a norm over each head, weights are (H + K, D); address 0 where there is none.
+NORM = _record(("weight", "i8"), ("epsilon", "f4"))
+LAYER = _record(
+    *((name, NORM) for name in ("attention_norm", "feed_forward_norm", "head_norm")),
+    *((name, LINEAR) for name in ("qkv", "output", "gate_up", "down")),
+    *_integers("window rotates"),
+    ("scale", "f4"),
+)
+#: The rows of one sequence: its slot, committed tokens T, its first row in the pass, and how many; whether each row
+#: sees all rows before it, as in a prompt.
+SEGMENT = _record(*_integers("slot length first_row rows is_chain"))
+PLAN = _record(
+    # the model: D is the size of a head, padded_head what the cache and queries hold of it
+    *_integers("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding"),
+    *((name, NORM if "norm" in name else LINEAR) for name in ("final_norm", "lm_head")),
+    # buffers: rows, what gemms read and write (normed: one for each thread), queries, scratch of each thread
+    *_integers("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride"),
+    *_integers("qkv qkv_stride query scratch scratch_each score_line tile_config winners"),
+    # the cache, from layer to layer, slot to slot and head to head
+    *_integers("cache cache_layer cache_slot cache_head"),
+    # the step; a tree row's columns are path_columns[path_ends[row]:path_ends[row + 1]]
+    *_integers("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary"),
+    *_integers("logits logits_stride peaks peaks_stride"),
+    # what a pass reports
+    *_integers("unknown_token gemm_ticks attention_ticks total_ticks"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sequence's share of a pass.
+
+    Attributes:
+        slot: its place in the cache.
+        length: T, committed tokens.
+        rows: how many, behind those of the segments before.
+        tree: who sees whom; None for a piece of a prompt, where each row sees all rows before it.
+    """
+
+    slot: int
+    length: int
+    rows: int
+    tree: TokenTree | None
+
+
+class ExecutionState:
+    """A plan and the buffers that it names, for one pass at a time; each concurrent caller has its own.
+
+    Args:
+        model: a plan whose fields on the model are filled in.
+        numbers: the model's format.
+    """
+
+    def __init__(self, model: np.ndarray, numbers: Format) -> None:
+        self.records = model.copy()
+        self.plan = self.records[0]
+        self.address: int = self.records.ctypes.data
+        self._numbers = numbers
+        self._capacity = (0, 0, 0)
+        self._buffers: dict[str, Any] = {}
+        self._step: Any = None
+        #: What else the plan's addresses point to.
+        self.holds: Any = None
+
+    def reserve(self, rows: int, length: int, threads: int) -> None:
+        """Buffers for at least so many rows, over so many columns, for so many threads."""
+        wanted = (rows, length, threads)
+        if all(have >= want for have, want in zip(self._capacity, wanted, strict=True)):
+            return
+        rows, length = (
+            max(1 << (n - 1).bit_length(), have)
+            for n, have in zip((rows, length), self._capacity, strict=False)
+        )
+        rows, threads = max(rows, ROW_BLOCK), max(threads, self._capacity[2])
+        self._capacity = rows, length, threads
+        p = self.plan
+        # Rows and columns more than are used; what lies behind the used inner numbers must stay zero.
+        p["score_line"] = line = 4 * (round_up(length, SCORE_BLOCK) + SCORE_BLOCK)
+        head = int(p["padded_head"])
+        sums, attention = 4 * ROW_BLOCK * GROUP, QUERY_BLOCK * (line + 4 * head + 4)
+        p["scratch_each"] = each = round_up(max(sums, attention), 4096) + 4096 + 64
+        p["normed_each"] = normed = round_up(rows * int(p["normed_stride"]), 64) + 64
+        sizes = {
+            "x": rows * int(p["x_stride"]),
+            "normed": threads * normed,
+            "attended": rows * int(p["attended_stride"]),
+            "gated": rows * int(p["gated_stride"]),
+            "qkv": rows * int(p["qkv_stride"]),
+            "query": self._numbers.query.bytes * (rows * int(p["heads"]) + QUERY_BLOCK) * head,
+            "scratch": threads * each,
+            "tile_config": 64,
+            "winners": 8 * rows,
+        }
+        arena = Arena(sum(round_up(size, 64) for size in sizes.values()))
+        self._buffers = {name: arena.take(size) for name, size in sizes.items()}
+        for name, buffer in self._buffers.items():
+            p[name] = buffer.data_ptr()
+        self.tile_config = self._buffers["tile_config"].numpy()
+        self.winners = self._buffers["winners"].numpy().view(np.int64)
+
+    def describe(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        segments: Sequence[Segment],
+        reads: Sequence[int],
+    ) -> None:
+        """Write what changes from step to step: rows, who sees whom, and the rows whose logits are wanted."""
+        table: list[int] = []
+        ends, columns = [0], list[int]()
+        first = 0
+        for segment in segments:
+            tree = None if segment.rows == 1 else segment.tree
+            table += (segment.slot, segment.length, first, segment.rows, tree is None)
+            first += segment.rows
+            if tree is None:
+                ends += [len(columns)] * segment.rows
+                continue
+            paths: list[list[int]] = []
+            for node, parent in enumerate(tree.parents, segment.length):
+                path = [*paths[parent], node] if parent >= 0 else [node]
+                paths.append(path)
+                columns += path
+                ends.append(len(columns))
+        parts = {
+            "tokens": tokens, "positions": positions, "read_rows": reads, "segments": table, "path_ends": ends,
+            "path_columns": columns,
+        }  # fmt: skip
+        self._step = np.array([number for part in parts.values() for number in part], np.int64)
+        p, address = self.plan, self._step.ctypes.data
+        for name, part in parts.items():
+            p[name] = address
+            address += 8 * len(part)
+        p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
+        p["unknown_token"] = 0

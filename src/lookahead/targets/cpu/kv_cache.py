@@ -1,0 +1,73 @@
+"""Keys and values as compiled attention reads them, in the model's dtype; written in place, moved only by a commit.
+
+(layers, S slots, 2K, C capacity, D): the first K of the third axis are keys, the others values, so that a commit is
+one gather and one scatter for the whole model. A head's keys lie in blocks of 16 columns, (C / 16, D, 16), or for
+tiles (C / 16, D / 2, 16, 2); its values as (C, D). D is rounded up to whole vectors and tiles, and what is added
+stays zero; C is a multiple of 64, so that kernels may compute a few columns too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .execution_plan import KEY_BLOCK, SCORE_BLOCK
+from .packed_weights import round_up
+
+
+class KVCache:
+    """Preallocated keys and values of many sequences; capacity and slots grow by doubling.
+
+    Args:
+        layers, key_heads, head_size: its shape; D as it is padded.
+        capacity: tokens per slot to begin with.
+        key_pair: neighbours of a key that lie together.
+    """
+
+    def __init__(
+        self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
+    ) -> None:
+        self.key_heads, self.slots, self._key_pair = key_heads, 1, key_pair
+        self.capacity = round_up(max(capacity, 1), SCORE_BLOCK)
+        self.storage = torch.zeros(layers, 1, 2 * key_heads, self.capacity, head_size, dtype=dtype)
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.storage.numel() * self.storage.element_size()
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
+        new_slots, new_capacity = self.slots, self.capacity
+        while new_slots < slots:
+            new_slots *= 2
+        while new_capacity < capacity:
+            new_capacity *= 2
+        if (new_slots, new_capacity) == (self.slots, self.capacity):
+            return
+        layers, _, heads, _, size = self.storage.shape
+        new = self.storage.new_zeros(layers, new_slots, heads, new_capacity, size)
+        new[:, : self.slots, :, : self.capacity] = self.storage
+        self.storage, self.slots, self.capacity = new, new_slots, new_capacity
+
+    def strides(self) -> tuple[int, int, int]:
+        """Bytes from layer to layer, slot to slot and head to head."""
+        layer, slot, head = (stride * self.storage.element_size() for stride in self.storage.stride()[:3])
+        return layer, slot, head
+
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        """Commit: bring the pending rows ``path`` of a slot in line behind its ``length`` tokens."""
+        # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
+        start = next((i for i, row in enumerate(path) if row != i), len(path))
+        if start == len(path):
+            return
+        source = torch.tensor([length + row for row in path[start:]])
+        target = torch.arange(length + start, length + len(path))
+        mine = self.storage[:, slot]
+        values = mine[:, self.key_heads :]
+        values[:, :, target] = values[:, :, source]
+        layers, _, capacity, head = mine.shape
+        blocks = (capacity // KEY_BLOCK, head // self._key_pair, KEY_BLOCK, self._key_pair)
+        keys = mine[:, : self.key_heads].view(layers, self.key_heads, *blocks)
+        moved = keys[:, :, source // KEY_BLOCK, :, source % KEY_BLOCK]
+        keys[:, :, target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
