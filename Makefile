@@ -4,10 +4,12 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench gpu-check clean
+.PHONY: help demo test test-fast coverage lint bench gpu-check clean
 help:
 	@echo "make demo       the bundled model completes a function, with lookahead and plainly, compared"
 	@echo "make test       linters, types, import contract and all tests"
+	@echo "make test-fast  the tests that take no more than a second or two each"
+	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make gpu-check  every check that needs a GPU, in one table"
 
@@ -17,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	  || { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try make PYTHON=python3.11"; exit 2; }
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,bench,lm-eval,test]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,lm-eval,test]'
 	@touch $@
 
 demo: $(READY)
@@ -27,8 +29,15 @@ demo: $(READY)
 test: $(READY) lint
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 
+test-fast: $(READY)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow"
+
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --cov=lookahead --cov-report=term-missing:skip-covered
+
 lint: $(READY)
 	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-cache
 

@@ -18,16 +18,9 @@ from lookahead.core.config import LookaheadConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "slide: column": {"slide": "column"},
-    "slide: emitted": {"slide": "emitted"},
-    "window_init: prompt": {"window_init": "prompt"},
-    "window_init: vocabulary": {"window_init": "vocabulary"},
-    "window_init: pool": {"window_init": "pool"},
     "pool_from_prompt: no": {"pool_from_prompt": False},
     "pool_from_output: no": {"pool_from_output": False},
     "neither": {"pool_from_prompt": False, "pool_from_output": False},
-    "verify_window: yes": {"verify_window": True},
-    "verify_window: no": {"verify_window": False},
 }
 TRIPLES = [(15, 5, 15), (10, 5, 10), (7, 5, 7), (15, 7, 15), (15, 3, 15), (5, 5, 30), (30, 5, 5), (1, 5, 30)]
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from fnmatch import fnmatch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,6 +14,20 @@ import torch
 # Without a GPU the attention kernel runs in triton's interpreter, to be chosen before triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+#: Files of which no test is quick: whole models, processes, the command line. Others mark single tests as slow.
+SLOW_FILES = [
+    "test_families*", "test_parallel*", "test_engine*", "test_cli*", "test_bench*", "test_lean*", "test_cpu*",
+    "test_attention_graphed*", "test_cuda_graphs*", "test_attention_compile*", "test_hf*", "test_wheel*",
+    "test_targets*", "test_adaptive_t*", "test_soak*", "test_contributing*", "test_examples*",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(fnmatch(item.path.stem, pattern) for pattern in SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

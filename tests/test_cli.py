@@ -88,7 +88,7 @@ def test_settings_reach_the_drafter(model):
 
     one = steps("--lookahead", "3,4,2")
     two = steps("--window-size", 3, "--ngram-size", 4, "--guess-set-size", 2)
-    preset = steps("--preset", "code")
+    preset = steps("--preset", "7b")
     off = steps("--preset", "off")
     assert one == two
     assert one[0] == preset[0] == off[0]
@@ -350,7 +350,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--input", "x", "--json"], "--json and --input"),
         (["--prompt", "x", "--json", "--color"], "--color and --json"),
         (["--prompt", "x", "--lookahead", "5,5,5", "--window-size", 3], "--lookahead and --window-size"),
-        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "code"], "--lookahead and --preset"),
+        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "7b"], "--lookahead and --preset"),
         (["--prompt", "x", "--lookahead", "5,5"], "W,N,G"),
         (["--prompt", "x", "--lookahead", "5,600,5"], "ngram_size must be between 2 and 512, got 600"),
         (["--prompt", "x", "--window-size", 0], "window_size must be between 1 and 512, got 0"),
@@ -362,7 +362,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
             "--lookahead has no effect",
         ),
         (["--prompt", "x", "--method", "jacobi", "--ngram-size", 4], "--ngram-size has no effect"),
-        (["--prompt", "x", "--max-rows", 5, "--preset", "code"], "--max-rows has no effect .*lookahead"),
+        (["--prompt", "x", "--max-rows", 5, "--preset", "7b"], "--max-rows has no effect .*lookahead"),
         (["--prompt", "x", "--method", "adaptive", "--guess-set-size", 4], "use --method lookahead"),
         (["--prompt", "x", "--max-rows", 0], "max_rows must be a whole number between 1 and 512, got 0"),
         (["--prompt", "x", "--sources", "suffix,stars"], "unknown sources stars; known are suffix"),
@@ -595,7 +595,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
     refused(
         "--warm has no effect with --method lookahead",
-        "generate", model, "--prompt", "x", "--preset", "code", "--warm", file,
+        "generate", model, "--prompt", "x", "--preset", "7b", "--warm", file,
     )  # fmt: skip
 
 

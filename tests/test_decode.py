@@ -14,7 +14,9 @@ from lookahead.core import (
     SettingsError,
     decode,
 )
-from lookahead.drafters import METHODS, make_drafter
+from lookahead.core.choose import Choose, as_choose, greedy
+from lookahead.core.stats import Stats, first_divergence, timed
+from lookahead.drafters import METHODS, AutoregressiveDrafter, JacobiDrafter, LookaheadDrafter, make_drafter
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 CORE_METHODS = ["lookahead", "jacobi", "prompt-lookup"]
@@ -44,12 +46,9 @@ def test_the_comparison_fails_when_a_wrong_node_is_accepted(method, accept_a_wro
     seed=st.integers(0, 99),
     new=st.integers(1, 70),
     positions=st.integers(2, 60),
-    slide=st.sampled_from(["column", "emitted"]),
-    init=st.sampled_from(["prompt", "vocabulary", "pool"]),
-    verify_window=st.booleans(),
 )
-def test_exact_for_any_settings(w, n, g, prompt, seed, new, positions, slide, init, verify_window):
-    config = LookaheadConfig(w, n, g, slide=slide, window_init=init, verify_window=verify_window, seed=seed)
+def test_exact_for_any_settings(w, n, g, prompt, seed, new, positions):
+    config = LookaheadConfig(w, n, g, seed=seed)
     target = FakeTarget(12, repetitive_text(12, seed), max_positions=len(prompt) + positions)
     (ours,) = assert_same_as_autoregressive(
         target, [prompt], "lookahead", config, new, frozenset({11}), vocabulary=12
@@ -80,6 +79,27 @@ def test_jacobi_counts_the_steps_to_the_fixed_point():
     (ours,) = run(target, [Request([1, 2, 3], make_drafter("jacobi", (8, 5, 5)), 64)])
     assert ours.stats.drafter["converged_blocks"] > 0
     assert 1 <= ours.stats.drafter["iterations_per_block"] <= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block", [2, 8, 17])
+def test_a_jacobi_block_of_m_tokens_converges_in_at_most_m_steps(block, seed):
+    target = FakeTarget(40, repetitive_text(40, seed))
+    (ours,) = run(target, [Request([1, 2, 3, 4, 5], JacobiDrafter(block), 10 * block + 1)])
+    stats = ours.stats
+    assert stats.drafter["converged_blocks"] == 10
+    assert 1 <= stats.drafter["iterations_per_block"] <= stats.drafter["most_iterations"] <= block
+    assert stats.drafter["iterations_per_block"] == stats.steps / 10
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 6])
+def test_a_jacobi_block_converges_where_steps_are_narrow(max_rows):
+    target = FakeTarget(40, max_rows=max_rows)
+    with pytest.warns(RuntimeWarning, match="did not fit"):
+        (ours,) = run(target, [Request([1, 2, 3], JacobiDrafter(8), 81)])
+    assert ours.tokens == run(FakeTarget(40), [Request([1, 2, 3], AutoregressiveDrafter(), 81)])[0].tokens
+    assert ours.stats.drafter["converged_blocks"] == 10
+    assert ours.stats.drafter["most_iterations"] <= 8
 
 
 @pytest.mark.parametrize("method", CORE_METHODS)
@@ -187,6 +207,84 @@ def test_statistics_add_up():
     assert stats.as_dict()["compression_ratio"] == pytest.approx(79 / stats.steps)
 
 
+@pytest.mark.parametrize("ngram_size", [2, 3, 4, 6])
+def test_drafted_counts_only_rows_that_verification_can_reach(ngram_size):
+    request = Request([1, 2, 3], make_drafter("lookahead", (5, ngram_size, 0)), 40)
+    drafted, reachable = 0, []
+    for step in decode(FakeTarget(40), [request]):
+        stats, tree = step.generation.stats, step.tree
+        if tree is None:
+            continue
+        reached = {0}
+        for node in range(1, len(tree)):
+            if tree.needs_logits[node] and tree.parents[node] in reached:
+                reached.add(node)
+        assert set(step.path) <= reached
+        drafted += len(reached) - 1
+        reachable.append(len(reached) - 1)
+    assert stats.drafted == drafted
+    # After N - 2 steps of warm-up a window of N >= 4 has no row that could be accepted, one of N < 4 always has.
+    assert all((count > 0) == (ngram_size < 4) for count in reachable[ngram_size - 2 : -8])
+
+
+def test_hit_rate_and_match_length_are_what_the_pool_gave():
+    # The text counts on and the pool knows it: three right tokens in every one of ten steps.
+    pool = NGramPool(1)
+    pool.add_text([t % 100 for t in range(300)], 4)
+    target = FakeTarget(100, lambda prefix: (prefix[-1] + 1) % 100)
+    (ours,) = run(target, [Request([5], make_drafter("lookahead", (1, 4, 1), pool=pool), 41)])
+    assert ours.stats.drafter["pool_hit_rate"] == 1
+    assert ours.stats.drafter["mean_match_length"] == 3
+    # A pool that knows nothing but wrong continuations of one token in ten.
+    pool = NGramPool(1)
+    pool.add(7, (1, 2, 3))
+    config = LookaheadConfig(1, 4, 1, pool_from_prompt=False, pool_from_output=False)
+    target = FakeTarget(10, lambda prefix: (prefix[-1] + 1) % 10)
+    drafter = LookaheadDrafter(config, pool)
+    drafter.reset([5], 6, frozenset())
+    target.prefill([(0, [5])])
+    for token in range(6, 16):
+        tree = drafter.draft(0 if token != 7 else 1)
+        (scores,) = target.forward([(0, tree)])
+        drafter.observe(tree, scores, [0], [(token + 1) % 10])
+        target.commit([(0, [0])])
+    assert (drafter.stats()["pool_hit_rate"], drafter.stats()["mean_match_length"]) == (0.1, 0)
+
+
+def test_a_plain_function_chooses_as_an_object_does():
+    class Second(Choose):
+        def __call__(self, scores, node):
+            row = scores.row(node)
+            return sorted(range(len(row)), key=row.__getitem__)[-2]
+
+    made = Second()
+    assert as_choose(made) is made
+    assert as_choose(greedy) is greedy
+    texts = [
+        run(FakeTarget(20), [Request([1, 2], make_drafter("lookahead", (4, 4, 4)), 30, choose)])[0].tokens
+        for choose in (made, lambda scores, node: made(scores, node))
+    ]
+    assert (
+        texts[0] == texts[1] != run(FakeTarget(20), [Request([1, 2], AutoregressiveDrafter(), 30)])[0].tokens
+    )
+
+
+def test_a_phase_is_timed_for_every_sequence_and_also_when_it_fails():
+    both = [Stats(), Stats()]
+    with pytest.raises(ZeroDivisionError), timed("draft", both):
+        1 / 0  # noqa: B018
+    with timed("draft", both[:1]):
+        pass
+    assert both[0].seconds["draft"] > both[1].seconds["draft"] > 0
+    assert both[0].decode_seconds == both[0].seconds["draft"]
+
+
+def test_where_two_texts_part():
+    assert first_divergence([1, 2], [1, 2]) is None
+    assert first_divergence([1, 2, 3], [1, 2]) == first_divergence([1, 2], [1, 2, 3]) == 2
+    assert first_divergence([1, 5, 3], [1, 2, 3]) == 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -198,11 +296,10 @@ def test_statistics_add_up():
         (lambda: LookaheadConfig(5, 1, 15), "ngram_size must be between 2"),
         (lambda: LookaheadConfig(5, 5, -1), "guess_set_size must be between 0"),
         (lambda: LookaheadConfig(5.5, 5, 1), "whole number"),
-        (lambda: LookaheadConfig(slide="fast"), "slide must be"),
-        (lambda: LookaheadConfig(window_init="zeros"), "window_init must be"),
         (lambda: LookaheadConfig(max_pool_keys=0), "max_pool_keys"),
         (lambda: LookaheadConfig.of("15,5"), "W,N,G"),
         (lambda: LookaheadConfig.of({"windowsize": 3}), "unknown setting 'windowsize'"),
+        (lambda: LookaheadConfig.of({"slide": "column"}), "unknown setting 'slide'"),
         (lambda: LookaheadConfig.of({"W": 3, "WINDOW_SIZE": 4}), "given twice"),
         (lambda: LookaheadConfig.of(3.5), "settings must be"),
     ],
@@ -222,7 +319,7 @@ def test_settings_by_any_of_their_names():
     assert LookaheadConfig.of(expected, G=9) == LookaheadConfig(7, 4, 9)
     assert LookaheadConfig.of({"POOL_FROM_PROMPT": 0}).pool_from_prompt is False
     assert LookaheadConfig.of((1, 1, 0)).off
-    assert LookaheadConfig.of("code").triple == (15, 5, 15)
+    assert LookaheadConfig.of("7b").triple == (15, 5, 15)
     sizes = [LookaheadConfig.for_parameters(p).triple for p in (7e9, 13e9, 34e9)]
     assert sizes == [(15, 5, 15), (10, 5, 10), (7, 5, 7)]
 

@@ -14,6 +14,7 @@ def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.S | re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page run one after the other, in one namespace and an empty folder."""

@@ -636,7 +636,7 @@ def test_the_bundled_model_needs_no_argument():
     [
         (None, "adaptive"),
         ((5, 4, 7), "lookahead"),
-        ("code", "lookahead"),
+        ("7b", "lookahead"),
         ({"window_size": 5}, "lookahead"),
         ({"WINDOW_SIZE": 5}, "lookahead"),
         ({"max_rows": 16}, "adaptive"),
@@ -656,7 +656,7 @@ def test_adaptive_has_settings_of_its_own_and_the_core_knows_their_names(llm):
     shared = {field.name for field in dataclasses.fields(LookaheadConfig)}
     assert OWN_SETTINGS["adaptive"] == names - shared
     refused("takes no .W, N, G., got 5,4,7", lookahead.LLM, llm.model, method="adaptive", config=(5, 4, 7))
-    refused("takes no .W, N, G., got 'code'", llm.generate, "x", method="adaptive", config="code")
+    refused("takes no .W, N, G., got '7b'", llm.generate, "x", method="adaptive", config="7b")
 
 
 def test_a_call_may_bring_settings_of_the_other_kind(llm):

@@ -16,6 +16,7 @@ from transformers import (
 
 from lookahead.core import NGramPool, SettingsError
 from lookahead.hf import generate
+from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.testing import tiny_model
 
 
@@ -154,6 +155,39 @@ def test_scores_logits_and_cache(batch, sampled):
         for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_scores_where_a_row_ended_long_before_the_longest(seed):
+    """Padded rows are carried on for their scores by a new drafter, when their noise has long been given up."""
+    model = tiny_model("llama", seed=1, initializer_range=0.05)
+    torch.manual_seed(seed)
+    ids = torch.randint(10, 96, (3, 8))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"return_dict_in_generate": True, "output_scores": True, "do_sample": True}
+    plain, ours = both(inputs, model, ADAPTIVE, max_new_tokens=150, eos_token_id=3, **options)
+    ends = [[*row.tolist(), 3].index(3) for row in plain.sequences[:, 8:]]
+    assert max(ends) - min(ends) > 64
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for a, b in zip(plain.scores, ours.scores, strict=True):
+        torch.testing.assert_close(b, a, atol=2e-4, rtol=1e-4)
+
+
+def test_the_noise_of_a_batch_is_given_up_once_no_row_wants_it():
+    stream = GeneratorNoise(2, 5, torch.device("cpu"))
+    torch.manual_seed(3)
+    drawn = [stream.at(step).clone() for step in range(6)]
+    torch.manual_seed(3)
+    expected = [torch.empty(2, 5).exponential_(1) for _ in range(6)]
+    assert all(map(torch.equal, drawn, expected))
+    later = RowNoise(stream, 1, start=2, temperature=1.0)
+    assert torch.equal(later.at(3), drawn[5][1])
+    stream.forget(4, furthest=5)
+    with pytest.raises(KeyError):
+        stream.at(3)
+    assert torch.equal(stream.at(4), drawn[4])
+    stream.settle(5)  # as after five steps of plain sampling: the sixth number is drawn again
+    assert torch.equal(torch.empty(2, 5).exponential_(1), drawn[5])
 
 
 def test_a_users_empty_cache_is_filled():

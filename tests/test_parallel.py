@@ -162,12 +162,6 @@ def case_eos(target):
     assert ended_inside
 
 
-def case_verify_window(target):
-    from lookahead.core import LookaheadConfig
-
-    compare(target, FakeTarget, "lookahead", LookaheadConfig(6, 4, 4, verify_window=True))
-
-
 def case_join_and_leave(target):
     """Sequences that join and are cancelled between steps, in slots used before."""
     from lookahead.core import Decoder
@@ -246,7 +240,6 @@ CASES = {
     "narrow": case_narrow,
     "no-candidates": case_no_candidates,
     "eos-in-path": case_eos,
-    "verify-window": case_verify_window,
     "join-and-leave": case_join_and_leave,
     "top": case_top,
     "two-targets": case_two_targets,

@@ -1,4 +1,4 @@
-"""Draws: pure functions of seed and position, with the right law, under the true prefix."""
+"""Draws: pure functions of seed and position, with the right probabilities, under the true prefix."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ def scores_of(rows):
 
 
 def splitmix64(seed, count):
-    """The published generator in whole numbers, as a twin of the tensor code."""
+    """The published generator in whole numbers, as the reference for the tensor code."""
     mask = (1 << 64) - 1
     for i in range(1, count + 1):
         z = (seed + i * 0x9E3779B97F4A7C15) & mask
@@ -33,7 +33,7 @@ def chi_square(counts, law):
     return sum((c - total * p) ** 2 / (total * p) for c, p in zip(counts, law, strict=True))
 
 
-def test_the_twin_is_the_published_generator():
+def test_the_reference_is_the_published_generator():
     # First outputs for seed 1234567, as in the reference implementation's test vector.
     assert list(splitmix64(1234567, 3)) == [
         6457827717110365317,
@@ -44,7 +44,7 @@ def test_the_twin_is_the_published_generator():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, -3])
 @pytest.mark.parametrize("position", [0, 1, 4095])
-def test_noise_equals_its_twin(seed, position):
+def test_noise_equals_its_reference(seed, position):
     mask = (1 << 64) - 1
     (hashed,) = _finalise(seed & mask)
     (start,) = _finalise((hashed + position * 0x9E3779B97F4A7C15) & mask)
@@ -116,7 +116,7 @@ def test_noise_is_standard_gumbel():
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.03)
 
 
-def test_draws_have_the_law_of_softmax_jointly():
+def test_draws_have_the_probabilities_of_softmax_jointly():
     logits = torch.tensor([1.0, 0.0, -0.5, 0.7])
     law = logits.softmax(-1)
     pairs = [0] * 16

@@ -1,4 +1,4 @@
-"""The walk, and the paper's Algorithm 4 beside it: the same law."""
+"""The walk, and the paper's Algorithm 4 beside it: the same probabilities."""
 
 import itertools
 import random
@@ -9,9 +9,9 @@ from lookahead.core import TokenTree, speculative_sample, verify
 from lookahead.core.verify import verify as walk
 
 
-def test_the_walk_descends_only_into_read_rows():
+def test_the_walk_descends_only_into_rows_with_logits():
     tree = TokenTree(0)
-    tree.add(1, 0)  # a window row that nobody reads
+    tree.add(1, 0)  # a window row without logits
     assert verify(tree, lambda node: 1) == ([0], [1])
     tree.add_candidate([1])
     assert verify(tree, lambda node: 1) == ([0, 1], [1, 1])
@@ -29,29 +29,29 @@ def test_the_walk_ends_where_it_is_told():
     assert verify(tree, lambda node: 1, finished) == ([0, 1, 2], [1, 1, 1])
 
 
-def law_under(path):
+def probabilities_under(path):
     """A made-up distribution over three tokens that depends on the whole path."""
     weights = [1 + (sum(path) * 7 + t * 5 + len(path) * 3) % 6 for t in range(3)]
     return [w / sum(weights) for w in weights]
 
 
-def exact_law(length):
-    law = {}
+def exact_probabilities(length):
+    probabilities = {}
     for tokens in itertools.product(range(3), repeat=length):
         p = 1.0
         for i, token in enumerate(tokens):
-            p *= law_under([0, *tokens[:i]])[token]
-        law[tokens] = p
-    return law
+            p *= probabilities_under([0, *tokens[:i]])[token]
+        probabilities[tokens] = p
+    return probabilities
 
 
-def chi_square(counts, law, total):
-    return sum((counts.get(k, 0) - total * p) ** 2 / (total * p) for k, p in law.items())
+def chi_square(counts, probabilities, total):
+    return sum((counts.get(k, 0) - total * p) ** 2 / (total * p) for k, p in probabilities.items())
 
 
 @pytest.mark.parametrize("algorithm", ["verify", "algorithm 4", "broken"])
-def test_the_joint_law_of_three_tokens(algorithm):
-    """26 degrees of freedom: below 60 with probability 0.9998 for the right law."""
+def test_the_joint_probabilities_of_three_tokens(algorithm):
+    """26 degrees of freedom: below 60 with probability 0.9998 for the right probabilities."""
     rng = random.Random(3)
     total, counts = 20_000, {}
     for _ in range(total):
@@ -62,19 +62,24 @@ def test_the_joint_law_of_three_tokens(algorithm):
             for _ in range(3):
                 tree.add_candidate([rng.randrange(3), rng.randrange(3)])
 
-            def law(node, tree=tree, prefix=prefix):
-                return law_under(prefix + tree.path_tokens(node)[1:])
+            def probabilities(node, tree=tree, prefix=prefix):
+                return probabilities_under(prefix + tree.path_tokens(node)[1:])
 
             if algorithm == "algorithm 4":
-                _, new = speculative_sample(tree, law, rng)
+                _, new = speculative_sample(tree, probabilities, rng)
             else:
-                _, new = walk(tree, lambda node, law=law: rng.choices(range(3), weights=law(node))[0])
+                _, new = walk(
+                    tree,
+                    lambda node, probabilities=probabilities: rng.choices(
+                        range(3), weights=probabilities(node)
+                    )[0],
+                )
             if algorithm == "broken":  # a wrong node accepted: the first candidate's token, unseen
                 new[0] = tree.tokens[1] if rng.random() < 0.1 else new[0]
             tokens += new
         key = tuple(tokens[:3])
         counts[key] = counts.get(key, 0) + 1
-    statistic = chi_square(counts, exact_law(3), total)
+    statistic = chi_square(counts, exact_probabilities(3), total)
     assert (statistic > 60) if algorithm == "broken" else (statistic < 60)
 
 

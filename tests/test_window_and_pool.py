@@ -48,18 +48,6 @@ def test_the_window_survives_any_narrowing(width, ngram_size, limits):
             assert 2 <= len(ngram) <= ngram_size
 
 
-def test_sliding_by_more_columns_keeps_the_shape():
-    window = counting_window(4, 3)
-    window.add_to(TokenTree(1))
-    window.advance(1, [10, 11, 12, 13, 14], frozenset())
-    sizes = [len(level) for level in window.levels]
-    window.slide(2)
-    assert [len(level) for level in window.levels] == sizes
-    assert window.levels[1][:2] == [13, 14]
-    window.slide(50)
-    assert [len(level) for level in window.levels] == sizes
-
-
 def test_the_least_recently_used_continuation_goes_first():
     pool = NGramPool(2)
     for continuation in [(1,), (2,), (1,), (3,)]:

@@ -1,13 +1,13 @@
-"""The target's own token, as ``choose(scores, node)``: greedy or drawn from a seed. Knows torch, no model.
+"""The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
 
-A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that is a pure
-function of (seed, p), with p the draw's position in the text (prompt included). By the Gumbel-max rule y_p
-has the law softmax(s). As g_p depends on nothing else, the text is a function of (target, prompt, seed):
-not of the drafts, not of what runs beside it. A text that is continued from its first half with the same seed
-goes on as the whole did.
+A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that does not
+depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise``: g_p is a pure
+function of (seed, p), p the position in the text (prompt included), so a text that is continued from its first half
+with the same seed goes on as the whole did. ``GeneratorNoise``: the numbers that ``torch.multinomial`` would take
+from torch's generator, in its order.
 
-``choose`` is asked exactly once per emitted token, in order (``lookahead.core.decode``), so a chooser keeps
-the true prefix itself and processors that depend on it are exact.
+A chooser is asked exactly once per emitted token, in order, so it keeps the true prefix itself and processors that
+depend on it are exact.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.decode import Choose, greedy
+from .core.choose import Choose, greedy
 from .core.errors import NumericalError, SettingsError
+from .core.target import Scores
 from .core.tree import TokenTree
 from .threads import one_thread
-
-__all__ = ["Chooser", "Process", "SeededNoise", "gumbel", "make_choose"]
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -65,19 +64,22 @@ def gumbel(
     return _on_device(start, vocabulary, device)
 
 
+def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callable[[Any, int], Any]) -> Any:
+    """52 bits of outputs x = 1, 2, ... from ``start``, in place, in a library's own 64-bit numbers."""
+    x *= number(_GOLDEN)
+    x += number(start)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x ^= shifted(x, shift)
+        x *= number(factor)
+    x ^= shifted(x, 31)
+    return shifted(x, 12)
+
+
 def _on_cpu(start: int, vocabulary: int) -> Any:
     """Numpy takes half of torch's time on one thread, and has unsigned numbers."""
     x = np.arange(1, vocabulary + 1, dtype=np.uint64)
-    x *= np.uint64(_GOLDEN)
-    x += np.uint64(start)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX[0])
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX[1])
-    x ^= x >> np.uint64(31)
-    x >>= np.uint64(12)
+    uniform = _splitmix(x, start, lambda value: value, lambda x, by: x >> by).astype(np.float64)
     # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
-    uniform = x.astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-52
     for _ in range(2):
@@ -86,18 +88,11 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
 
 
 def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -> torch.Tensor:
-    """The same in torch's signed numbers."""
+    """The same in torch's signed numbers: arithmetic wraps, but a shift to the right must not copy the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
-    x.mul_(_signed(_GOLDEN)).add_(_signed(start))
-    # int64 arithmetic wraps; a shift to the right must not copy the sign.
-    x ^= (x >> 30) & ((1 << 34) - 1)
-    x.mul_(_signed(_MIX[0]))
-    x ^= (x >> 27) & ((1 << 37) - 1)
-    x.mul_(_signed(_MIX[1]))
-    x ^= (x >> 31) & ((1 << 33) - 1)
-    bits = (x >> 12) & ((1 << 52) - 1)
+    bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_().float()
+    return uniform.log_().neg_().log_().neg_().float()  # type: ignore[no-any-return]
 
 
 class SeededNoise:
@@ -140,13 +135,91 @@ class SeededNoise:
         """The same as a numpy array, for drafters."""
         return self.at(index).cpu().numpy()
 
+    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest value of scores (V,) under the noise, and its token."""
+        return (scores + self.at(index)).max(dim=-1)
+
     def forget(self, index: int) -> None:
-        """Nobody will ask for ``index`` or earlier again."""
-        for old in [key for key in self._known if key <= index]:
+        """Nobody will ask for what is before ``index`` again."""
+        for old in [key for key in self._known if key < index]:
             del self._known[old]
 
 
-class Chooser:
+class GeneratorNoise:
+    """The random numbers of ``torch.multinomial`` for a batch, drawn in time order from torch's generator.
+
+    torch.multinomial(p, 1) is argmax(p / q) with q exponential noise of p's shape. Rows of a batch reach a time
+    step in different forward passes, and a drafter may look ahead; the generator still ends where plain sampling
+    would have left it.
+
+    Args:
+        batch: B. vocabulary: V. device: of the noise.
+    """
+
+    def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
+        self._shape = (batch, vocabulary)
+        self._device = device
+        self._generator = torch.default_generator
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._generator = torch.cuda.default_generators[index]
+        self._noise: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
+        self._drawn = 0
+
+    def at(self, step: int) -> torch.Tensor:
+        """Exponential noise (B, V) of time step ``step``, which counts from the batch's first new token."""
+        while self._drawn <= step:
+            self._states[self._drawn] = self._generator.get_state()
+            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            with one_thread:  # the numbers do not depend on the threads
+                self._noise[self._drawn] = noise.exponential_(1)
+            self._drawn += 1
+        return self._noise[step]
+
+    def forget(self, step: int, furthest: int) -> None:
+        """No row asks for what is before ``step`` again; ``furthest`` steps have been emitted by some row."""
+        for old in [key for key in self._noise if key < step]:
+            del self._noise[old]
+        # Plain sampling draws as far as the longest row, so the state there may still be wanted.
+        for old in [key for key in self._states if key < furthest]:
+            del self._states[old]
+
+    def settle(self, steps: int) -> None:
+        """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
+        if steps < self._drawn:
+            self._generator.set_state(self._states[steps])
+
+
+class RowNoise:
+    """One row of a ``GeneratorNoise``, from time step ``start`` on. Fulfils ``lookahead.core.drafter.Noise``."""
+
+    overlaps = False
+
+    def __init__(self, stream: GeneratorNoise, row: int, start: int, temperature: float) -> None:
+        self.temperature = temperature
+        self._stream = stream
+        self._row = row
+        self._start = start
+
+    def at(self, index: int) -> torch.Tensor:
+        """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
+        return self._stream.at(self._start + index)[self._row]
+
+    def __call__(self, index: int) -> Any:
+        """argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``."""
+        with one_thread:
+            return -self.at(index).log().cpu().numpy()
+
+    def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As torch.multinomial: the largest p / q (NaN where no token has a probability), and its token."""
+        return (scores.softmax(dim=-1) / self.at(index)).max(dim=-1)
+
+    def forget(self, index: int) -> None:
+        """The stream is shared by all rows: its owner tells it."""
+
+
+class Chooser(Choose):
     """One sequence's ``choose``, for everything that plain greedy is not.
 
     Args:
@@ -159,7 +232,10 @@ class Chooser:
     """
 
     def __init__(
-        self, prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
+        self,
+        prompt: Sequence[int],
+        process: Process | None = None,
+        noise: SeededNoise | RowNoise | None = None,
     ) -> None:
         self.process = process
         self.noise = noise
@@ -167,28 +243,23 @@ class Chooser:
         self._start = len(prompt)
         self._ids = torch.tensor([list(prompt)], dtype=torch.long) if process is not None else None
 
-    def __call__(self, scores: Any, node: int) -> int:
+    def __call__(self, scores: Scores, node: int) -> int:
         scores.best(node)  # raises on NaN, with the cure
-        with one_thread:
-            token = self._token(scores, node)
-        self._append(token)
-        return token
-
-    def _token(self, scores: Any, node: int) -> int:
-        row = scores.row(node).float()
-        if self.process is not None:
-            row = self._processed(row)
-        if self.noise is not None:
-            index = self.position - self._start
-            row = row + self.noise.at(index)
+        index = self.position - self._start
+        if self.noise is not None and node == 0:  # drafters have observed the last step
             self.noise.forget(index)
-        value, best = row.max(dim=-1)
-        token = int(best)
+        with one_thread:
+            row = scores.row(node).float()
+            if self.process is not None:
+                row = self._processed(self.process, row)
+            value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
         if not float(value) > float("-inf"):
             raise NumericalError(
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
+        token = int(best)
+        self._append(token)
         return token
 
     def overlap(self, tree: TokenTree) -> None:
@@ -198,13 +269,11 @@ class Chooser:
             for index in range(first, first + max(tree.depths) + 1):
                 self.noise.at(index)
 
-    def _processed(self, row: torch.Tensor) -> torch.Tensor:
+    def _processed(self, process: Process, row: torch.Tensor) -> torch.Tensor:
         assert self._ids is not None
-        assert self.process is not None
-        if self._ids.device != row.device:
-            self._ids = self._ids.to(row.device)
+        self._ids = self._ids.to(row.device)
         # Processors may write in place, and the row belongs to the step's table.
-        result = self.process(self._ids[:, : self.position], row[None].clone())
+        result = process(self._ids[:, : self.position], row[None].clone())
         if result.shape != (1, row.shape[0]):
             raise SettingsError(
                 f"a logits processor must return scores of shape (1, {row.shape[0]}), "
@@ -222,12 +291,9 @@ class Chooser:
 
 
 def make_choose(
-    prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | None = None
+    prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None
 ) -> Choose:
-    """``choose`` for one sequence: greedy unless there is ``noise``.
-
-    Without processors greedy reads the argmax that the target has already taken.
-    """
+    """``choose`` for one sequence; without processors greedy reads the argmax that the target has taken."""
     if process is None and noise is None:
         return greedy
     return Chooser(prompt, process, noise)

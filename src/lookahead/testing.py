@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from .core import Decoder, Generation, OutOfMemory, Request, TokenTree
-from .core.decode import Choose, greedy
+from .core.choose import Choose, greedy
 from .core.errors import NumericalError
+from .core.stats import first_divergence
 from .drafters import make_drafter
 
 
@@ -41,7 +42,7 @@ class FakeScores:
 
     def _context(self, node: int) -> list[int]:
         if not self._tree.needs_logits[node]:
-            raise AssertionError(f"row {node} was not marked as read")
+            raise AssertionError(f"row {node} was read, and is not marked as one that needs logits")
         return self._prefix + self._tree.path_tokens(node)
 
     def best(self, node: int) -> int:
@@ -131,8 +132,12 @@ class FakeTarget:
 
 def _families() -> dict[str, tuple[str, dict[str, Any]]]:
     """Config class and what it needs beyond the common small sizes."""
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    eager = {"attn_implementation": "eager"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    local_experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    ntk = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     mla = {
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
@@ -140,47 +145,31 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
     }  # fmt: skip
     return {
         "llama": ("Llama", {}),
-        "llama-dynamic-ntk": (
-            "Llama",
-            {
-                "max_position_embeddings": 48,
-                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-            },
-        ),
+        "llama-dynamic-ntk": ("Llama", {"max_position_embeddings": 48, "rope_parameters": ntk}),
         "qwen2": ("Qwen2", {}),
         "qwen3": ("Qwen3", {"head_dim": 16}),
         "mistral": ("Mistral", {"sliding_window": None}),
         "mistral-sliding": ("Mistral", {"sliding_window": 8}),
         "gemma": ("Gemma", {"head_dim": 16}),
-        "gemma2": ("Gemma2", {"head_dim": 16, "attn_implementation": "eager", **sliding}),
+        "gemma2": ("Gemma2", {"head_dim": 16, **eager, **sliding}),
         "gemma3": ("Gemma3Text", {"head_dim": 16, **sliding}),
-        "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        "gpt2": ("GPT2", gpt2),
         "gpt-neox": ("GPTNeoX", {}),
-        "gptj": (
-            "GPTJ",
-            {
-                "n_embd": 64,
-                "n_layer": 2,
-                "n_head": 4,
-                "n_positions": 256,
-                "rotary_dim": 8,
-                "attn_implementation": "eager",
-            },
-        ),
-        "gpt-bigcode": ("GPTBigCode", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        "gptj": ("GPTJ", {"rotary_dim": 8, **gpt2, **eager}),
+        "gpt-bigcode": ("GPTBigCode", gpt2),
         "phi": ("Phi", {}),
         "phi3": ("Phi3", {}),
         "olmo2": ("Olmo2", {}),
         "olmo3": ("Olmo3", sliding),
-        "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-        "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **moe}),
+        "olmoe": ("Olmoe", experts),
+        "mixtral": ("Mixtral", local_experts),
+        "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "moe_intermediate_size": 32, **experts}),
         "falcon": ("Falcon", {"alibi": False, "new_decoder_architecture": False}),
         "falcon-alibi": ("Falcon", {"alibi": True}),
         "opt": ("OPT", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
         "starcoder2": ("Starcoder2", {}),
         "granite": ("Granite", {}),
-        "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "granite-moe": ("GraniteMoe", local_experts),
         "smollm3": ("SmolLM3", {}),
         "stablelm": ("StableLm", {}),
         "cohere": ("Cohere", {}),
@@ -188,16 +177,7 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
         "glm4": ("Glm4", {"head_dim": 16}),
         "deepseek-v2": ("DeepseekV2", mla),
         "deepseek-v3": ("DeepseekV3", mla),
-        "gpt-oss": (
-            "GptOss",
-            {
-                "head_dim": 16,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "attn_implementation": "eager",
-                **sliding,
-            },
-        ),
+        "gpt-oss": ("GptOss", {"head_dim": 16, **local_experts, **eager, **sliding}),
         "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
         "mpt": (
             "Mpt",
@@ -251,21 +231,15 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     built = getattr(transformers, f"{name}Config")(**config)
     if attention is not None:
         built._attn_implementation = attention
-    stem = name.removesuffix("Text")
-    for suffix in ("ForCausalLM", "LMHeadModel"):
-        model_class = getattr(transformers, stem + suffix, None)
-        if model_class is not None:
-            break
-    if model_class is None:
-        raise ValueError(f"transformers has no causal language model for {family!r}")
-    return model_class(built).eval()
+    factory: Any = transformers.AutoModelForCausalLM
+    return factory.from_config(built).eval()
 
 
 def run(target: Any, requests: Sequence[Request]) -> list[Generation]:
     """Decode the requests together to the end."""
     decoder = Decoder(target)
     generations = [decoder.add(request) for request in requests]
-    while decoder.busy:
+    while decoder.busy:  # ``decode`` would raise what ended a sequence
         decoder.step()
     return generations
 
@@ -305,11 +279,8 @@ def assert_same_as_autoregressive(
     for number, request in enumerate(requests("autoregressive")):
         (plain,) = run(target, [request])
         ours = drafted[number]
-        if ours.tokens != plain.tokens:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=False)) if a != b),
-                min(len(ours.tokens), len(plain.tokens)),
-            )
+        place = first_divergence(ours.tokens, plain.tokens)
+        if place is not None:
             raise AssertionError(
                 f"{method} differs from plain decoding for prompt {number} at token {place}: "
                 f"{ours.tokens[place : place + 5]} instead of {plain.tokens[place : place + 5]}"

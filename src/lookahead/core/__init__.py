@@ -4,14 +4,16 @@ Letters used everywhere in the library:
     B sequences   Q rows of a step   T committed length   V vocabulary   H heads   D head size
     W window size   N n-gram size   G candidates per step (guess set size)   S compression ratio
 
-Read in this order: ``tree``, ``verify``, ``decode``; then ``lookahead.drafters``, one file per method.
+Read in this order: ``tree``, ``verify``, ``choose``, ``decode``; then ``lookahead.drafters``, one file per method.
 """
 
+from .choose import Choose, greedy
 from .config import OFF, PRESETS, LookaheadConfig
-from .decode import Decoder, Generation, Request, Stats, Step, decode
-from .drafter import Drafter
+from .decode import Decoder, Generation, Request, Step, decode
+from .drafter import Drafter, Noise
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
 from .pool import NGramPool, PoolStats
+from .stats import Stats, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
 from .verify import speculative_sample, verify
@@ -19,12 +21,14 @@ from .verify import speculative_sample, verify
 __all__ = [
     "OFF",
     "PRESETS",
+    "Choose",
     "Decoder",
     "Drafter",
     "Generation",
     "LookaheadConfig",
     "LookaheadError",
     "NGramPool",
+    "Noise",
     "NumericalError",
     "OutOfMemory",
     "PoolStats",
@@ -36,6 +40,8 @@ __all__ = [
     "Target",
     "TokenTree",
     "decode",
+    "first_divergence",
+    "greedy",
     "speculative_sample",
     "verify",
 ]

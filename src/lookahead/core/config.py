@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from .errors import SettingsError
 
@@ -35,12 +35,6 @@ class LookaheadConfig:
         pool_from_prompt: fill the pool from the prompt ("prompt as reference", Table 3).
         pool_from_output: fill the pool from the text as it is generated.
         max_pool_keys: cap on the pool's keys; None for no cap.
-        window_init: where the first guesses come from: tokens of the prompt, random tokens of the
-            vocabulary, or the pool.
-        slide: move the window by one ``column`` a step, as the authors' code does, or by as many columns
-            as tokens were ``emitted``.
-        verify_window: let verification descend into the window's rows too, at the price of reading
-            their logits.
         seed: of the window's own generator. It shapes the draft, never the output.
     """
 
@@ -50,9 +44,6 @@ class LookaheadConfig:
     pool_from_prompt: bool = True
     pool_from_output: bool = True
     max_pool_keys: int | None = None
-    window_init: Literal["prompt", "vocabulary", "pool"] = "prompt"
-    slide: Literal["column", "emitted"] = "column"
-    verify_window: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,7 +51,7 @@ class LookaheadConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise SettingsError(f"{name} must be a whole number, got {value!r}")
-        for name in ("pool_from_prompt", "pool_from_output", "verify_window"):
+        for name in ("pool_from_prompt", "pool_from_output"):
             value = getattr(self, name)
             if value in (0, 1):  # the authors' code writes POOL_FROM_PROMPT=1
                 object.__setattr__(self, name, bool(value))
@@ -79,12 +70,6 @@ class LookaheadConfig:
             not isinstance(self.max_pool_keys, int) or self.max_pool_keys < 1
         ):
             raise SettingsError(f"max_pool_keys must be at least 1 or None, got {self.max_pool_keys!r}")
-        if self.window_init not in ("prompt", "vocabulary", "pool"):
-            raise SettingsError(
-                f"window_init must be 'prompt', 'vocabulary' or 'pool', got {self.window_init!r}"
-            )
-        if self.slide not in ("column", "emitted"):
-            raise SettingsError(f"slide must be 'column' or 'emitted', got {self.slide!r}")
 
     @property
     def triple(self) -> tuple[int, int, int]:
@@ -149,10 +134,8 @@ class LookaheadConfig:
 
     @classmethod
     def for_parameters(cls, parameters: float) -> LookaheadConfig:
-        """The paper's choice by model size (section 5): 7B 15,5,15; 13B 10,5,10; 34B and up 7,5,7."""
-        if parameters < 10e9:
-            return cls(15, 5, 15)
-        return cls(10, 5, 10) if parameters < 25e9 else cls(7, 5, 7)
+        """The paper's choice by model size (section 5): below 10e9 parameters "7b", below 25e9 "13b", else "34b"."""
+        return PRESETS["7b" if parameters < 10e9 else "13b" if parameters < 25e9 else "34b"]
 
 
 def _parse_triple(text: str) -> tuple[int, int, int]:
@@ -181,13 +164,11 @@ def _resolve(given: Mapping[str, Any]) -> dict[str, Any]:
 
 OFF = LookaheadConfig(1, 1, 0)
 
+#: The paper's (W, N, G) by model size (section 5), few rows for a CPU, and plain decoding.
 PRESETS: dict[str, LookaheadConfig] = {
-    "code": LookaheadConfig(15, 5, 15),
-    "text": LookaheadConfig(10, 5, 10),
-    "creative": LookaheadConfig(7, 5, 7),
+    "7b": LookaheadConfig(15, 5, 15),
+    "13b": LookaheadConfig(10, 5, 10),
+    "34b": LookaheadConfig(7, 5, 7),
     "cpu": LookaheadConfig(2, 3, 3),
-    "7b": LookaheadConfig.for_parameters(7e9),
-    "13b": LookaheadConfig.for_parameters(13e9),
-    "34b": LookaheadConfig.for_parameters(34e9),
     "off": OFF,
 }

@@ -4,35 +4,25 @@
     scores = target.forward(tree)          mask = ancestors, position = T + depth
     path, tokens = verify(tree, choose)    the target's own tokens, asked root to leaf
     target.commit(path)                    keep those rows
-    drafter.observe(tree, scores, path)    slide the window, harvest n-grams
+    drafter.observe(tree, scores, path)    learn from the logits, which is where n-grams come from
 
-Several sequences are several trees in one forward pass; a single one is a list of one.
+Several sequences are several trees in one forward pass; a single one is a list of one. Users call ``decode``,
+or ``Decoder.step`` where sequences join and leave as it runs.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any
 
+from .choose import Choose, as_choose, greedy
 from .drafter import UNLIMITED_ROWS, Drafter
 from .errors import LookaheadError, OutOfMemory, SettingsError
+from .stats import Stats, timed
 from .target import Scores, Target
 from .tree import TokenTree
 from .verify import verify
-
-#: (scores, node) -> the target's own token there. Asked exactly once per emitted token, in order. It may have a
-#: method ``overlap(tree)``, as a drafter has.
-Choose = Callable[[Scores, int], int]
-PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
-
-
-def greedy(scores: Scores, node: int) -> int:
-    """The token with the largest logit."""
-    return scores.best(node)
 
 
 @dataclass(slots=True)
@@ -43,7 +33,7 @@ class Request:
         prompt: token ids, at least one.
         drafter: fresh or used; it is reset first.
         max_new_tokens: at least 1.
-        choose: the target's own token under a row; greedy by default.
+        choose: the target's own token under a row, a ``Choose`` or a plain function; greedy by default.
         eos: tokens that end the text; the ending token is emitted.
         finished: told of each token as it is emitted; a text ends the sequence with that finish reason.
     """
@@ -51,7 +41,7 @@ class Request:
     prompt: Sequence[int]
     drafter: Drafter
     max_new_tokens: int
-    choose: Choose = greedy
+    choose: Choose | Callable[[Scores, int], int] = greedy
     eos: frozenset[int] = frozenset()
     finished: Callable[[int], str | None] | None = None
 
@@ -60,80 +50,6 @@ class Request:
             raise SettingsError("the prompt must have at least one token, got none")
         if self.max_new_tokens < 1:
             raise SettingsError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-
-
-@dataclass(slots=True)
-class Stats:
-    """What one sequence cost. A step is a forward pass after the prefill, which emits the first token.
-
-    Attributes:
-        prompt_tokens: length of the prompt.
-        new_tokens: tokens emitted, that of the prefill included.
-        steps: forward passes after the prefill.
-        rows: rows evaluated in those passes.
-        drafted: rows that verification could have accepted.
-        accepted: rows that it did accept.
-        tokens_per_step: steps by the number of tokens that they emitted.
-        rows_per_step: steps by their number of rows.
-        seconds: wall time by phase while this sequence was in it; sequences that share a pass share it.
-        drafter: figures of the drafting method's own.
-        path: what evaluated the steps, by the target's own name; "" where it has none.
-    """
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    steps: int = 0
-    rows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    tokens_per_step: Counter[int] = field(default_factory=Counter)
-    rows_per_step: Counter[int] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    drafter: dict[str, float] = field(default_factory=dict)
-    path: str = ""
-
-    @property
-    def compression_ratio(self) -> float:
-        """S: tokens per forward pass after the prefill, bonus token included (paper, section 4)."""
-        return (self.new_tokens - 1) / self.steps if self.steps else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted rows."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        """Share of steps that accepted at least 1, 2, 3, ... drafted tokens."""
-        longest = max(self.tokens_per_step, default=1)
-        return [
-            sum(count for size, count in self.tokens_per_step.items() if size > depth) / self.steps
-            for depth in range(1, longest)
-        ]
-
-    @property
-    def decode_seconds(self) -> float:
-        """Wall time of everything after the prefill."""
-        return sum(self.seconds.values()) - self.seconds["prefill"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "steps": self.steps,
-            "rows": self.rows,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "compression_ratio": self.compression_ratio,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_position": self.acceptance_by_position,
-            "tokens_per_step": {str(k): v for k, v in sorted(self.tokens_per_step.items())},
-            "rows_per_step": {str(k): v for k, v in sorted(self.rows_per_step.items())},
-            "seconds": dict(self.seconds),
-            "drafter": dict(self.drafter),
-            "path": self.path,
-        }
 
 
 @dataclass(slots=True)
@@ -150,6 +66,10 @@ class Generation:
     finish_reason: str | None = None
     error: LookaheadError | None = None
     stats: Stats = field(default_factory=Stats)
+    choose: Choose = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.choose = as_choose(self.request.choose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,93 +123,77 @@ class Decoder:
 
     def _prefill(self) -> list[Step]:
         joining, self._waiting = self._waiting, []
-        start = perf_counter()
-        for generation in joining:
-            if not self._free:
-                self._free.append(self._slots)
-                self._slots += 1
-            generation.slot = self._free.pop()
-        self._running += joining
-        try:
-            scores = self.target.prefill([(g.slot, g.request.prompt) for g in joining])
-        except LookaheadError as error:
+        steps: list[Step] = []
+        with timed("prefill", [g.stats for g in joining]):
             for generation in joining:
-                self._end(generation, "error", error)
-            self._sweep()
-            return []
-        steps = []
-        for generation, score in zip(joining, scores, strict=True):
+                if not self._free:
+                    self._free.append(self._slots)
+                    self._slots += 1
+                generation.slot = self._free.pop()
+            self._running += joining
             try:
-                request = generation.request
-                token = request.choose(score, 0)
-                self._emit(generation, token)
-                request.drafter.reset(request.prompt, token, request.eos)
-                steps.append(Step(generation, [token], [], None))
+                scores = self.target.prefill([(g.slot, g.request.prompt) for g in joining])
             except LookaheadError as error:
-                self._end(generation, "error", error)
-        elapsed = perf_counter() - start
-        for generation in joining:
-            generation.stats.seconds["prefill"] += elapsed
+                for generation in joining:
+                    self._end(generation, "error", error)
+            else:
+                for generation, score in zip(joining, scores, strict=True):
+                    steps += self._begin(generation, score)
         self._sweep()
         return steps
 
+    def _begin(self, generation: Generation, scores: Scores) -> list[Step]:
+        """The token that the prefill gives, and the drafter's start; no step where that fails."""
+        request = generation.request
+        try:
+            token = generation.choose(scores, 0)
+            self._emit(generation, token)
+            request.drafter.reset(request.prompt, token, request.eos)
+        except LookaheadError as error:
+            self._end(generation, "error", error)
+            return []
+        return [Step(generation, [token], [], None)]
+
     def _forward(self) -> list[Step]:
         running = list(self._running)
-        if not running:
-            return []
-        trees, scores, spent = self._evaluate(running)
-        if scores is None:
-            self._sweep()
-            return []
-
-        start = perf_counter()
-        steps: list[Step | None] = []
-        for generation, tree, score in zip(running, trees, scores, strict=True):
-            steps.append(self._walk(generation, tree, score))
-        spent["verify"] = perf_counter() - start
-
-        start = perf_counter()
-        walked = [step for step in steps if step is not None]
-        if walked:
-            self.target.commit([(s.generation.slot, s.path) for s in walked])
-        spent["commit"] = perf_counter() - start
-
-        start = perf_counter()
-        for generation, score, step in zip(running, scores, steps, strict=True):
-            if step is not None and step.tree is not None:
-                self._observe(generation, step.tree, score, step)
-        spent["observe"] = perf_counter() - start
-
-        for generation in running:
-            for phase, elapsed in spent.items():
-                generation.stats.seconds[phase] += elapsed
+        stats = [g.stats for g in running]
+        evaluated = self._evaluate(running, stats) if running else None
+        steps: list[Step] = []
+        if evaluated is not None:
+            with timed("verify", stats):
+                walked = [(self._walk(g, tree, score), score) for g, tree, score in evaluated]
+                steps = [step for step, _ in walked if step is not None]
+            with timed("commit", stats):
+                if steps:
+                    self.target.commit([(step.generation.slot, step.path) for step in steps])
+            with timed("observe", stats):
+                for step, score in walked:
+                    if step is not None:
+                        self._observe(step, score)
         self._sweep()
-        return [step for step in steps if step is not None]
+        return steps
 
     def _evaluate(
-        self, running: list[Generation]
-    ) -> tuple[list[TokenTree], list[Scores] | None, dict[str, float]]:
-        """Draft and evaluate; a pass that does not fit is tried again with half the rows."""
+        self, running: list[Generation], stats: list[Stats]
+    ) -> list[tuple[Generation, TokenTree, Scores]] | None:
+        """Draft and evaluate; a pass that does not fit is tried again with half the rows. None: none fits."""
         while True:
-            start = perf_counter()
-            trees = []
-            for g in running:
-                left = g.request.max_new_tokens - len(g.tokens)
-                depth = min(left - 1, self.target.depth_limit(g.slot))
-                trees.append(g.request.drafter.draft(max(0, depth), self.max_rows))
-            drafted = perf_counter()
+            with timed("draft", stats):
+                trees = [self._draft(generation) for generation in running]
             try:
-                scores = self.target.forward([(g.slot, t) for g, t in zip(running, trees, strict=True)])
-                for g, tree in zip(running, trees, strict=True):
-                    self._overlap(g.request, tree)
-                spent = {"draft": drafted - start, "forward": perf_counter() - drafted}
-                return trees, scores, spent
+                with timed("forward", stats):
+                    scores = self.target.forward([(g.slot, t) for g, t in zip(running, trees, strict=True)])
+                    # A device that runs by itself is still computing: this is for what needs no logits.
+                    for generation, tree in zip(running, trees, strict=True):
+                        generation.choose.overlap(tree)
+                        generation.request.drafter.overlap(tree)
+                return list(zip(running, trees, scores, strict=True))
             except OutOfMemory as error:
                 rows = max(map(len, trees))
                 if rows == 1:
                     for generation in running:
                         self._end(generation, "error", error)
-                    return trees, None, {}
+                    return None
                 if self.max_rows == UNLIMITED_ROWS:
                     warnings.warn(
                         f"a step of {rows} rows did not fit in memory; going on with at most half as many "
@@ -299,36 +203,29 @@ class Decoder:
                     )
                 self.max_rows = rows // 2
 
-    @staticmethod
-    def _overlap(request: Request, tree: TokenTree) -> None:
-        """What needs no logits; a device that runs by itself is still computing them."""
-        ahead = getattr(request.choose, "overlap", None)
-        if ahead is not None:
-            ahead(tree)
-        request.drafter.overlap(tree)
+    def _draft(self, generation: Generation) -> TokenTree:
+        left = generation.request.max_new_tokens - len(generation.tokens)
+        depth = min(left - 1, self.target.depth_limit(generation.slot))
+        return generation.request.drafter.draft(max(0, depth), self.max_rows)
 
     def _walk(self, generation: Generation, tree: TokenTree, scores: Scores) -> Step | None:
-        request = generation.request
         try:
             path, tokens = verify(
-                tree, lambda node: request.choose(scores, node), lambda token: self._emit(generation, token)
+                tree,
+                lambda node: generation.choose(scores, node),
+                lambda token: self._emit(generation, token),
             )
         except LookaheadError as error:
             self._end(generation, "error", error)
             return None
-        stats = generation.stats
-        stats.steps += 1
-        stats.rows += len(tree)
-        stats.drafted += sum(tree.needs_logits) - 1
-        stats.accepted += len(tokens) - 1
-        stats.tokens_per_step[len(tokens)] += 1
-        stats.rows_per_step[len(tree)] += 1
+        generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
         return Step(generation, tokens, path, tree)
 
-    def _observe(self, generation: Generation, tree: TokenTree, scores: Scores, step: Step) -> None:
-        drafter = generation.request.drafter
+    def _observe(self, step: Step, scores: Scores) -> None:
+        generation, drafter = step.generation, step.generation.request.drafter
+        assert step.tree is not None
         try:
-            drafter.observe(tree, scores, step.path, step.tokens)
+            drafter.observe(step.tree, scores, step.path, step.tokens)
         except LookaheadError as error:
             self._end(generation, "error", error)
         if generation.finish_reason is not None:

@@ -20,7 +20,7 @@ class Noise(Protocol):
     def __call__(self, index: int) -> Any:
         """Gumbel noise (V,) of emitted token ``index``, 0 being the prefill's; a numpy array.
 
-        A pure function of ``index``; None where that noise is not known yet.
+        A pure function of ``index``, to be asked for tokens of the last step and for later ones.
         """
         ...
 
@@ -42,7 +42,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learn from a step: the tree as drafted, the logits of its read rows, the path, the new tokens."""
+        """Learn from a step: the tree as drafted, its logits where rows need them, the path, the new tokens."""
 
     def use_noise(self, noise: Noise | None) -> None:  # noqa: B027
         """Called before ``reset``: how the sequence is sampled; None where it is greedy.
@@ -51,7 +51,7 @@ class Drafter(ABC):
         """
 
     def overlap(self, tree: TokenTree) -> None:  # noqa: B027
-        """Called between the launch of a step and the first look at its logits.
+        """Called between the launch of a step and the first read of its logits.
 
         On a device that runs by itself (CUDA) this time is free: the place for what does not depend on the
         step's result. ``observe`` follows for the same tree, unless the sequence ends with the step.

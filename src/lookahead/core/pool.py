@@ -81,13 +81,6 @@ class NGramPool:
         self.hits += 1
         return list(reversed(bucket))
 
-    def sample(self, index: int) -> tuple[int, ...] | None:
-        """Some continuation, chosen by any integer; None from an empty pool."""
-        if not self._buckets:
-            return None
-        keys = list(self._buckets)
-        return next(reversed(self._buckets[keys[index % len(keys)]]))
-
     def clear(self) -> None:
         """Forget everything, counters included."""
         self._buckets.clear()

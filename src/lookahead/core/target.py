@@ -46,7 +46,7 @@ class Target(Protocol):
     reason: str
     vocabulary: int
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         """Evaluate and commit whole prompts, each into its slot. Node 0 of the scores is the last token.
 
         Raises:
@@ -54,7 +54,7 @@ class Target(Protocol):
         """
         ...
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> Sequence[Scores]:
         """One forward pass over a list of (slot, tree).
 
         Raises:

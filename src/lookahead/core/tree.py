@@ -98,6 +98,13 @@ class TokenTree:
         """The rows whose logits are computed, in order; the root is always among them."""
         return [node for node, needed in enumerate(self.needs_logits) if needed]
 
+    def verifiable(self) -> int:
+        """How many rows below the root verification can reach: they and all their ancestors have logits."""
+        without = sum(1 << node for node, needed in enumerate(self.needs_logits) if not needed)
+        if not without:
+            return len(self) - 1
+        return sum(not bits & without for bits in self.ancestors) - 1
+
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root (included) down to ``node``."""
         tokens: list[int] = []

@@ -42,25 +42,25 @@ def verify(
 
 
 def speculative_sample(
-    tree: TokenTree, law: Callable[[int], Sequence[float]], rng: random.Random
+    tree: TokenTree, probabilities: Callable[[int], Sequence[float]], rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """The paper's Algorithm 4: verify deterministic candidates one by one, keeping the target's law.
+    """The paper's Algorithm 4: verify deterministic candidates one by one, keeping the target's distribution.
 
     A reference to compare with. At each node a child c is accepted with probability p(c); where it is
     refused, p(c) is set to zero and p is normalised again; where no child is left, the token is drawn from
-    what remains. The chance that a child is accepted telescopes to p(c) under the original law, which is
-    why ``verify`` with a plain draw has the same law.
+    what remains. The chance that a child is accepted telescopes to p(c) under the original distribution, which
+    is why ``verify`` with a plain draw gives the same one.
 
     Args:
         tree: the rows that were evaluated.
-        law: the target's distribution under a row, shape (V,), summing to 1.
+        probabilities: the target's distribution under a row, shape (V,), summing to 1.
         rng: the source of randomness.
     """
     node = 0
     path = [0]
     tokens: list[int] = []
     while True:
-        p = list(law(node))
+        p = list(probabilities(node))
         accepted = None
         for child in range(node + 1, len(tree)):
             if tree.parents[child] != node or not tree.needs_logits[child]:

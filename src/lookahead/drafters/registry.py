@@ -24,11 +24,9 @@ def _adaptive(config: Any, vocabulary: int, pool: Any) -> Drafter:
 
 #: method -> (config, vocabulary size, pool to keep) -> drafter of one sequence
 METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
-    "lookahead": LookaheadDrafter,
+    "lookahead": lambda config, vocabulary, pool: LookaheadDrafter(config, pool),
     "autoregressive": lambda config, vocabulary, pool: AutoregressiveDrafter(),
-    "jacobi": lambda config, vocabulary, pool: JacobiDrafter(
-        max(8, config.window_size), vocabulary, config.seed
-    ),
+    "jacobi": lambda config, vocabulary, pool: JacobiDrafter(max(8, config.window_size), config.seed),
     "prompt-lookup": lambda config, vocabulary, pool: PromptLookupDrafter(),
     "adaptive": _adaptive,
 }
@@ -63,7 +61,7 @@ def make_drafter(method: str, config: Any = None, vocabulary: int = 0, pool: Any
         method: a name in ``METHODS``.
         config: anything that ``LookaheadConfig.of`` takes, and (1, 1, 0) makes every method plain decoding;
             "adaptive" takes a ``lookahead.drafters.adaptive.AdaptiveConfig`` or a mapping of its settings.
-        vocabulary: V, for guesses at random; 0 takes them from the prompt only.
+        vocabulary: V, which "adaptive" keeps its tables by.
         pool: what a method keeps across calls: an ``NGramPool`` for lookahead, a
             ``lookahead.drafters.adaptive.AdaptiveState`` for adaptive.
     """

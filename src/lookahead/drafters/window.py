@@ -11,6 +11,10 @@ iterate of the same diagonal. In a step with root x:
 The target's own next token under each node of the newest level closes W new n-grams
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
 new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
+
+Departures from Algorithm 2: the window moves on by one column a step whatever was emitted, as the authors' code
+does, where lines 7-10 of the paper take random rows after several tokens; and the warm-up's shorter n-grams are
+returned too. docs/how-it-works.md says what they are worth.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from ..core.tree import TokenTree
 
 
 class Window:
-    """Holds tokens only; the caller plants it in a tree and tells it what the target answered.
+    """Holds tokens only; the caller adds its rows to a tree and passes on what the target answered.
 
     Args:
         width: W, columns; at least 1.
@@ -50,7 +54,7 @@ class Window:
         return len(self.levels[0]) + 1 if len(self.levels) == 1 else len(self.levels[-1])
 
     def rows(self) -> int:
-        """Rows that ``plant`` adds at most (rows with a common path are merged)."""
+        """Rows that ``add_to`` adds at most (rows with a common path are merged)."""
         return sum(map(len, self.levels))
 
     def narrow(self, columns: int) -> None:
@@ -61,7 +65,11 @@ class Window:
             self.levels = [self.levels[0][: columns - 1]] + [lv[:columns] for lv in self.levels[1:]]
 
     def add_to(self, tree: TokenTree) -> None:
-        """Add the window's rows; the newest level is the one that is read."""
+        """Add the window's rows; those of the newest level need logits.
+
+        Verification descends wherever logits are: with N = 2 into level 0 (which is the newest), with N = 3 into
+        the newest level's row under the root, and while the warm-up lasts likewise.
+        """
         if not self.levels:
             return
         last = len(self.levels) - 1
@@ -71,13 +79,13 @@ class Window:
         self._nodes = [chain]
         for index in range(1, last + 1):
             above = self._nodes[-1]
-            read = index == last
+            newest = index == last
             self._nodes.append(
-                [tree.add(token, above[i], read) for i, token in enumerate(self.levels[index])]
+                [tree.add(token, above[i], newest) for i, token in enumerate(self.levels[index])]
             )
 
     def newest_nodes(self) -> list[int]:
-        """Rows of the newest level in the tree that was planted last, one per column."""
+        """Rows of the newest level in the tree that the window was last added to, one per column."""
         return self._nodes[-1] if self.levels else []
 
     def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
@@ -105,10 +113,3 @@ class Window:
         else:  # narrowed so far that the warm-up cannot be finished
             self.levels = []
         return ngrams
-
-    def slide(self, columns: int) -> None:
-        """Drop ``columns`` more columns on the left and fill the right with fresh guesses."""
-        if columns > 0:
-            for level in self.levels:
-                keep = level[columns:]
-                level[:] = keep + [self._fill() for _ in range(len(level) - len(keep))]

@@ -8,20 +8,20 @@ order. Options that cannot be honoured are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core import Decoder, Drafter, Request, SettingsError, Stats
-from ..core.config import LookaheadConfig
+from ..core import LookaheadConfig, Request, SettingsError, Stats, Target, decode
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
+from ..sampling import GeneratorNoise
 from ..targets.factory import make_target, probe
 from ..targets.transformers import TransformersTarget
 from .refusals import caller_arguments, refuse
-from .rows import Criteria, NoiseStream, Row, RowNoise, may_draw_ahead, row_processors
+from .rows import Criteria, Row, may_draw_ahead, row_processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,59 +90,62 @@ def generate(
 
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
-    room = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
-    if room < 1:
-        raise SettingsError(f"max_new_tokens must be at least 1, got room for {room}")
+    limit = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
+    if limit < 1:
+        raise SettingsError(f"max_new_tokens must be at least 1, got room for {limit}")
     returns = bool(config.return_dict_in_generate)
+    cache = model_kwargs.get("past_key_values")
+    keeps = batch == 1 and found.facts is not None and (returns or getattr(cache, "_is_user_defined", False))
+    target: Target = _Keeping(model, found.facts) if keeps else make_target(model)
     if found.mode == "plain":
         name = "autoregressive"
-    cache = model_kwargs.get("past_key_values")
-    keeps = returns or getattr(cache, "_is_user_defined", False)
-    target = _Keeping(model, found.facts) if keeps and found.mode == "tree" else make_target(model)
-    noise = NoiseStream(batch, target.vocabulary, input_ids.device) if config.do_sample else None
+    if pool is None and name == "adaptive":
+        pool = _cold_state(model, settings, target.path)
+    noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
+    ahead = may_draw_ahead(processors, stopping_criteria)
     rows = [
         Row(
             b,
             input_ids[b],
-            room,
+            limit,
             row_processors(processors, b, batch),
             criteria,
             noise,
+            float(config.temperature or 1.0),
             returns and bool(config.output_scores),
             returns and bool(config.output_logits),
             streamer,
         )
         for b in range(batch)
     ]
+
+    def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
+        """Decode rows together; ``texts`` are their tokens so far without padding."""
+        requests = []
+        for row, text, left in zip(some, texts, limits, strict=True):
+            drafter = make_drafter(name, settings, target.vocabulary, pool)
+            if ahead:
+                drafter.use_noise(row.noise())
+            requests.append(Request(text, drafter, left, row.choose(), criteria.eos, row.finished))
+        found: list[Stats] = []
+        for step in decode(target, requests):
+            if step.tree is None:
+                found.append(step.generation.stats)
+            if noise is not None:
+                furthest = max(row.emitted for row in rows)
+                noise.forget(min((row.emitted for row in rows if row.draws), default=furthest), furthest)
+        return found
+
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
-    if pool is None and name == "adaptive":
-        pool = _cold_state(model, settings, target.path)
-
-    def drafter(row: Row) -> Drafter:
-        made = make_drafter(name, settings, target.vocabulary, pool)
-        if noise is not None and may_draw_ahead(processors, stopping_criteria):
-            made.use_noise(RowNoise(noise, row.index, float(config.temperature or 1.0)))
-        return made
-
-    def decode(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
-        decoder = Decoder(target)
-        running = [
-            decoder.add(Request(text, drafter(row), limit, row.choose, criteria.eos, row.finished))
-            for row, text, limit in zip(some, texts, limits, strict=True)
-        ]
-        while decoder.busy:
-            decoder.step()
-        for generation in running:
-            if generation.error is not None:
-                raise generation.error
-        return [generation.stats for generation in running]
-
-    all_stats = decode(rows, prompts, [room] * batch)
+    all_stats = run(rows, prompts, [limit] * batch)
     if stats is not None:
         stats.extend(all_stats)
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
-    _go_on_to(longest, rows, prompts, pad if criteria.pads else None, decode)
+    early = _carried_on(rows, longest, pad if criteria.pads else None)
+    if early:
+        texts = [prompts[row.index] + row.tokens().tolist() for row in early]
+        run(early, texts, [longest - row.emitted for row in early])
     if noise is not None:
         noise.settle(longest)
     if streamer is not None:
@@ -152,12 +155,11 @@ def generate(
     sequences[:, :prompt_length] = input_ids
     for row in rows:
         sequences[row.index, prompt_length : prompt_length + row.emitted] = row.tokens()
-    if keeps:
-        cache = _filled_cache(target, cache, batch)
+    cache = target.filled_cache(cache) if isinstance(target, _Keeping) else None
     if not returns:
         return sequences
     return GenerateDecoderOnlyOutput(
-        sequences=sequences,
+        sequences=cast(torch.LongTensor, sequences),
         scores=_by_time([row.scores for row in rows]),
         logits=_by_time([row.logits for row in rows]),
         past_key_values=cache,
@@ -192,26 +194,17 @@ def _cold_state(model: PreTrainedModel, config: Any, path: str) -> Any:
     return AdaptiveState(settings, keep=False, times=times_for(model, path, lambda: make_target(model)))
 
 
-def _go_on_to(
-    longest: int,
-    rows: list[Row],
-    prompts: list[list[int]],
-    fill: int | None,
-    decode: Callable[[list[Row], list[list[int]], list[int]], Any],
-) -> None:
-    """Rows that ended early go on as in transformers: with padding, or, where nothing pads, with their text.
+def _carried_on(rows: list[Row], longest: int, fill: int | None) -> list[Row]:
+    """Rows that ended early and go on as in transformers: with padding, or, where nothing pads, with their text.
 
     Padding by itself needs no model; scores of padded places do.
     """
     early = [row for row in rows if row.emitted < longest]
     if fill is not None:
         early = [row for row in early if row.scores is not None or row.logits is not None]
-    if not early:
-        return
-    texts = [prompts[row.index] + row.tokens().tolist() for row in early]
     for row in early:
-        row.ended, row.fill = True, fill
-    decode(early, texts, [longest - row.emitted for row in early])
+        row.pad_with(fill)
+    return early
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -220,8 +213,7 @@ def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[i
         return input_ids.tolist()
     if not bool((mask[:, -1] == 1).all()):
         raise SettingsError("prompts must be padded on the left; the attention mask ends with 0 in some row")
-    rows = [ids[seen.bool()].tolist() for ids, seen in zip(input_ids, mask, strict=True)]
-    return rows
+    return [ids[seen.bool()].tolist() for ids, seen in zip(input_ids, mask, strict=True)]
 
 
 def _pad_token(config: GenerationConfig, criteria: Criteria) -> int | None:
@@ -233,27 +225,24 @@ def _pad_token(config: GenerationConfig, criteria: Criteria) -> int | None:
     return None if pad is None else int(pad)
 
 
-def _by_time(rows: list[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
-    """From (1, V) per row and time step to (B, V) per time step."""
-    if rows[0] is None:
-        return None
-    return tuple(torch.cat(step) for step in zip(*rows, strict=True))  # type: ignore[arg-type]
+def _by_time(rows: list[list[torch.Tensor] | None]) -> Any:
+    """From (1, V) per row and time step to a tuple of (B, V) per time step; None where nothing was kept."""
+    kept = [row for row in rows if row is not None]
+    return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 
 
 class _Keeping(TransformersTarget):
-    """A target that keeps released slots, because the caller wants the cache."""
+    """A target of one sequence whose cache the caller wants: it is kept after the sequence has ended."""
 
     def release(self, slot: int) -> None:
-        self._pending.pop(slot, None)
+        """Keep the slot."""
 
-
-def _filled_cache(target: Any, cache: Any, batch: int) -> Any:
-    """The keys and values of one sequence in transformers' own cache; None for several."""
-    if batch > 1 or not isinstance(target, _Keeping):
-        return None
-    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
-        cache = DynamicCache(config=target.facts.config)
-    for layer, pair in enumerate(target.cache.read(0, target.lengths[0])):
-        if pair is not None:
-            cache.update(*pair, layer)
-    return cache
+    def filled_cache(self, given: Any) -> DynamicCache:
+        """The sequence's keys and values in transformers' own cache: in the one that was given if it is empty."""
+        cache = given
+        if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
+            cache = DynamicCache(config=self.facts.config)
+        for layer, pair in enumerate(self.cache.read(0, self.lengths[0])):
+            if pair is not None:
+                cache.update(*pair, layer)
+        return cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
-from transformers.generation import (
+from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )

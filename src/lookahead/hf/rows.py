@@ -1,6 +1,6 @@
 """One sequence of a batch, chosen token by token exactly as transformers' own loop would choose it.
 
-Knows logits processors, stopping criteria and random numbers; knows nothing of trees or models.
+Knows logits processors and stopping criteria; knows nothing of trees or models.
 """
 
 from __future__ import annotations
@@ -10,105 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..core.target import Scores
-from ..threads import one_thread
+from ..core.choose import Choose
+from ..sampling import GeneratorNoise, RowNoise, make_choose
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-FAR = 1 << 60
-#: More than a step can emit.
-BEHIND = 64
-
-
-class NoiseStream:
-    """The random numbers of ``torch.multinomial``, drawn in time order, kept until all rows used them.
-
-    torch.multinomial(p, 1) is argmax(p / q) with q exponential noise of p's shape from the same generator.
-    Rows of a batch reach a time step in different forward passes, and a drafter may look ahead; the
-    generator still ends where plain sampling would have left it.
-
-    Args:
-        batch: B. vocabulary: V. device: of the noise.
-    """
-
-    def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
-        self._shape = (batch, vocabulary)
-        self._device = device
-        self._noise: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
-        self._drawn = 0
-        self._next = [0] * batch
-        self._furthest = 0
-        #: Used time steps that are kept all the same, for a drafter that observes what was emitted.
-        self.behind = 0
-
-    def at(self, step: int) -> torch.Tensor:
-        """Exponential noise (B, V) of time step ``step``."""
-        while self._drawn <= step:
-            self._states[self._drawn] = self._generator_state()
-            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            with one_thread:  # the numbers do not depend on the threads
-                self._noise[self._drawn] = noise.exponential_(1)
-            self._drawn += 1
-        return self._noise[step]
-
-    def used(self, row: int, step: int) -> None:
-        """Row ``row`` needs no noise up to and including ``step`` any more."""
-        self._next[row] = step + 1
-        # Plain sampling draws as far as the row that is furthest ahead, so that state may still be wanted.
-        self._furthest = max(self._furthest, step + 1 if step < FAR else 0)
-        for old in [key for key in self._states if key < self._furthest]:
-            del self._states[old]
-        oldest = min(*self._next, self._furthest) - self.behind
-        for old in [key for key in self._noise if key < oldest]:
-            del self._noise[old]
-
-    def settle(self, steps: int) -> None:
-        """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
-        if steps < self._drawn:
-            self._set_generator_state(self._states[steps])
-
-    def _generator_state(self) -> torch.Tensor:
-        if self._device.type == "cuda":
-            return torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state()
-
-    def _set_generator_state(self, state: torch.Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)
-
-
-class RowNoise:
-    """What a drafter may know of one row's coming random numbers. Fulfils ``lookahead.core.drafter.Noise``.
-
-    argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``.
-    """
-
-    def __init__(self, stream: NoiseStream, row: int, temperature: float) -> None:
-        self.temperature = temperature
-        self._stream = stream
-        self._row = row
-        stream.behind = BEHIND
-
-    def __call__(self, index: int) -> Any:
-        with one_thread:
-            return -self._stream.at(index)[self._row].log().cpu().numpy()
-
 
 class Row:
-    """One sequence of the batch: chooses its tokens as transformers' loop does, and knows when it ends.
+    """One sequence of the batch: what it has emitted, what is recorded of it, and when it ends.
 
     Args:
         index: place in the batch.
         ids: the prompt as transformers sees it, padding included, shape (L,).
+        length: tokens that may be emitted.
         processors: applied to the logits with the true prefix; None for none.
-        noise: for sampling; None for greedy.
+        criteria: that end the sequence.
+        noise: of the batch, for sampling; None for greedy.
+        temperature: of the sampling.
         keep_scores, keep_logits: collect what output_scores and output_logits return.
+        streamer: is told of every token; None for none.
     """
 
     def __init__(
@@ -118,7 +42,8 @@ class Row:
         length: int,
         processors: LogitsProcessorList | None,
         criteria: Criteria,
-        noise: NoiseStream | None,
+        noise: GeneratorNoise | None,
+        temperature: float,
         keep_scores: bool,
         keep_logits: bool,
         streamer: BaseStreamer | None,
@@ -129,64 +54,71 @@ class Row:
         self._prompt = self._end = len(ids)
         self._processors = processors
         self._criteria = criteria
-        self._noise = noise
+        self._stream = noise
+        self._temperature = temperature
         self._streamer = streamer
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
-        #: Once the sequence has ended: it is only carried on to the length of the longest one,
+        #: Whether criteria have ended the sequence: then it is carried on to the length of the longest one.
         self.ended = False
-        #: with this token, or with its own text where that is None.
-        self.fill: int | None = None
+        self._fill: int | None = None
 
     @property
     def emitted(self) -> int:
         """Tokens so far."""
         return self._end - self._prompt
 
+    @property
+    def draws(self) -> bool:
+        """Whether the sequence may still need noise; padding draws nothing."""
+        return not (self.ended and self._criteria.pads)
+
     def tokens(self) -> torch.Tensor:
         """The tokens emitted."""
         return self._ids[0, self._prompt : self._end]
 
-    def choose(self, scores: Scores, node: int) -> int:
-        """The token under ``node``, by the processors, the noise and the true prefix."""
-        plain = self._processors is None and self._noise is None
-        if plain and self.scores is None and self.logits is None:
-            token = scores.best(node)
-        else:
-            with one_thread:
-                token = self._choose(scores.row(node).float(), scores.best(node))
-        if self.fill is not None:
-            token = self.fill
-        if self._noise is not None and not self.ended:
-            self._noise.used(self.index, self.emitted)
-        self._ids[0, self._end] = token
-        self._end += 1
-        return token
+    def noise(self) -> RowNoise | None:
+        """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
+        if self._stream is None or self._fill is not None:
+            return None
+        return RowNoise(self._stream, self.index, self.emitted, self._temperature)
 
-    def _choose(self, logits: torch.Tensor, best: int) -> int:
-        values = logits[None].clone()
+    def choose(self) -> Choose:
+        """Chooses the tokens from here on, by the processors, the noise and the true prefix."""
+        kept = self.scores is not None or self.logits is not None
+        process = self._process if kept or self._processors is not None else None
+        return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
+
+    def pad_with(self, token: int | None) -> None:
+        """Go on with this token only, for the scores under it; None: with the sequence's own text."""
+        self._fill = token
+
+    def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Scores (1, V) from logits (1, V), and the record of both."""
         if self.logits is not None:
             self.logits.append(values.clone())
         if self._processors is not None:
-            values = self._processors(self._ids[:, : self._end], values)
+            values = self._processors(ids, values)  # type: ignore[arg-type]  # asks for a LongTensor
         if self.scores is not None:
             self.scores.append(values)
-        if self._noise is not None and self.fill is None:
-            p = torch.nn.functional.softmax(values, dim=-1)
-            noise = self._noise.at(self.emitted)[self.index]
-            return int((p[0] / noise).argmax())
-        return best if self._processors is None else int(values.argmax())
+        if self._fill is not None:
+            values = torch.full_like(values, float("-inf"))
+            values[0, self._fill] = 0
+        elif self._stream is None:  # transformers takes the first token where all are excluded
+            values = values.clamp(min=torch.finfo(values.dtype).min)
+        return values
 
     def finished(self, token: int) -> str | None:
-        """Whether the stopping criteria end the sequence after its newest token."""
+        """Take an emitted token; a finish reason where the stopping criteria end the sequence after it."""
+        self._ids[0, self._end] = token
+        self._end += 1
         if self._streamer is not None:
-            self._streamer.put(torch.tensor([token]))
+            self._streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
         if self.ended:
             return None
         scores = tuple(self.scores) if self.scores is not None else None
         reason = self._criteria.reason(self._ids[:, : self._end], token, scores)
-        if reason is not None and self._noise is not None and self._criteria.pads:
-            self._noise.used(self.index, FAR)  # padding draws nothing
+        self.ended = reason is not None
         return reason
 
 

@@ -69,13 +69,13 @@ class Placement:
     width: int
 
 
-class TreeLayer(CacheLayerMixin):
+class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's window on the shared storage."""
 
     is_sliding = False
 
     def __init__(self, cache: TreeCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
         self.index = index
         self.is_initialized = True

@@ -21,7 +21,7 @@ from .facts import ModelFacts
 from .fingerprint import fingerprint
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what a capture does not allow: values read on the host, or made there, and copies between devices.
 
     Looked for before anything is captured, because a capture that fails leaves the device's random numbers unusable.
@@ -32,7 +32,7 @@ class HostReads(TorchDispatchMode):
     )
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -81,7 +81,7 @@ class _Pass:
         self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
         self.columns = torch.arange(bucket, device=device)
         self.slots = torch.tensor([[slot]], device=device)
-        self.copied: Any = torch.cuda.Event() if self.on_gpu else None
+        self.copied: Any = torch.cuda.Event() if self.on_gpu else None  # type: ignore[no-untyped-call]
         self.graph: Any = None
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
         self.steps = 0
@@ -122,7 +122,7 @@ class _Pass:
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
         rows, cache = self.bucket, target.cache
-        length, ids, depths, words = self.numbers.split([1, rows, rows, rows * word_count(rows)])
+        length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
         at = (length + self.columns)[None].long()
         # Attention masks nothing of the cache: it is handed over whole, and its live length is read on the device.
         cache.placement = Placement([self.slot], [0], rows, (self.slots, at), cache.capacity)
@@ -150,7 +150,7 @@ class _Arena:
         self.passes: dict[tuple[int, int], _Pass] = {}
         self.on_gpu = model.device.type == "cuda"
         self.memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None
+        self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
         self.sound = True
 
     def reserve(self, slots: int, capacity: int) -> None:
