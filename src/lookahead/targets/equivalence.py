@@ -9,7 +9,8 @@ distance, both sides centred, since softmax knows no constant:
 - float32, float64: r is the model's own pass, and e must stay below ``STRICT``.
 - bfloat16, float16: rounding alone makes e large, and how large differs by a factor of ten from row to row. So r is
   the model evaluated in float32, and each row's e is divided by that of the model's own passes in the working dtype
-  over the same text: the path must be at most ``FACTOR`` times as far from float32 as the model itself.
+  over the same text: the path must be at most ``FACTOR`` times as far from float32 as the model itself in any row,
+  and ``FACTOR_OF_ALL`` times over all rows.
 
 Beside it stands a negative control, through the same path: a tree in which two rows have one wrong ancestor and one
 row is one position off. These rows must stand out by ``MARGIN`` times the difference found, or the trial could not
@@ -39,6 +40,8 @@ from .trial import LENGTHS, WRONG_ANCESTOR, WRONG_POSITION, Trial
 STRICT = 1e-3
 #: Largest distance from float32 in 16 bits, in those of the model's own passes.
 FACTOR = 3.0
+#: The same for the root mean square over all rows, which a wrong weight or kernel raises.
+FACTOR_OF_ALL = 1.5
 #: How far the control must stand out, in differences.
 MARGIN = 2.0
 
@@ -162,13 +165,15 @@ def compare(
         both = [torch.stack(several).median(dim=0).values for several in (rows, controls)]
         difference = float(both[0].max())
         control = min(float(both[1][list(wrong)].max()) for wrong in (WRONG_ANCESTOR, WRONG_POSITION))
-        ok = difference <= limit and control >= MARGIN * difference
+        of_all = float(both[0].square().mean().sqrt())
+        ok = difference <= limit and control >= MARGIN * difference and (of_all <= FACTOR_OF_ALL or not half)
         if ok and number % 2 == 0:
             break
     unit = " times the model's own error" if half else ""
     beside = f" of {noise:.1e} in {str(model.dtype).removeprefix('torch.')}" if half else ""
     reason = (
-        f"difference {difference:.2g}{unit}{beside}, {limit:g} allowed; "
+        f"difference {difference:.2g}{unit}{beside}, {limit:g} allowed"
+        f"{f', {of_all:.2g} over all rows, {FACTOR_OF_ALL:g} allowed' if half else ''}; "
         f"a wrong ancestor or position shows as {control:.2g}"
     )
     return Equivalence(ok, difference, control, limit, noise, reason)
