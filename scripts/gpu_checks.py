@@ -143,14 +143,9 @@ def check_kernel(machine: Machine) -> None:
     parts = [
         [attention, "-k", "(rows or dtypes) and triton"],
         [attention, "-k", "(grouped or contexts or 32k or room or windows) and triton"],
-        [attention, "-k", "flash"],
+        [attention, "-k", "not rows and not dtypes and not grouped and not contexts and not windows"],
         [
-            attention,
-            "-k",
-            "not flash and not rows and not dtypes and not grouped and not contexts and not windows",
-        ],
-        [
-            "tests/test_attention_register.py",
+            "tests/test_attention_hook.py",
             "tests/test_cuda_graphs.py",
             "tests/test_attention_overlap.py",
         ],

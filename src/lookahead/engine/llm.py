@@ -103,7 +103,7 @@ class LLM:
 
     @property
     def path(self) -> str:
-        """What evaluates steps: "cpu", "transformers", "graphed", ... as ``target`` finds."""
+        """What evaluates steps: "cpu", "transformers", "cuda-graph", ... as ``target`` finds."""
         if self._path is None:
             self._path = self.target().path
         return self._path
@@ -112,7 +112,7 @@ class LLM:
         """A fresh ``lookahead.core.Target`` on this model; its ``path`` and ``reason`` say which kind and why.
 
         Args:
-            path: "cpu", "graphed" or "transformers" to force one of those that evaluate trees.
+            path: "cpu", "cuda-graph" or "transformers" to force one of those that evaluate trees.
         """
         from ..targets.factory import make_target
 
