@@ -19,7 +19,7 @@ from lookahead.targets.cpu.numeric_format import FORMATS
 from lookahead.targets.cpu.processor import PAIRS, TILES
 from lookahead.targets.cpu.thread_pool import thread_pool
 from lookahead.targets.factory import make_target
-from lookahead.targets.scores import LogitsBatch
+from lookahead.targets.logits import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...core.errors import NumericalError
-from ..scores import LogitsBatch
+from ..logits import LogitsBatch
 from .microkernel import GROUP
 from .packed_weights import round_up
 from .top_tokens import MAX_TOP_K, top_tokens

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 from ...core import TokenTree
-from ..transformers import ModelFacts, _memory_errors
+from ..facts import ModelFacts, memory_errors
 from .buffer_pool import Buffer
 from .compiled_model import CompiledModel
 from .execution_plan import Segment
@@ -49,7 +49,7 @@ class CpuTarget:
         """Prompts one after the other, in chunks of rows."""
         scores = []
         for slot, prompt in prompts:
-            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+            with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
                 for begin in range(0, len(prompt), PROMPT_CHUNK):
                     tokens = list(prompt[begin : begin + PROMPT_CHUNK])
@@ -67,7 +67,7 @@ class CpuTarget:
         """One pass over all trees; their rows lie behind one another, without padding."""
         self._recycle()
         total = sum(len(tree) for _, tree in trees)
-        with _memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
+        with memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
             self.cache.reserve(
                 max(slot for slot, _ in trees) + 1,
                 max(self.lengths[slot] + len(tree) for slot, tree in trees),
