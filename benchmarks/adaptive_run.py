@@ -24,7 +24,7 @@ from lookahead.bench.record import environment
 from lookahead.bench.workloads import load_workload
 from lookahead.core import Decoder, Drafter, Request, TokenTree
 from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveDrafter, AdaptiveState, measure_times
+from lookahead.drafters.adaptive import AdaptiveDrafter, AdaptiveState, times_for
 from lookahead.sampling import SeededNoise, make_choose
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
@@ -49,7 +49,7 @@ class Watched(Drafter):
     def draft(self, max_depth: int, max_rows: int = 1 << 20) -> TokenTree:
         tree = self.drafter.draft(max_depth, max_rows)
         self.estimates = self.drafter.estimates
-        self.plain.append(self.drafter.resting)
+        self.plain.append(self.drafter.cooling)
         return tree
 
     def observe(self, tree: TokenTree, scores: Any, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
     target, size = llm.target(), llm.vocabulary
-    times = measure_times(target, size)
+    times = times_for(llm.model, target.path, lambda: target)
     runs: list[dict[str, Any]] = []
     levels = {str(temperature): [[0.0, 0.0, 0.0] for _ in LEVELS] for temperature in args.temperatures}
     for temperature in args.temperatures:

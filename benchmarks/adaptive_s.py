@@ -117,8 +117,8 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
     for most in (8, 16, 32):
         found[f"adaptive cold, {most} rows"] = lambda most=most: adaptive(False, most)
     for name in DEFAULT_SOURCES:
-        rest = tuple(other for other in DEFAULT_SOURCES if other != name)
-        found[f"adaptive cold without {name}"] = lambda rest=rest: adaptive(False, sources=rest)
+        others = tuple(other for other in DEFAULT_SOURCES if other != name)
+        found[f"adaptive cold without {name}"] = lambda others=others: adaptive(False, sources=others)
         found[f"adaptive cold {name} alone"] = lambda name=name: adaptive(False, sources=(name,))
     found["adaptive cold without window"] = lambda: adaptive(False, window_size=0)
     return found

@@ -32,7 +32,7 @@ from lookahead.bench.record import describe, environment
 from lookahead.bench.workloads import load_workload
 from lookahead.core import Decoder, Drafter, Request
 from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveState, measure_times
+from lookahead.drafters.adaptive import AdaptiveState, times_for
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.factory import make_target
 
@@ -84,7 +84,7 @@ class Bench:
         self.vocabulary = self.target.vocabulary
         self.rounds = rounds
         self.new_tokens = new_tokens
-        self.times = measure_times(self.target, self.vocabulary)
+        self.times = times_for(model, self.target.path, lambda: self.target)
 
     def once(self, prompt: list[int], drafter: Drafter, temperature: float, seed: int) -> tuple[float, Any]:
         """Wall seconds and the generation."""

@@ -35,7 +35,7 @@ def test_tuned_times_are_found_again(toy):
     key = model_key(llm.model, llm.target().path)
     kept = load_times(key)
     assert kept is not None
-    assert set(kept.bins) == {(0, 0), (1, 0)}
+    assert set(kept.bins) == {(0, 0), (2, 0)}
     plain = lookahead.load(toy, method="autoregressive").generate([5, 6, 7] * 4, max_new_tokens=30)
     result = llm.generate([5, 6, 7] * 4, max_new_tokens=30)
     assert result.tokens == plain.tokens
@@ -47,9 +47,9 @@ def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
     original = lookahead.drafters.adaptive.measure_times
     monkeypatch.setattr(
-        "lookahead.drafters.adaptive.times.measure_times", lambda *a: calls.append(1) or original(*a)
+        "lookahead.drafters.adaptive.measure.measure_times", lambda *a: calls.append(1) or original(*a)
     )
-    monkeypatch.setattr("lookahead.drafters.adaptive.times._known", {})
+    monkeypatch.setattr("lookahead.drafters.adaptive.measure._known", {})
     llm = lookahead.load(toy, method="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)

@@ -95,7 +95,7 @@ class Tokenizer:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
-def said(prompt, tokenizer, answers=()):
+def text_of(prompt, tokenizer, answers=()):
     return "".join(map(chr, prompt.tokens(tokenizer, answers)))
 
 
@@ -103,10 +103,10 @@ def test_a_chat_template_is_applied_where_there_is_one():
     prompt = Prompt("1", "x", ("one", "two"), plain="ONE", history=({"role": "system", "content": "s"},))
     plain, chat = Tokenizer(), Tokenizer()
     chat.chat_template = "yes"
-    assert said(prompt, plain) == "s\n\nONE"
-    assert said(prompt, plain, ["answer"]) == "s\n\nONEanswer\n\ntwo\n"
-    assert said(prompt, chat) == "<system>s<user>one<assistant>"
-    assert said(prompt, chat, ["answer"]) == "<system>s<user>one<assistant>answer<user>two<assistant>"
+    assert text_of(prompt, plain) == "s\n\nONE"
+    assert text_of(prompt, plain, ["answer"]) == "s\n\nONEanswer\n\ntwo\n"
+    assert text_of(prompt, chat) == "<system>s<user>one<assistant>"
+    assert text_of(prompt, chat, ["answer"]) == "<system>s<user>one<assistant>answer<user>two<assistant>"
 
 
 def test_the_standard_library_is_a_workload():

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.cli.drafting import DraftOptions
 from lookahead.cli.options import takes
 from lookahead.drafters import METHODS
+from lookahead.engine.drafting import DraftOptions
 from lookahead.engine.fields import keywords_of, option
 from lookahead.engine.options import LoadOptions, Options
 from lookahead.testing import tiny_model

@@ -23,7 +23,6 @@ from lookahead.targets.scores import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
 
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
-from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, Unsupported, compile_model, register
+from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run
 

@@ -119,7 +119,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))
-    monkeypatch.setattr(settings, "TRIPLES", [(2, 3, 2)])
     return model
 
 
@@ -200,7 +199,7 @@ def test_each_setting_changes_the_trees_in_its_own_way():
     library = trees(target, make_drafter("lookahead", config, 24))
     assert [step.tree.tokens for step in default] == [step.tree.tokens for step in library]
     first = trees(target, VariantDrafter(config, 24, window_init="vocabulary"))[0].tree
-    assert set(first.tokens) - set(PROMPT)
+    assert set(first.tokens[1:]) - {*PROMPT, first.tokens[0]}
     assert not set(default[0].tree.tokens[1:]) - {*PROMPT, default[0].tree.tokens[0]}
     verified = trees(target, VariantDrafter(config, 24, verify_window=True))
     assert all(all(step.tree.needs_logits) for step in verified)

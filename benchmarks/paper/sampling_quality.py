@@ -93,10 +93,10 @@ def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float
     large = [cell for cell in distribution if distribution[cell] * total >= 5]
     observed = [float(counts[cell]) for cell in large]
     expected = [distribution[cell] * total for cell in large]
-    rest = total - sum(expected)
-    if rest > 1e-9 * total or total != sum(observed):
+    others = total - sum(expected)
+    if others > 1e-9 * total or total != sum(observed):
         observed.append(total - sum(observed))
-        expected.append(max(rest, 1e-9))
+        expected.append(max(others, 1e-9))
     return float(chisquare(observed, expected, sum_check=False).pvalue), len(expected)
 
 
@@ -106,9 +106,9 @@ def chi_square_two(a: Counter[Cell], b: Counter[Cell]) -> tuple[float, int]:
 
     cells = [cell for cell in set(a) | set(b) if a[cell] + b[cell] >= 10]
     rows = [[side[cell] for cell in cells] for side in (a, b)]
-    rest = [sum(side.values()) - sum(row) for side, row in zip((a, b), rows, strict=True)]
-    if sum(rest):
-        rows = [[*row, left] for row, left in zip(rows, rest, strict=True)]
+    others = [sum(side.values()) - sum(row) for side, row in zip((a, b), rows, strict=True)]
+    if sum(others):
+        rows = [[*row, left] for row, left in zip(rows, others, strict=True)]
     if len(rows[0]) < 2:
         return 1.0, len(rows[0])
     return float(chi2_contingency(rows).pvalue), len(rows[0])
@@ -155,9 +155,9 @@ def joint_distribution(
     assert isinstance(drafted, Drafted)
     counts: Counter[Cell] = Counter()
     steps = tokens = 0
-    tell = progress or (lambda done, total, what: None)
+    show = progress or (lambda done, total, what: None)
     for seed in range(draws):
-        tell(seed, draws, "draws for the joint distribution")
+        show(seed, draws, "draws for the joint distribution")
         outcome = drafted.decode(model, prompt, replace(options, seed=seed))
         counts[tuple(outcome.tokens[:depth])] += 1
         steps += len(outcome.step_tokens)

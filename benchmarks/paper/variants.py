@@ -20,7 +20,7 @@ class VariantDrafter(LookaheadDrafter):
     """The paper's method with other choices than the library's.
 
     Args:
-        config: (W, N, G) and the rest; must not be (1, 1, 0).
+        config: (W, N, G) and what else the library has; must not be (1, 1, 0).
         vocabulary: V, for ``window_init="vocabulary"``.
         slide, window_init, verify_window: see the module.
     """

@@ -92,7 +92,7 @@ def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def tokens_per_second(records: Sequence[Record]) -> Any:
-    """A bar per method and workload; the line spans the repeats. Unequal texts are said, and hatched."""
+    """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
     lines = [line for line in summarise(records).lines if line.all.rate == line.all.rate]
     several = len({line.workload for line in lines}) > 1
     names = list(dict.fromkeys(line.label for line in lines))

@@ -8,6 +8,7 @@ the machine hits all alike. Before that, each method decodes one prompt that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -50,7 +51,8 @@ def run(
     for one in dict.fromkeys([PLAIN, *methods]):
         made += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
     several = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-    return _Run(model, made, several, options, records, progress).all()
+    show = progress or (lambda done, total, what: None)
+    return _Run(model, made, several, options, records, show).all()
 
 
 def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
@@ -65,22 +67,17 @@ def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
     return len(set(grams)) == len(grams)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        model: ModelUnderTest,
-        methods: list[Method],
-        prompts: list[Prompt],
-        options: RunOptions,
-        records: Records | None,
-        progress: Progress | None,
-    ) -> None:
-        self.model = model
-        self.methods = methods
-        self.prompts = prompts
-        self.options = options
-        self.records = records
-        self.progress = progress or (lambda done, total, what: None)
+    model: ModelUnderTest
+    methods: list[Method]
+    prompts: list[Prompt]
+    options: RunOptions
+    records: Records | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        model, options = self.model, self.options
         self.common: dict[str, Any] = {
             "model": model.name,
             "dtype": model.dtype,
@@ -91,17 +88,17 @@ class _Run:
             },
         }
         self.result: list[Record] = []
-        self.done: dict[str, Record] = {} if records is None else {r["key"]: r for r in records.read()}
+        self.done = {record["key"]: record for record in self.records.read()} if self.records else {}
         self.keys = {
             (repeat, number, turn, method): self._key(number, turn, method, repeat)
             for repeat in range(options.repeats)
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(self.prompts)
             for turn in range(len(prompt.turns))
-            for method in methods
+            for method in self.methods
         }
         #: (repeat, workload, method) of which any record is missing
         self.incomplete = {
-            (repeat, prompts[number].workload, method)
+            (repeat, self.prompts[number].workload, method)
             for (repeat, number, _, method), key in self.keys.items()
             if key not in self.done
         }

@@ -107,13 +107,13 @@ def measure(
     elements = sum(linear.weight.numel() for linear in linears)
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, **environment()}
     operations = matrix_rate(dtype, device)
-    tell = progress or (lambda done, total, what: None)
+    show = progress or (lambda done, total, what: None)
     records: list[Record] = []
     # A plain target takes one row only.
     sizes = rows if model.target.path != "plain" else [k for k in rows if k == 1]
     points = [(t, k) for t in contexts for k in sizes if t + k <= model.max_positions]
     for done, (context, k) in enumerate(points):
-        tell(done, len(points), f"{model.dtype}, context {context}, {k} rows")
+        show(done, len(points), f"{model.dtype}, context {context}, {k} rows")
         weight_bytes = elements * dtype.itemsize
         cache_bytes = sum(n * context * (a + b) * dtype.itemsize for n, a, b in shapes)
         bandwidth = read_bandwidth(weight_bytes + cache_bytes, dtype, device)
@@ -135,7 +135,7 @@ def measure(
                 "matrix_tflop_s": operations / 1e12,
             }
         )
-    tell(len(points), len(points), "")
+    show(len(points), len(points), "")
     return records
 
 

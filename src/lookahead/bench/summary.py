@@ -2,7 +2,7 @@
 
 Definitions, the same for every method:
     rate        tokens after the prefill, over the seconds of the steps
-    speed-up    rate over that of plain decoding: of totals, and per prompt (geometric mean and median)
+    speed-up    rate over that of plain decoding: of totals, and per prompt (geometric mean)
     S steps     tokens per step, the mean over all steps (the paper's S, bonus token included)
     S passes    all new tokens over all forward passes, the prefill counted as one
     loop-free   the prompts whose plain text has no repeated 8-gram
@@ -30,7 +30,7 @@ class Figures:
     Attributes:
         texts: records; steps, tokens, passes: sums over them.
         rate, rate_low, rate_high: tokens per second: median, least and largest over repeats.
-        total: speed-up of totals. per_prompt, typical: geometric mean and median of the speed-up per prompt.
+        total, per_prompt: speed-up of totals, and the geometric mean of that per prompt.
         s_steps, s_passes: compression ratio.
         rows: rows per step.
         prefill: median seconds of a prefill.
@@ -43,7 +43,6 @@ class Figures:
     rate_high: float = NAN
     total: float = NAN
     per_prompt: float = NAN
-    typical: float = NAN
     s_steps: float = NAN
     s_passes: float = NAN
     rows: float = NAN
@@ -124,7 +123,6 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         rate_high=max(rates, default=NAN),
         total=_rate(ours for ours, _ in pairs) / _rate(theirs for _, theirs in pairs) if pairs else NAN,
         per_prompt=geometric_mean(ratios) if ratios else NAN,
-        typical=median(ratios) if ratios else NAN,
         s_steps=sum(map(_decoded, records)) / steps if steps else NAN,
         s_passes=sum(record["new_tokens"] for record in records) / (steps + len(records)),
         rows=sum(record["rows"] for record in records) / steps if steps else NAN,
@@ -172,7 +170,6 @@ SPEED: dict[str, Callable[[Line], str]] = {
     "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
     "speed-up": lambda x: number(x.all.total),
     "per prompt": lambda x: number(x.all.per_prompt),
-    "median": lambda x: number(x.all.typical),
     "loop-free": lambda x: number(x.loop_free.total),
 }
 COMPRESSION: dict[str, Callable[[Line], str]] = {
@@ -185,7 +182,7 @@ COMPRESSION: dict[str, Callable[[Line], str]] = {
     "prefill ms": lambda x: number(x.all.prefill * 1e3, 1),
 }
 LEGEND = (
-    "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean and median of the ratio. "
+    "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean of the ratio. "
     "cold, warm: without and with the state of the earlier prompts. loop-free: prompts whose plain text has no "
     "repeated 8-gram. equal: texts equal to plain decoding. S steps: tokens per step; S passes: the prefill "
     "counted as a pass."

@@ -13,8 +13,7 @@ import typer
 from ..core import LookaheadError, SettingsError
 from ..core.records import RecordWriter, drop_torn_line, read_records
 from .console import Interrupted, note, stderr
-from .drafting import warm_pool
-from .options import dismiss, read_bytes
+from .options import dismiss, read_bytes, warm_pool
 from .output import as_record, diverged, tracing
 from .records import Job, read_jobs, still_to_do, trace_line
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .. import METHODS
 from ..core import SettingsError
-from ..drafters import METHODS
 from ..engine.options import MACHINE, LoadOptions, Options
 from .console import note, stderr
 from .options import numbers, quiet, takes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import LookaheadError
+from ..engine.drafting import DraftOptions
 from ..engine.options import LoadOptions, Options
 from .console import note, problem
-from .drafting import DraftOptions, warm_pool
-from .options import load_model, takes
+from .options import load_model, takes, warm_pool
 from .output import summary
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import typer
 
 from ..core import SettingsError
 from ..core.records import RecordWriter
+from ..engine.drafting import DraftOptions
 from ..engine.options import LoadOptions, Options
 from .batch import run_batch
 from .console import note
-from .drafting import DraftOptions, warm_pool
-from .options import Json, follow, load_model, read_text, takes
+from .options import Json, follow, load_model, read_text, takes, warm_pool
 from .output import as_record, compared, diverged, summary, tracing
 from .records import trace_line
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -101,6 +102,30 @@ def quiet() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
+    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not.
+
+    Raises:
+        SettingsError: the file cannot be used, or not be written.
+    """
+    if file is None:
+        yield {}
+        return
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
+    state = llm.warm_state(file)
+    try:
+        yield {"pool": state}
+    finally:
+        try:
+            state.save(file)
+        except OSError as error:
+            raise SettingsError(
+                f"--warm must be a file that can be written, got {file} ({error.strerror})"
+            ) from None
+
+
 def follow(load: LoadOptions, method: str | None, config: Any) -> None:
     """On any rank but 0 of those that torchrun started: work for rank 0, which alone reads and writes."""
     if ranks() > 1 and os.environ["RANK"] != "0":
@@ -110,10 +135,9 @@ def follow(load: LoadOptions, method: str | None, config: Any) -> None:
 def dismiss() -> None:
     """Let the ranks that follow go, where no model was needed."""
     if ranks() > 1:
-        from ..parallel import dismiss as let_go
-        from ..parallel import start
+        from ..engine.loading import dismiss_ranks
 
-        let_go(start())
+        dismiss_ranks()
 
 
 def ranks() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -42,20 +41,18 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from ..drafters.adaptive import measure_times, model_key, save_times
+    from ..engine.states import keep_step_times
 
-    target = llm.target()
     points: list[dict[str, Any]] = []
 
     def note(batch: int, context: int, count: int, seconds: float) -> None:
         points.append({"batch": batch, "context": context, "rows": count, "ms": round(seconds * 1e3, 3)})
 
-    times = measure_times(
-        target, llm.vocabulary, sizes["--rows"], sizes["--contexts"], sizes["--batches"], repeats, note, inf
+    path = keep_step_times(
+        llm.model, llm.target(), sizes["--rows"], sizes["--contexts"], sizes["--batches"], repeats, note
     )
-    if not points:
+    if path is None:
         raise SettingsError("--contexts must hold a length that the model can take, got " + contexts)
-    path = save_times(model_key(llm.model, target.path), times)
     if as_json:
         typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
     else:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError
+from ..engine.drafting import TAKES, TRIPLE, DraftOptions
 from ..engine.options import LoadOptions, Options
 from .console import note
-from .drafting import TAKES, TRIPLE, DraftOptions
 from .options import Json, load_model, read_bytes, takes
 from .output import diverged
 from .records import read_jobs

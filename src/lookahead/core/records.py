@@ -66,10 +66,10 @@ class RecordWriter:
         Raises:
             SettingsError: the disk is full, or the file cannot be written any more.
         """
-        rest = memoryview(as_line(record))
+        remaining = memoryview(as_line(record))
         try:
-            while rest:  # a pipe may take a part only
-                rest = rest[self._file.write(rest) :]
+            while remaining:  # a pipe may take a part only
+                remaining = remaining[self._file.write(remaining) :]
             if self._durable:
                 os.fsync(self._file.fileno())
         except OSError as error:

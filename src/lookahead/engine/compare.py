@@ -98,12 +98,12 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     from transformers import GenerationConfig
 
     eos = sorted(llm.eos)
-    room = llm.context - len(prompt) if llm.context is not None else max_new_tokens
-    if room < 1:
+    longest = llm.context - len(prompt) if llm.context is not None else max_new_tokens
+    if longest < 1:
         raise SettingsError(f"the prompt must be shorter than the context of {llm.context} tokens")
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
-        max_new_tokens=min(max_new_tokens, room),
+        max_new_tokens=min(max_new_tokens, longest),
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
     )

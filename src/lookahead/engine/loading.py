@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from .llm import LLM
 from .options import LoadOptions
 
 #: Where the model that comes with the package lies.
-BUNDLED = Path(str(files("lookahead.models") / "bundled"))
+BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
@@ -78,6 +77,13 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
 
         llm.rank_group = join(lambda: make_target(model), connections, model)
     return llm
+
+
+def dismiss_ranks() -> None:
+    """Let the ranks that wait for a model go, where rank 0 needs none."""
+    from ..parallel import dismiss, start
+
+    dismiss(start())
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
@@ -217,8 +223,8 @@ def _check_causal(model: Any, name: str) -> None:
             rows = [model(input_ids=pair[None]).logits[0, 0].float() for pair in ids]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise SettingsError(f"{name} cannot evaluate plain token ids: {_first_line(error)}") from None
-    spread = float(rows[0].std()) or 1.0
-    if float((rows[0] - rows[1]).abs().max()) / spread > 0.05:
+    deviation = float(rows[0].std()) or 1.0
+    if float((rows[0] - rows[1]).abs().max()) / deviation > 0.05:
         raise SettingsError(
             f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}) "
             "earlier positions see later tokens"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..core import Target
 
 if TYPE_CHECKING:
     from ..drafters.adaptive import AdaptiveState, StepTimes
@@ -42,3 +46,29 @@ def warm_state(
     if file is not None and os.path.exists(file):
         return AdaptiveState.load(os.fspath(file), settings, known, scope=scope)
     return AdaptiveState(settings, times=known, scope=scope)
+
+
+def keep_step_times(
+    model: Any,
+    target: Target,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    repeats: int,
+    progress: Callable[[int, int, int, float], None],
+) -> Path | None:
+    """Measure the step times that adaptive chooses its rows by, and keep them for this model and machine.
+
+    Args:
+        target: a fresh one on ``model``.
+        rows, contexts, batches: what to measure; contexts that the model cannot hold are left out.
+        repeats: steps per point; the median counts.
+        progress: told (batch, context, rows, seconds) after every point.
+
+    Returns:
+        The file, or None where no point could be measured.
+    """
+    from ..drafters.adaptive import measure_times, model_key, save_times
+
+    times = measure_times(target, target.vocabulary, rows, contexts, batches, repeats, progress, inf)
+    return save_times(model_key(model, target.path), times) if times.bins else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,22 +18,47 @@ from numba.core.caching import FunctionCache
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def _jit(function: Any) -> Any:
+    # No function here makes or returns an array, so none needs numba's counts of references to them, which would
+    # cost a node of the tree ten times what its computation does.
+    return njit(error_model="numpy", _nrt=False)(function)
+
+
 def compiled(function: Function) -> Function:
-    """A function that other compiled functions call."""
-    result: Function = njit(error_model="numpy")(function)
+    """A function that other compiled functions call. It must not make arrays, and views only for itself."""
+    result: Function = _jit(function)
     return result
 
 
 def entry(function: Function) -> Function:
-    """A function that Python calls; its machine code is kept on disk, where there is a folder to write to."""
-    result: Any = njit(error_model="numpy")(function)
-    if hasattr(result, "_cache"):  # not so where the JIT is off
-        try:
+    """A function that Python calls, always with arguments of the same types: dtypes, dimensions and layouts.
+
+    Its machine code is kept on disk, where there is a folder to write to.
+    """
+    result = _jit(function)
+    if result is not function:  # not so where the JIT is off
+        # Without a folder that can be written to it is compiled in each process.
+        with suppress(RuntimeError):
             result._cache = _Cache(function)
-        except RuntimeError:  # no folder that can be written to: compiled in each process
-            pass
+        result = _Entry(result)
     typed: Function = result
     return typed
+
+
+class _Entry:
+    """Numba finds out the types of all arguments at every call; with arrays by the dozen that takes most of it."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+        self._machine_code: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._machine_code is not None:
+            return self._machine_code(*arguments)
+        result = self._dispatcher(*arguments)
+        (overload,) = self._dispatcher.overloads.values()
+        self._machine_code = overload.entry_point
+        return result
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types

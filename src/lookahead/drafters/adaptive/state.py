@@ -19,8 +19,8 @@ from ...core import SettingsError
 from .buckets import ORDERS
 from .calibration import load
 from .config import AdaptiveConfig
-from .costs import StepTimes
 from .sources.suffix import SHIFT, SuffixTrie
+from .step_times import StepTimes
 from .tables import Tables
 
 FORMAT = 2

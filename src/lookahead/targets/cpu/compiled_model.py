@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-import torch
 
 from ...threads import thread_count
 from .architectures import LinearParts, ModelParts, NormParts

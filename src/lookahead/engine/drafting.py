@@ -1,20 +1,15 @@
-"""How a command drafts: the options of all methods, and what they come to. Imports no torch."""
+"""How to draft, as a command line says it: the options of all methods, and what they come to. Imports no torch."""
 
 # ruff: noqa: RUF009
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import PRESETS, LookaheadConfig, SettingsError
 from ..drafters import DEFAULT_METHOD, METHODS, OWN_SETTINGS
-from ..engine.fields import documented, option
-
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
+from .fields import documented, option
 
 PANEL = "Drafting"
 #: What a method takes of the options; one that is not named takes (W, N, G).
@@ -109,27 +104,3 @@ class DraftOptions:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-@contextmanager
-def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not.
-
-    Raises:
-        SettingsError: the file cannot be used, or not be written.
-    """
-    if file is None:
-        yield {}
-        return
-    if not file.absolute().parent.is_dir():
-        raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
-    state = llm.warm_state(file)
-    try:
-        yield {"pool": state}
-    finally:
-        try:
-            state.save(file)
-        except OSError as error:
-            raise SettingsError(
-                f"--warm must be a file that can be written, got {file} ({error.strerror})"
-            ) from None

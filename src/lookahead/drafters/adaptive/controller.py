@@ -1,0 +1,157 @@
+"""How many rows a step may have, from measured step times. Knows numbers only: no tree, no model.
+
+With F(k) the expected tokens of a step of k rows and t(k) its time, the best long-run rate is reached by the k that
+maximises F(k) - lambda * t(k), where lambda is that rate itself (renewal reward); maximising F(k) / t(k) step by step
+is not. k = 1 is always a candidate, and lambda is at least 1 / t(1).
+
+Never slower than plain decoding: the regret of a text is the time of its drafted steps minus that of plain decoding
+for the tokens that they emitted, plus the time of probes of the candidates where nothing came of it. It may reach
+``MAX_REGRET`` plain steps and a share of the text's time. What is left of that is the loss budget: a step that could
+lose more is not made, and where none can be made any longer, a cooldown of plain steps follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf
+
+from .step_times import MENU, SPIKE, Average, StepTimes, place_of
+
+#: What a text may lose against plain decoding: so many plain steps, and a share of its time; a larger one where a
+#: plain step takes less than ``TINY`` seconds and any drafting weighs much beside it.
+MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.03
+#: Plain steps that gains may add to the loss budget.
+MOST_GAIN = 8.0
+#: Share of the time that probes may take where nothing comes of them.
+PROBE_SHARE = 0.02
+#: Plain steps of the first cooldown; each further one is twice as long, up to the limit.
+COOLDOWN, LONGEST_COOLDOWN = 8, 256
+#: Weight of one step in lambda and in the correction of F. Both begin as if some had gone as expected before.
+RECENT, BEFORE = 1 / 64, 5 / 64
+
+
+class Controller:
+    """One sequence's choice of rows, and its bound on regret.
+
+    Args:
+        times: shared by all sequences of a model.
+        context: tokens of the prompt.
+
+    Attributes:
+        regret: seconds lost against plain decoding so far, negative where gained; spent: seconds of all steps.
+        cooldowns: how often the loss budget was used up. plain_steps: steps of one row.
+    """
+
+    def __init__(self, times: StepTimes, context: int) -> None:
+        self.times, self.context, self.batch = times, context, 1
+        self.regret = self.spent = 0.0
+        self.cooldowns = self.plain_steps = 0
+        #: Cooldowns since drafts have last gained a plain step, and the regret when the latest began.
+        self._backoff, self._mark = 0, 0.0
+        self._tokens, self._seconds, self._accepted, self._expected = (
+            Average(weight=RECENT) for _ in range(4)
+        )
+
+    @property
+    def table(self) -> Sequence[float]:
+        """t(k) by place in the menu, t(1) first; empty before the first step was measured."""
+        return self.times.table(self.batch, self.context) or ()
+
+    @property
+    def rate(self) -> float:
+        """lambda: tokens per second of late, at least plain decoding's."""
+        plain = self.table[0]
+        return max(1 / plain, (self._tokens.value + BEFORE) / (self._seconds.value + BEFORE * plain))
+
+    @property
+    def bias(self) -> float:
+        """Tokens accepted over tokens expected of late."""
+        return (self._accepted.value + BEFORE) / (self._expected.value + BEFORE)
+
+    @property
+    def loss_budget(self) -> float:
+        """Seconds that may still be lost; sequences that share a pass share what it may lose."""
+        plain = self.table[0]
+        share = SHARE if plain >= TINY else TINY_SHARE
+        return (MAX_REGRET * plain + share * self.spent) / self.batch - self.regret
+
+    @property
+    def _least(self) -> float:
+        """Seconds that probing and the smallest drafted step may lose."""
+        return self.times.probe.value + self.table[1] - self.table[0]
+
+    @property
+    def can_set_up(self) -> bool:
+        """Whether the loss budget pays for setting up drafting, and a first drafted step."""
+        return bool(self.table) and self.loss_budget >= self.times.setup.value + self._least
+
+    def prices(self, limit: int) -> list[float]:
+        """prices[k]: the probability under which row k (from 1) and all further ones cannot pay.
+
+        There are as many as rows that the loss budget allows, ``limit`` at most, and one more at the front.
+        """
+        table, rate = self.table, self.rate / self.bias
+        most, last = table[0] + self.loss_budget, place_of(limit)
+        while last and table[last] > most:
+            last -= 1
+        prices = [0.0] * (min(limit, MENU[last]) + 1)
+        for i in range(last):  # the cheapest way on to any later entry
+            prices[MENU[i]] = rate * min(
+                (table[j] - table[i]) / (MENU[j] - MENU[i]) for j in range(i + 1, last + 1)
+            )
+        return prices
+
+    def choose(self, probabilities: Sequence[float]) -> int:
+        """Rows of the step, from the falling probabilities of the nodes (root included)."""
+        table, rate, bias = self.table, self.rate, self.bias
+        best, most, total, place = 1, -inf, 1.0, 0
+        for k, p in enumerate(probabilities, 1):
+            total += p * bias if k > 1 else 0.0
+            place += k > MENU[place]
+            if k == MENU[place] or k == len(probabilities):
+                value = total - rate * (table[place] + (self.times.probe.value if k == 1 else 0.0))
+                if value > most:
+                    best, most = k, value
+        return best
+
+    def set_up(self, seconds: float) -> None:
+        """To set up drafting took ``seconds``."""
+        self.regret += self.times.setup.add(seconds)
+
+    def learn_plain(self, seconds: float, probe: float = 0.0) -> None:
+        """A step of one row took ``seconds``, and besides ``probe`` to look for candidates that were not taken."""
+        if self.times.widest == 1:  # else others of the batch have drafted, and it was no plain pass
+            seconds = self.times.learn(self.batch, self.context, 1, seconds)
+        lost = self.times.probe.add(probe) if probe else 0.0
+        self.regret += lost
+        self.plain_steps += 1
+        self._advance(1, seconds + lost, 0.0)
+
+    def learn(self, rows: int, expected: float, tokens: int, seconds: float) -> None:
+        """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected, in ``seconds``."""
+        self.times.learn(self.batch, self.context, max(rows, self.times.widest), seconds)
+        table = self.table
+        seconds = min(
+            seconds, SPIKE * table[place_of(rows)]
+        )  # interruptions and others' rows are not its loss
+        self.regret = max(-MOST_GAIN * table[0], self.regret + seconds - tokens * table[0])
+        self._advance(tokens, seconds, expected - 1)
+
+    def _advance(self, tokens: int, seconds: float, expected: float) -> None:
+        self.spent += seconds
+        self.context += tokens
+        for average, value in (
+            (self._tokens, tokens), (self._seconds, seconds), (self._accepted, tokens - 1), (self._expected, expected)
+        ):  # fmt: skip
+            average.add(value)
+
+    def cooldown(self, rows: int) -> int:
+        """Plain steps to make after a step of ``rows`` rows with candidates probed; mostly 0."""
+        plain, missing = self.table[0], self._least - self.loss_budget
+        if missing <= 0:
+            if self.regret <= self._mark - MAX_REGRET * plain:
+                self._backoff = 0
+            return 0 if rows > 1 else max(0, ceil(self.times.probe.value / (PROBE_SHARE * plain)) - 1)
+        steps = max(COOLDOWN << self._backoff, ceil(missing / (SHARE * plain)))
+        self.cooldowns, self._backoff, self._mark = self.cooldowns + 1, self._backoff + 1, self.regret
+        return min(LONGEST_COOLDOWN, steps)

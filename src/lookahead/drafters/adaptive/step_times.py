@@ -1,0 +1,178 @@
+"""t(k): the seconds that a step of k rows takes here, kept up to date by the steps themselves, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from math import inf, log2
+from pathlib import Path
+from typing import Any
+
+from ...core import SettingsError
+
+#: Rows that a step may be given; times are kept for these alone.
+MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+#: Weight of one measured step in its average, and relative cost of one more row before anything was measured.
+WEIGHT, GUESS = 0.08, 0.02
+#: What took this many times as long as usual was interrupted by something else, and counts as so many times.
+SPIKE = 2.0
+FORMAT, LARGEST_FILE = 2, 1 << 20
+
+
+class Average:
+    """Exponential moving average: starts at ``value``; what is above ``spike`` times the average is clipped."""
+
+    __slots__ = ("spike", "value", "weight")
+
+    def __init__(self, value: float = 0.0, weight: float = WEIGHT, spike: float = inf) -> None:
+        self.value, self.weight, self.spike = value, weight, spike
+
+    def add(self, value: float) -> float:
+        """Take one in; returns it as clipped."""
+        if value > self.spike * self.value > 0:
+            value = self.spike * self.value
+        self.value += self.weight * (value - self.value)
+        return value
+
+
+class StepTimes:
+    """t(k) in seconds by number of sequences and length of the context, learning from the step included.
+
+    Tables are kept by (batch, context) bins; one that was never measured starts as a copy of the nearest. A step of
+    one row tells how fast the machine is and moves its whole table; a step of more rows moves its own entry, and
+    those beside it less and less. So what is known of plain decoding comes from plain steps alone.
+
+    Attributes:
+        bins: tables by bin, seconds by place in ``MENU``; the first is a plain step, no drafter's time in it.
+        probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
+        setup: seconds to set up drafting for a text, its prompt read.
+        batch, widest: sequences in the pass, and rows of the largest tree.
+    """
+
+    def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
+        self.bins = bins if bins is not None else {}
+        self.probe, self.setup = Average(1e-4, spike=SPIKE), Average(5e-4, 0.2, SPIKE)
+        self.batch, self.widest, self._evaluated = 0, 1, True
+
+    def drafted(self, rows: int) -> None:
+        """A sequence that shares these times joins the coming pass with so many rows."""
+        if self._evaluated:
+            self.batch, self.widest, self._evaluated = 0, 1, False
+        self.batch += 1
+        self.widest = max(self.widest, rows)
+
+    def evaluated(self) -> None:
+        """The pass is over."""
+        self._evaluated = True
+
+    @staticmethod
+    def bin_of(batch: int, context: int) -> tuple[int, int]:
+        """Bins by half powers of two, and by powers of two; contexts of up to 256 tokens share one."""
+        return int(2 * log2(max(1, batch))), max(0, int(log2(max(1, context))) - 7)
+
+    def table(self, batch: int, context: int) -> list[float] | None:
+        """Seconds by place in ``MENU``; None before the first measurement."""
+        key = self.bin_of(batch, context)
+        if key not in self.bins and self.bins:
+            near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
+            self.bins[key] = list(self.bins[near])
+        return self.bins.get(key)
+
+    def learn(self, batch: int, context: int, rows: int, seconds: float) -> float:
+        """One step of ``rows`` rows took ``seconds``; returns them as clipped."""
+        table = self.table(batch, context)
+        if table is None:
+            guess = seconds / (1 + GUESS * (rows - 1))
+            self.bins[self.bin_of(batch, context)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
+            return seconds
+        own = place_of(rows)
+        seconds = min(SPIKE * table[own], max(table[own] / SPIKE, seconds))
+        change = (seconds / table[own]) ** WEIGHT
+        for i in range(len(table)):
+            if not own or i:
+                table[i] *= change ** (0.5 ** abs(i - own) if own else 1.0)
+        for i in range(len(table)):  # more rows are never quicker: what says so is noise
+            table[i] = max(table[i], table[own]) if i > own else min(table[i], table[own])
+        return seconds
+
+
+def place_of(rows: int) -> int:
+    """Place in ``MENU`` of the smallest entry that is not below ``rows``."""
+    return next((place for place, k in enumerate(MENU) if k >= rows), len(MENU) - 1)
+
+
+def from_points(points: dict[int, float]) -> list[float]:
+    """A table from measured (rows, seconds): straight lines between, the last slope beyond, never falling."""
+    known = sorted(points.items())
+    table: list[float] = []
+    for k in MENU:
+        after = next((i for i, (rows, _) in enumerate(known) if rows >= k), len(known) - 1)
+        (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
+        seconds = t1 if k1 in (k, k0) else t0 + (t1 - t0) * (k - k0) / (k1 - k0)
+        table.append(max([seconds, *table[-1:]]))
+    return table
+
+
+def machine_name() -> str:
+    """Processor, cores and, where torch is loaded, its threads and accelerator."""
+    parts = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        parts.append(f"{torch.get_num_threads()} threads")
+        parts += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
+    return ", ".join(parts)
+
+
+def times_file(model: str) -> Path:
+    """Where the step times of one model on this machine are kept: in the user's cache folder.
+
+    Args:
+        model: whatever tells models, dtypes, devices and code paths apart.
+    """
+    usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
+    base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
+    digest = hashlib.sha256(f"{machine_name()}|{model}".encode()).hexdigest()[:24]
+    return Path(base).expanduser() / "lookahead-decoding" / "times" / f"{digest}.json"
+
+
+def save_times(model: str, times: StepTimes) -> Path:
+    """Keep step times for this machine and model; returns the file."""
+    path = times_file(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seconds = {f"{batch},{context}": table for (batch, context), table in times.bins.items()}
+    about = {"format": FORMAT, "model": model, "machine": machine_name(), "menu": MENU, "seconds": seconds}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(about, indent=1))
+    os.replace(temporary, path)
+    return path
+
+
+def load_times(model: str) -> StepTimes | None:
+    """Step times that were kept for this machine and model, or None.
+
+    Raises:
+        SettingsError: the file is there and damaged.
+    """
+    path = times_file(model)
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError("too large")
+        content = json.loads(path.read_text())
+        if (content.get("format"), tuple(content["menu"])) != (FORMAT, MENU):  # of another version
+            return None
+        bins = {}
+        for key, seconds in content["seconds"].items():
+            batch, context = map(int, key.split(","))
+            bins[batch, context] = [float(value) for value in seconds]
+            if len(seconds) != len(MENU) or not all(0 < value < 1e4 for value in bins[batch, context]):
+                raise ValueError(f"step times must be {len(MENU)} positive numbers, got {seconds!r:.80}")
+        return StepTimes(bins)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(
+            f"{path} holds no step times ({error}); delete it or run lookahead tune"
+        ) from error

@@ -1,0 +1,546 @@
+"""The controller: the lambda rule against the best fixed number of rows, the bound on regret, the step times."""
+
+import random
+
+import pytest
+
+from lookahead.core import Request, SettingsError
+from lookahead.drafters import make_drafter
+from lookahead.drafters.adaptive import (
+    AdaptiveDrafter,
+    AdaptiveState,
+    StepTimes,
+    load_times,
+    measure_times,
+    save_times,
+)
+from lookahead.drafters.adaptive.controller import COOLDOWN, LONGEST_COOLDOWN, MAX_REGRET, SHARE, Controller
+from lookahead.drafters.adaptive.drafter import Cooldown, Drafting, Waiting
+from lookahead.drafters.adaptive.step_times import MENU, SPIKE, from_points, place_of, times_file
+from lookahead.testing import FakeTarget, run
+
+FLAT = [0.010 * (1 + 0.002 * k) for k in MENU]
+STEEP = [0.010 * (1 + 0.25 * k) for k in MENU]
+#: Almost free up to 16 rows, expensive beyond.
+KNEE = [0.010 * (1 + 0.005 * k + 0.1 * max(0, k - 16)) for k in MENU]
+#: SmolLM2-135M in fp32 on two cores.
+CPU = from_points({1: 0.018, 4: 0.021, 8: 0.026, 16: 0.040, 64: 0.100})
+TABLES = pytest.mark.parametrize("table", [FLAT, STEEP, KNEE, CPU], ids=["flat", "steep", "knee", "cpu"])
+
+
+def times_of(table):
+    times = StepTimes({(0, 0): list(table)})
+    times.probe.value = times.setup.value = 0.0
+    return times
+
+
+def controller_of(table):
+    return Controller(times_of(table), 100)
+
+
+def falling(first, ratio, count=64):
+    return [1.0] + [first * ratio**i for i in range(count - 1)]
+
+
+def test_one_row_where_rows_cost_more_than_they_bring():
+    controller = controller_of(STEEP)
+    assert controller.choose(falling(0.1, 0.9)) == 1
+    assert controller.choose(falling(0.9, 0.95)) > 1
+
+
+def test_all_rows_where_they_are_free():
+    assert controller_of([0.01] * len(MENU)).choose(falling(0.5, 0.9)) == 64
+
+
+def test_the_knee_is_found():
+    controller = controller_of(KNEE)
+    for step in range(200):  # lambda settles at what 16 rows bring
+        controller.learn(16, 4.5, 4 + step % 2, KNEE[place_of(16)])
+        controller.context = 100
+    assert controller.choose(falling(0.3, 0.97)) == 16
+
+
+def simulate(choose, table, worth=1.0, steps=1500, seed=0):
+    """(tokens, seconds): drafts that differ from step to step, worth what their probabilities say times ``worth``."""
+    rng = random.Random(seed)
+    tokens = seconds = 0.0
+    for _ in range(steps):
+        probabilities = falling(rng.choice([0.02, 0.3, 0.9]), rng.choice([0.7, 0.9, 0.97]))
+        rows, learn = choose(probabilities)
+        emitted = 1 + sum(rng.random() < p * worth for p in probabilities[1:rows])
+        spent = table[place_of(rows)]
+        learn(rows, sum(probabilities[:rows]), emitted, spent)
+        tokens += emitted
+        seconds += spent
+    return tokens, seconds
+
+
+def adaptive_choice(controller):
+    """``choose`` for ``simulate``: what the drafter does with a controller."""
+    left = 0
+
+    def learn(rows, expected, emitted, seconds):
+        nonlocal left
+        probed, left = not left, max(0, left - 1)
+        if rows > 1:
+            controller.learn(rows, expected, emitted, seconds)
+        else:
+            controller.learn_plain(seconds)
+        if probed:
+            left = controller.cooldown(rows)
+        controller.context = 100
+
+    def choose(probabilities):
+        limit = len(controller.prices(64)) - 1
+        return (1 if left else controller.choose(probabilities[:limit])), learn
+
+    return choose
+
+
+def fixed_choice(rows):
+    return lambda probabilities: (rows, lambda *step: None)
+
+
+@TABLES
+def test_near_the_best_fixed_number_of_rows_where_drafts_pay(table):
+    tokens, seconds = simulate(adaptive_choice(controller_of(table)), table)
+    rates = {k: (lambda done: done[0] / done[1])(simulate(fixed_choice(k), table)) for k in MENU if k <= 64}
+    assert tokens / seconds > 0.98 * max(rates.values())
+
+
+@TABLES
+@pytest.mark.parametrize("worth", [0.0, 0.3, 0.6])
+def test_estimates_that_promise_too_much_cost_no_more_than_the_bound(table, worth):
+    controller = controller_of(table)
+    tokens, seconds = simulate(adaptive_choice(controller), table, worth)
+    assert seconds <= (tokens + MAX_REGRET) * table[0] + SHARE * seconds
+
+
+def test_growth_stops_no_earlier_than_the_choice():
+    for table in (FLAT, STEEP, KNEE):
+        for first, ratio in ((0.02, 0.9), (0.4, 0.9), (0.9, 0.97)):
+            controller = controller_of(table)
+            probabilities = falling(first, ratio)
+            prices = controller.prices(64)
+            most = len(prices) - 1
+            grown = next((k for k in range(1, most) if probabilities[k] < prices[k]), most)
+            assert grown >= controller.choose(probabilities[:most])
+            assert grown < 64 or table is FLAT
+
+
+@TABLES
+def test_a_step_never_loses_more_than_the_loss_budget(table):
+    controller = controller_of(table)
+    hopeful, plain, lost = falling(0.98, 0.99), table[0], 0.0
+    choose = adaptive_choice(controller)
+    for _ in range(2000):
+        budget = controller.loss_budget
+        rows, learn = choose(hopeful)
+        assert table[place_of(rows)] - plain <= budget + 1e-9
+        learn(rows, sum(hopeful[:rows]), 1, table[place_of(rows)])  # and nothing ever comes of it
+        lost += table[place_of(rows)] - plain
+    assert lost <= MAX_REGRET * plain + SHARE * controller.spent + 1e-9
+    assert controller.cooldowns > 2 or table in (FLAT, KNEE)  # there the correction of F forbids drafts first
+
+
+def test_cooldowns_back_off_up_to_a_limit_and_start_over_after_gains():
+    controller = controller_of(FLAT)
+
+    def lose():
+        steps = 0
+        while not steps:
+            controller.learn(64, 20.0, 1, 1.9 * FLAT[0])
+            steps = controller.cooldown(64)
+        for _ in range(steps):
+            controller.learn_plain(FLAT[0])
+        return steps
+
+    waits = [lose() for _ in range(8)]
+    assert COOLDOWN <= min(waits) < max(waits[:3]) < LONGEST_COOLDOWN
+    assert waits[-2:] == [LONGEST_COOLDOWN] * 2
+    for _ in range(3):
+        controller.learn(8, 4.0, 4, FLAT[place_of(8)])
+    assert controller.cooldown(8) == 0
+    controller.regret = (MAX_REGRET + 0.1) * FLAT[0] + SHARE * controller.spent
+    assert controller.cooldown(8) < LONGEST_COOLDOWN
+
+
+def test_expensive_probes_are_made_rarely():
+    controller = controller_of(FLAT)
+    controller.times.probe.value = 0.2 * FLAT[0]
+    probes = wait = 0
+    for _ in range(2000):
+        if wait:
+            controller.learn_plain(FLAT[0])
+            wait -= 1
+        else:
+            controller.learn_plain(FLAT[0], 0.2 * FLAT[0])
+            wait = controller.cooldown(1)
+            probes += 1
+    assert 10 < probes <= (MAX_REGRET + SHARE * 2050) / 0.2
+    controller = controller_of(FLAT)
+    controller.learn_plain(FLAT[0], 0.005 * FLAT[0])
+    assert controller.cooldown(1) == 0  # cheap ones always
+
+
+def test_plain_steps_move_the_whole_table_and_drafted_steps_only_their_entry():
+    times = times_of(FLAT)
+    for _ in range(200):
+        times.learn(1, 100, 16, 2 * FLAT[place_of(16)])
+    table = times.table(1, 100)
+    assert table[place_of(16)] == pytest.approx(2 * FLAT[place_of(16)], rel=0.02)
+    assert table[0] == FLAT[0]
+    assert table == sorted(table)
+    for _ in range(200):
+        times.learn(1, 100, 1, 2 * FLAT[0])
+    assert table[0] == pytest.approx(2 * FLAT[0], rel=0.02)
+    assert table[place_of(16)] == pytest.approx(4 * FLAT[place_of(16)], rel=0.05)
+
+
+def test_an_interrupted_step_counts_for_little():
+    times = times_of(FLAT)
+    assert times.learn(1, 100, 16, 10.0) == SPIKE * FLAT[place_of(16)]
+    assert times.table(1, 100)[place_of(16)] < 1.1 * FLAT[place_of(16)]
+    controller = controller_of(FLAT)
+    controller.learn(2, 1.5, 1, 100.0)
+    assert controller.regret < 1.2 * FLAT[0]
+
+
+def test_bins_of_context_and_batch():
+    times = times_of(FLAT)
+    far = times.table(4, 5000)
+    assert far == FLAT
+    assert far is not times.table(1, 100)
+    for _ in range(50):
+        times.learn(4, 5000, 8, 0.1)
+    assert times.table(1, 100) == FLAT
+    assert times.table(4, 5000)[place_of(8)] > 0.05
+
+
+def test_sequences_in_one_pass_are_counted():
+    target = FakeTarget(32)
+    state = AdaptiveState(keep=False, times=times_of(FLAT))
+    drafters = [AdaptiveDrafter(None, 32, state) for _ in range(3)]
+    run(target, [Request([1, 2, 3], drafter, 20) for drafter in drafters[:1]])
+    assert drafters[0]._controller.batch == 1
+    run(target, [Request([1, 2, 3], drafter, 40) for drafter in drafters])
+    assert {drafter._controller.batch for drafter in drafters} == {3}
+
+
+def test_a_pass_in_which_others_draft_is_no_plain_step():
+    controller = controller_of(FLAT)
+    controller.times.drafted(1)
+    controller.times.drafted(16)
+    controller.times.evaluated()
+    controller.learn_plain(0.5)
+    assert controller.table == FLAT
+    controller.times.drafted(1)
+    controller.learn_plain(0.5)
+    assert controller.table[0] > FLAT[0]
+
+
+def test_points_become_a_table():
+    table = from_points({1: 0.01, 16: 0.012, 64: 0.03})
+    assert table[place_of(1)] == 0.01
+    assert table[place_of(64)] == pytest.approx(0.03)
+    assert table[place_of(32)] == pytest.approx(0.018)
+    assert table[place_of(128)] > 0.05
+    assert table == sorted(table)
+    assert from_points({1: 0.01}) == [0.01] * len(MENU)
+
+
+class Clocked(FakeTarget):
+    """A target whose clock advances with the rows it evaluates."""
+
+    now = 0.0
+    per_row = 0.2
+    speed = 1.0
+
+    def cost(self, trees):
+        return (1 + self.per_row * (max(len(tree) for _, tree in trees) - 1)) / self.speed
+
+    def forward(self, trees):
+        Clocked.now += self.cost(trees)
+        return super().forward(trees)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    Clocked.now = 0.0
+    for module in ("drafter", "measure"):
+        monkeypatch.setattr(f"lookahead.drafters.adaptive.{module}.perf_counter", lambda: Clocked.now)
+
+
+def measured(target, vocabulary=200):
+    """A state with the target's step times, the clock at zero."""
+    times = measure_times(target, vocabulary, repeats=2)
+    times.probe.value = times.setup.value = 0.0
+    Clocked.now = 0.0
+    return AdaptiveState(keep=False, times=times)
+
+
+def unpredictable(prefix):
+    return random.Random(repr(prefix)).randrange(200)
+
+
+def bound(tokens, plain=1.0):
+    """Seconds that a text may take at most, its prefill free."""
+    return (tokens - 1 + MAX_REGRET) * plain / (1 - SHARE) + 1e-6
+
+
+@pytest.mark.parametrize("per_row", [0.0, 0.05, 0.3, 1.0])
+def test_never_slower_on_text_that_nothing_predicts(clock, per_row):
+    target = Clocked(200, unpredictable)
+    target.per_row = per_row
+    for tokens in (60, 400):
+        state = measured(target)
+        run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, state), tokens)])
+        assert Clocked.now <= bound(tokens)
+
+
+class Liar:
+    """A grower that is sure of what never comes."""
+
+    def __init__(self, tokens):
+        self.tail, self.noise, self.temperature, self.credit = [0], None, 1.0, {}
+        self.reader = self.corpus = None
+        self.text = list(tokens)
+
+    def take(self, tokens):
+        self.text += tokens
+
+    def forget_answers(self):
+        pass
+
+    def grow(self, rows, max_depth, stop=None):
+        count = min(rows, max_depth + 1)
+        self.tokens = [self.text[-1]] + [(self.text[-1] + 100) % 200] * (count - 1)
+        self.parents = list(range(-1, count - 1))
+        self.probabilities = [0.95**i for i in range(count)]
+
+    def cut(self, rows):
+        del self.tokens[rows:], self.parents[rows:], self.probabilities[rows:]
+
+    def study(self, scores, path, tokens, window):
+        assert len(path) == 1
+        return [], 0
+
+
+@pytest.mark.parametrize("per_row", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_never_slower_where_drafts_are_never_right(clock, monkeypatch, per_row, interrupted):
+    rng = random.Random(5)
+    extra = 0.0
+
+    class Interrupted(Clocked):
+        def forward(self, trees):
+            nonlocal extra
+            if interrupted and rng.random() < 0.05:
+                Clocked.now += 20
+                extra += 20
+            return super().forward(trees)
+
+    target = Interrupted(200, lambda prefix: (prefix[-1] + 1) % 200)
+    target.per_row = per_row
+    state = measured(target)
+    extra = 0.0
+    monkeypatch.setattr(type(state.twins), "grower", lambda *args: Liar([]))
+    drafter = AdaptiveDrafter({"window_size": 0}, 200, state)
+    run(target, [Request([1, 2, 3], drafter, 500)])
+    # An interrupted plain step counts as twice a plain step in t(1), for a while.
+    assert Clocked.now - extra <= (1.03 if interrupted else 1.0) * bound(500)
+    assert drafter.stats()["cooldowns"] > 1 or per_row == 0.01
+
+
+def test_right_then_wrong_loses_no_more_than_the_gains_that_count(clock):
+    def text(prefix):
+        return unpredictable(prefix) if len(prefix) > 400 else len(prefix) % 7
+
+    target = Clocked(200, text)
+    target.per_row = 0.1
+    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 400)])
+    half = Clocked.now
+    assert half < 0.5 * 400
+    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 1000)])
+    assert Clocked.now < half + 1.03 * 600 + 9
+
+
+def test_drafting_goes_on_when_the_text_becomes_predictable(clock):
+    def text(prefix):
+        return unpredictable(prefix) if len(prefix) < 200 else len(prefix) % 7
+
+    target = Clocked(200, text)
+    target.per_row = 0.1
+    (generation,) = run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 1000)])
+    assert generation.stats.drafter["plain_steps"] > 100
+    assert Clocked.now < 1.03 * 200 + 0.5 * 800
+
+
+def test_never_slower_when_the_batch_changes(clock):
+    """The pass of three sequences is three times as long; two texts end early. Nothing predicts any of them."""
+
+    class Batched(Clocked):
+        def cost(self, trees):
+            return super().cost(trees) * len(trees)
+
+    target = Batched(200, unpredictable)
+    target.per_row = 0.2
+    state = measured(target)
+    drafters = [AdaptiveDrafter(None, 200, state) for _ in range(3)]
+    lengths = (100, 200, 400)
+    run(target, [Request([1, 2, i], d, n) for i, (d, n) in enumerate(zip(drafters, lengths, strict=True))])
+    plain = 99 * 3 + 100 * 2 + 200
+    # Of a pass of three each may lose a third: at the end of the first text, of the second, and of the third.
+    spent = (300, 500, 700)
+    assert Clocked.now <= plain + sum(
+        MAX_REGRET + SHARE * s / b for s, b in zip(spent, (3, 2, 1), strict=True)
+    )
+
+
+@pytest.mark.parametrize("text", [None, lambda prefix: len(prefix) % 23], ids=["order two", "loop"])
+@pytest.mark.parametrize("per_row", [0.01, 0.05, 0.2])
+def test_near_the_best_fixed_number_of_rows_on_texts(clock, text, per_row):
+    target = Clocked(200, text)
+    target.per_row = per_row
+    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 400)])
+    ours, best = Clocked.now, 399.0
+    for rows in (2, 4, 8, 16, 32, 64):
+        Clocked.now = 0.0
+        config = {"budget": False, "max_rows": rows}
+        run(target, [Request([1, 2, 3], AdaptiveDrafter(config, 200), 400)])
+        best = min(best, Clocked.now)
+    assert 399 - ours >= 0.95 * (399 - best)
+
+
+def test_measured_times_choose_the_rows(clock):
+    target = Clocked(32)
+    target.per_row = 0.02
+    assert measure_times(target, 32).table(1, 64)[place_of(16)] == pytest.approx(1.3)
+    assert not target.committed
+    rows = {}
+    for per_row in (0.001, 0.3):
+        target.per_row = per_row
+        drafter = AdaptiveDrafter(None, 32, measured(target, 32))
+        (generation,) = run(target, [Request([1, 2, 3] * 5, drafter, 200)])
+        rows[per_row] = generation.stats.rows / generation.stats.steps
+    assert rows[0.001] > 1.1 * rows[0.3]
+
+
+class Counted(Clocked):
+    """Counts the rows of its steps."""
+
+    def forward(self, trees):
+        self.counts.append(len(trees[0][1]))
+        return super().forward(trees)
+
+
+def test_a_slow_model_is_not_held_up(clock):
+    target = Counted(200)
+    target.counts = []
+    times = measure_times(target, 200)
+    assert sorted(target.counts) == [1, 1, 1, 1, 16, 16]  # over the time, the second point is still measured
+    assert times.table(1, 64)[place_of(64)] > times.table(1, 64)[place_of(16)] > times.table(1, 64)[0]
+    target.counts.clear()
+    measure_times(target, 200, rows=(1, 4, 16, 64), patience=float("inf"))
+    assert {count: target.counts.count(count) for count in target.counts} == {1: 4, 4: 4, 16: 4, 64: 4}
+
+
+def test_a_quick_model_is_measured_at_all_points(clock):
+    target = Counted(200)
+    target.counts, target.speed = [], 1000.0
+    measure_times(target, 200)
+    assert {count: target.counts.count(count) for count in target.counts} == {1: 4, 4: 4, 16: 4, 64: 4}
+
+
+def test_compilation_and_capture_are_not_measured(clock):
+    class Captured(Counted):
+        path = "cuda-graph"
+
+        def cost(self, trees):
+            return 0.1 if self.counts.count(self.counts[-1]) <= 2 else 0.001
+
+    target = Captured(200)
+    target.counts = []
+    assert measure_times(target, 200).table(1, 64)[0] == pytest.approx(0.001)
+    target.counts, target.path = [], "cpu"
+    assert measure_times(target, 200, repeats=1).table(1, 64)[0] == pytest.approx(0.1)
+
+
+def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_times("model A") is None
+    times = times_of(KNEE)
+    path = save_times("model A", times)
+    assert path.is_relative_to(tmp_path)
+    times.bins[0, 0][0] = 0.007
+    save_times("model A", times)
+    assert load_times("model A").bins == times.bins
+    assert load_times("model B") is None
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    assert load_times("model A") is None  # of another version: measured again
+    for damaged in ('{"menu": 3}', "[]", '{"format": 2, "menu": 3}', "{"):
+        times_file("model A").write_text(damaged)
+        with pytest.raises(SettingsError, match="delete it or run lookahead tune"):
+            load_times("model A")
+    for wrong in ([-1.0] * len(MENU), [1.0], ["a"] * len(MENU)):
+        save_times("model A", StepTimes({(0, 0): wrong}))
+        with pytest.raises(SettingsError, match=r"positive|could not convert"):
+            load_times("model A")
+
+
+def test_setting_up_waits_until_the_loss_budget_can_pay(clock):
+    def text(prefix):
+        return len(prefix) % 7
+
+    target = Clocked(200, text)
+    target.per_row = 0.05
+    state = measured(target)
+    state.times.setup.value = 2.0
+    drafter = AdaptiveDrafter(None, 200, state)
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 60)])
+    assert isinstance(drafter._phase, Waiting)
+    assert generation.stats.steps == generation.stats.drafter["plain_steps"] == 59
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 400)])
+    assert isinstance(drafter._phase, Drafting)
+    assert generation.stats.drafter["plain_steps"] > 100
+    assert generation.stats.drafter["accepted_by_suffix"] > 50
+
+
+def everything(drafter):
+    """All that may be asked of a drafter at any time."""
+    assert drafter.stats()["acceptance"] >= 0
+    assert isinstance(drafter.estimates, list)
+    assert drafter.cooling in (False, True)
+
+
+def test_no_phase_lacks_a_part(clock):
+    """Whatever the step times say, everything can be asked for before, between and after all calls."""
+
+    class Asked(AdaptiveDrafter):
+        def draft(self, *limits):
+            everything(self)
+            tree = super().draft(*limits)
+            everything(self)
+            phases.add(type(self._phase))
+            return tree
+
+        def observe(self, *step):
+            super().observe(*step)
+            everything(self)
+
+    everything(AdaptiveDrafter())
+    for text, setup, probe, expected in (
+        (unpredictable, 1e9, 0.0, {Waiting}),
+        (unpredictable, 0.0, 1e9, {Waiting}),
+        (unpredictable, 0.0, 0.5, {Drafting, Cooldown}),
+        (lambda prefix: 7, 0.0, 0.0, {Drafting}),
+    ):
+        target = Clocked(200, text)
+        state = measured(target)
+        state.times.setup.value, state.times.probe.value = setup, probe
+        state.times.probe.weight = 0.0
+        phases = set()
+        run(target, [Request([1, 2, 3], Asked(None, 200, state), 40)])
+        assert phases == expected
+    for config, count in ((None, 1), (None, 3), ({"budget": False}, 2)):
+        run(target, [Request([1, 2, 3], Asked(config, 200), 30) for _ in range(count)])
