@@ -344,7 +344,7 @@ def test_never_slower_where_drafts_are_never_right(clock, monkeypatch, per_row, 
     target.per_row = per_row
     state = measured(target)
     extra = 0.0
-    monkeypatch.setattr(type(state.twins), "grower", lambda *args: Liar([]))
+    monkeypatch.setattr("lookahead.drafters.adaptive.drafter.Grower", lambda *args: Liar([]))
     drafter = AdaptiveDrafter({"window_size": 0}, 200, state)
     run(target, [Request([1, 2, 3], drafter, 500)])
     # An interrupted plain step counts as twice a plain step in t(1), for a while.

@@ -1,7 +1,7 @@
 """The adaptive drafter: grows a tree, reads every row of the answer, and learns what its proposals are worth.
 
-The sources propose, ``calibration`` prices what they propose, ``growth`` builds the tree, ``controller`` says how many
-rows pay, ``state`` is what may be kept. A text is in one of three phases, and each holds what exists in it:
+The sources propose, ``calibration`` prices what they propose, ``growth`` builds the tree, ``controller`` says how
+many rows pay, ``state`` is what may be kept. A text is in one of three phases, and each holds what exists in it:
 
     Waiting -> Drafting <-> Cooldown
 """

@@ -244,7 +244,7 @@ class LogitCache:
             self._unseen = self.arrays.keys.shape[1] - used - rows
 
     def make_room(self, entries: int, width: int) -> None:
-        """Move to memory for so many entries of so many tokens, unless there is as much; entries keep their numbers."""
+        """Make room for so many entries of so many tokens; entries keep their numbers."""
         old = self.arrays
         room = max(old.keys.shape[1], 1 << (entries - 1).bit_length())
         if room == old.keys.shape[1] and width <= self.width:
