@@ -123,7 +123,10 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
     ]
     if any("ngrams" in record["method"] for record in records):
-        lines[-1:] = ["`ngrams`, the window's n-grams, were a source when this was recorded; they no longer are.", ""]
+        lines[-1:] = [
+            "`ngrams`, the window's n-grams, were a source when this was recorded; they no longer are.",
+            "",
+        ]
     for (workload, temperature), methods in groups.items():
         lines += [
             f"## {workload}, {'greedy' if not temperature else f'temperature {temperature:g}'}",

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core import OutOfMemory, SettingsError, TokenTree
+from .fingerprint import fingerprint
 from .plain import PlainTarget
 from .transformers import ModelFacts, TransformersTarget
 
@@ -46,7 +47,7 @@ _known: weakref.WeakKeyDictionary[Any, tuple[Any, Probe]] = weakref.WeakKeyDicti
 
 
 def probe(model: PreTrainedModel, again: bool = False) -> Probe:
-    """Probe a model once; the answer is kept as long as its dtype and attention stay the same.
+    """Probe a model once; the answer is kept until a change of the model is seen (``fingerprint``).
 
     Raises:
         SettingsError: not a decoder-only language model.
@@ -60,13 +61,22 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
             f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
             "use model.generate without custom_generate"
         )
-    key = (model.dtype, model.device, config._attn_implementation, model.training)
+    key = fingerprint(model)
     known = _known.get(model)
     if known is not None and known[0] == key and not again:
         return known[1]
     result = _probe(model)
     _known[model] = (key, result)
     return result
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Probe and compile anew at the next call, whatever may be kept of the model."""
+    from . import graphable
+    from .cpu import apply
+
+    for known in (_known, graphable._known, apply._known):
+        known.pop(model, None)
 
 
 def make_target(

@@ -40,11 +40,6 @@ class Verdict:
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, Verdict]] = weakref.WeakKeyDictionary()
 
 
-def forget(model: PreTrainedModel) -> None:
-    """Compile anew at the next call."""
-    _known.pop(model, None)
-
-
 def compiled_path(
     model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]
 ) -> Verdict:
@@ -63,9 +58,7 @@ def compiled_path(
     return verdict
 
 
-def _judge(
-    model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]
-) -> Verdict:
+def _judge(model: PreTrainedModel, facts: ModelFacts, trees: Callable[[int, int], TokenTree]) -> Verdict:
     try:
         compiled = compile_model(model, facts)
     except Unsupported as error:

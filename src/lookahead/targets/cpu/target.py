@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ...core import TokenTree
 from ..transformers import ModelFacts, _memory_errors
+from .buffer_pool import Buffer
 from .compiled_model import CompiledModel
 from .execution_plan import Segment
 from .pass_logits import PassLogits, SegmentScores
@@ -38,7 +39,7 @@ class CpuTarget:
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
         self._last: weakref.ref[PassLogits] | None = None
-        self._memory = None
+        self._memory: Buffer | None = None
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position."""
@@ -93,7 +94,7 @@ class CpuTarget:
 
     def _recycle(self) -> None:
         """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
-        if self._last is None:
+        if self._last is None or self._memory is None:
             return
         logits = self._last()
         if logits is not None:
