@@ -163,7 +163,7 @@ def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> tupl
     """Median milliseconds of a step on each path; and of products and attention in the compiled one.
 
     The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
-    in decoding as here, but on one path alone they are no concern of the other: a pause lies between.
+    in decoding as here, but on one path alone they are no concern of the other: the paths sleep in between.
     """
     times: list[list[float]] = [[], []]
     parts: list[list[float]] = []

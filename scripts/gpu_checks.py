@@ -120,7 +120,7 @@ class Machine:
         import transformers
 
         torch = self.torch
-        name = "CPU (rehearsal; times mean nothing)" if self.tiny else torch.cuda.get_device_name()
+        name = "CPU (dry run; times mean nothing)" if self.tiny else torch.cuda.get_device_name()
         try:
             import triton
 
