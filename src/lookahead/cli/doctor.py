@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,9 +15,12 @@ from .. import METHODS, __version__
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
 PACKAGES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "typer", "rich",
-    "triton", "matplotlib", "fastapi",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "numba", "typer", "rich",
+    "triton", "matplotlib",
 )  # fmt: skip
 #: What matters here of what a processor can do, as Linux names it.
 FLAGS = (
@@ -52,49 +55,31 @@ def machine() -> dict[str, Any]:
     """Processor, instruction sets, threads, memory in GiB, accelerators."""
     import torch
 
-    name, flags = _processor()
-    devices = [
-        f"cuda:{i} {torch.cuda.get_device_name(i)} "
-        f"({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
-        for i in range(torch.cuda.device_count())
-    ]
-    if torch.backends.mps.is_available():
-        devices.append("mps")
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    # The first of several processors comes last here, and so decides.
+    about = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
+    flags = (about.get("flags") or about.get("Features") or "").split()
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else None
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    devices = [f"cuda:{i} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": name,
+        "processor": about.get("model name") or platform.processor() or "unknown",
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "instruction_sets": flags,
+        "instruction_sets": [flag for flag in FLAGS if flag in flags],
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
-        "accelerators": devices,
+        "memory_gib": memory and round(memory / 2**30, 1),
+        "accelerators": devices + ["mps"] * torch.backends.mps.is_available(),
     }
 
 
-def _processor() -> tuple[str, list[str]]:
-    """(name, instruction sets), from /proc/cpuinfo where there is one."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line.partition(":") for line in file]
-    except OSError:
-        return platform.processor() or "unknown", []
-    fields = {key.strip(): value.strip() for key, _, value in reversed(lines)}
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    name = fields.get("model name") or platform.processor() or "unknown"
-    return name, [flag for flag in FLAGS if flag in flags]
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):  # not on this system
-        return None
-
-
-def _model(llm: Any) -> dict[str, Any]:
+def _model(llm: LLM) -> dict[str, Any]:
     target = llm.target()
     return {
         "name": llm.name,
@@ -121,7 +106,7 @@ def _show(report: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(highlight=False)
     for title, section in report.items():
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(style="dim", no_wrap=True)
