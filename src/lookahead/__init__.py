@@ -26,14 +26,14 @@ from .core import (
 from .drafters import METHODS
 
 if TYPE_CHECKING:
-    from .engine import BUNDLED, LLM, Options, Result, load
+    from .engine import BUNDLED, LLM, Options, Result, load, refresh
     from .hf import generate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BUNDLED", "LLM", "METHODS", "PRESETS", "LookaheadConfig", "LookaheadError", "NGramPool", "NumericalError",
-    "Options", "OutOfMemory", "Result", "SettingsError", "Stats", "__version__", "generate", "load",
+    "Options", "OutOfMemory", "Result", "SettingsError", "Stats", "__version__", "generate", "load", "refresh",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
 from .prompts import OnePrompt, Prompt, as_list, encode
-from .results import Entry, Result, Stream, Updates, decode_entries
+from .results import Entry, Result, Stream, Updates, decode_prompts
 from .text import TextStream
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class LLM:
             seeds = range(first, first + len(prompts))
         numbered = enumerate(zip(prompts, seeds, strict=True))
         entries = [self._begin(i, prompt, chosen, seed) for i, (prompt, seed) in numbered]
-        return decode_entries(self.target, entries, chosen.batch_size or 1)
+        return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
         """A state for ``pool=``, in which adaptive keeps what it learns from call to call.

@@ -1,4 +1,4 @@
-"""Every option of ``load``, of a generation and of drafting, declared once with help and rule. Imports no torch.
+"""Every option of loading, generating and drafting, declared once with its help and rule. Loads no torch.
 
 A new option is one field here: the Python API (types, signatures, docstrings) and the command line follow.
 """

@@ -119,7 +119,7 @@ class Entry:
         return Update(self.index, step, piece, result)
 
 
-def decode_entries(make_target: Callable[[], Target], entries: Iterable[Entry], batch_size: int) -> Updates:
+def decode_prompts(make_target: Callable[[], Target], entries: Iterable[Entry], batch_size: int) -> Updates:
     """Every step of every prompt; at most ``batch_size`` share a forward pass, and the next joins when one ends."""
     decoder = Decoder(make_target())
     waiting = iter(entries)
