@@ -18,7 +18,6 @@ from .console import Interrupted, as_record, diverged, note, stderr, trace_line,
 from .options import Task, dismiss, read_bytes, warm_pool
 
 if TYPE_CHECKING:
-    from ..engine.compare import Comparison
     from ..engine.llm import LLM
 
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
@@ -122,41 +121,35 @@ def run_batch(task: Task, load: Callable[[], LLM], options: dict[str, Any], warm
     done = len(jobs) - len(todo)
     if earlier:
         note(f"{done} of {len(jobs)} prompts have results; going on with {len(todo)}")
-    written: list[dict[str, Any]] = []
-    comparisons: list[Comparison] = []
-    status = 0
+    written, errors, status = 0, sum("error" in record for record in earlier), 0
+    equal: list[bool] = []
     if todo:
         llm = load()
         sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
-            with (
-                sink,
-                tracing(task.trace, append=task.resume) as trace,
-                warm_pool(llm, warm) as kept,
-                _bar() as bar,
-            ):
+            with sink, tracing(task.trace, task.resume) as trace, warm_pool(llm, warm) as kept, _bar() as bar:
                 shown = bar.add_task("", total=len(jobs), completed=done)
-                for record in _records(llm, todo, task, options | kept, trace, comparisons):
+                for record in _records(llm, todo, task, options | kept, trace):
                     sink.write(record)
-                    written.append(record)
+                    written += 1
+                    errors += "error" in record
+                    equal += [record["equal"]] if "equal" in record else []
                     bar.advance(shown)
         except KeyboardInterrupt:
             where = ""
             if output is not None:  # the file knows of a record whose writing was interrupted at its end
-                written = read_records(output, "id", "this run")[len(earlier) :]
+                written = len(read_records(output, "id", "this run")) - len(earlier)
                 where = f" in {output}; the same command with --resume goes on"
-            have = done + len(written)
-            raise Interrupted(f"interrupted: {have} of {len(jobs)} prompts have results{where}") from None
-        if comparisons:
-            note(
-                f"{sum(c.equal for c in comparisons)} of {len(comparisons)} equal to plain decoding", "green"
-            )
-        status = diverged(llm, comparisons)
+            raise Interrupted(
+                f"interrupted: {done + written} of {len(jobs)} prompts have results{where}"
+            ) from None
+        if equal:
+            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
+        status = diverged(llm, equal)
     else:
         dismiss()
         if output is not None:
             output.touch()
-    errors = sum("error" in record for record in earlier + written)
     note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
     return int(status or errors > 0)
 
@@ -183,14 +176,9 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
 
 
 def _records(
-    llm: LLM,
-    jobs: list[Job],
-    task: Task,
-    options: dict[str, Any],
-    trace: RecordWriter | None,
-    comparisons: list[Comparison],
+    llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any], trace: RecordWriter | None
 ) -> Iterator[dict[str, Any]]:
-    """A record per job as soon as it is done, that of a bad line in its place; ``comparisons`` is added to."""
+    """A record per job as soon as it is done, that of a bad line in its place."""
     from ..engine import compare as comparing
 
     bad: list[tuple[int, dict[str, Any]]] = []
@@ -219,8 +207,7 @@ def _records(
         record = {"id": job.id, "line": job.line} | as_record(result)
         if task.compare:
             plain = comparing.decode_plainly(llm, ids, result.seed, options)
-            comparisons.append(comparing.compare(llm, result, plain))
-            record |= comparisons[-1].as_dict()
+            record |= comparing.compare(llm, result, plain).as_dict()
         yield record
     yield from (record for _, record in bad)
 

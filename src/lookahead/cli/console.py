@@ -109,6 +109,6 @@ def compared(llm: LLM, comparison: Comparison) -> str:
     )
 
 
-def diverged(llm: LLM, comparisons: Sequence[Comparison]) -> int:
+def diverged(llm: LLM, equal: Sequence[bool]) -> int:
     """Exit status: 1 where a full-precision run is not equal; in short formats near ties may flip."""
-    return int(llm.dtype in ("float32", "float64") and any(not c.equal for c in comparisons))
+    return int(llm.dtype in ("float32", "float64") and not all(equal))

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "numba", "typer", "rich",
     "triton", "matplotlib",
-)  # fmt: skip
-#: What matters here of what a processor can do, as Linux names it.
-FLAGS = (
-    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
-    "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm",
 )  # fmt: skip
 
 
@@ -55,26 +49,14 @@ def machine() -> dict[str, Any]:
     """Processor, instruction sets, threads, memory in GiB, accelerators."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    # The first of several processors comes last here, and so decides.
-    about = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))
-    }
-    flags = (about.get("flags") or about.get("Features") or "").split()
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else None
+    from ..bench.record import machine
+
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     devices = [f"cuda:{i} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": about.get("model name") or platform.processor() or "unknown",
-        "cores": os.cpu_count(),
+    return machine() | {
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "instruction_sets": [flag for flag in FLAGS if flag in flags],
-        "torch_capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
-        "memory_gib": memory and round(memory / 2**30, 1),
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "accelerators": devices + ["mps"] * torch.backends.mps.is_available(),
     }
 

@@ -26,13 +26,7 @@ RESET = "\x1b[0m"
 
 
 @takes(without=())
-def generate(
-    *,
-    task: Task,
-    options: Options,
-    draft: DraftOptions,
-    load: LoadOptions,
-) -> None:
+def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
     """Complete a prompt, or every prompt of a file. The text is the model's own, whatever the method."""
     if task.compare and draft.method == "autoregressive":
         raise SettingsError("--compare sets a method beside plain decoding; --method autoregressive is that")
@@ -75,17 +69,17 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any], trace: Reco
         typer.echo()
     if result.error is not None:
         raise result.error
-    comparisons = []
+    comparison = None
     if task.compare:
         plain = comparing.decode_plainly(llm, prompt, result.seed, options)
-        comparisons = [comparing.compare(llm, result, plain)]
+        comparison = comparing.compare(llm, result, plain)
     if task.json:
         record = {"prompt": prompt} | as_record(result) | {"stats": result.stats.as_dict()}
-        if comparisons:
-            record["compare"] = comparisons[0].as_dict()
+        if comparison is not None:
+            record["compare"] = comparison.as_dict()
         typer.echo(json.dumps(record, ensure_ascii=False))
     else:
         note(summary(llm, result))
-        for comparison in comparisons:
+        if comparison is not None:
             note(compared(llm, comparison), "green" if comparison.equal else "red")
-    return diverged(llm, comparisons)
+    return diverged(llm, [comparison is None or comparison.equal])

@@ -100,7 +100,7 @@ def verify(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptio
         _show(prompts, report)
         if llm.probe.mode != "tree":
             note(llm.probe.reason, "yellow")
-    raise typer.Exit(diverged(llm, comparisons))
+    raise typer.Exit(diverged(llm, [run["equal"] for run in runs]))
 
 
 def _read(source: Path) -> list[Any]:
