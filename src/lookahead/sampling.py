@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.choose import Choose, greedy
 from .core.errors import NumericalError, SettingsError
 from .core.target import Scores
 from .core.tree import TokenTree
+from .core.verify import Choose, greedy
 from .threads import one_thread
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)

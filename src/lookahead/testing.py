@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from .core import Decoder, Generation, OutOfMemory, Request, TokenTree
-from .core.choose import Choose, greedy
 from .core.errors import NumericalError
 from .core.stats import first_divergence
+from .core.verify import Choose, greedy
 from .drafters import make_drafter
 
 
