@@ -103,21 +103,14 @@ def generate(
         pool = _cold_state(model, settings, target.path)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
-    rows = [
-        Row(
-            b,
-            input_ids[b],
-            limit,
-            row_processors(processors, b, batch),
-            criteria,
-            noise,
-            float(config.temperature or 1.0),
-            returns and bool(config.output_scores),
-            returns and bool(config.output_logits),
-            streamer,
+    temperature = float(config.temperature or 1.0)
+    rows = []
+    for b in range(batch):
+        own = row_processors(processors, b, batch)
+        scores, logits = (
+            [] if returns and keep else None for keep in (config.output_scores, config.output_logits)
         )
-        for b in range(batch)
-    ]
+        rows.append(Row(b, input_ids[b], limit, own, criteria, noise, temperature, scores, logits, streamer))
 
     def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         """Decode rows together; ``texts`` are their tokens so far without padding."""
