@@ -17,6 +17,7 @@ from lookahead.bench.record import describe
 
 HERE = Path(__file__).parent
 RESULTS, IMAGES = HERE / "results", HERE / "images"
+#: The window's n-grams were a source when the committed records were made.
 SOURCES = ("suffix", "logits", "window", "ngrams", "jacobi", "corpus")
 PAPER = ("lookahead 15,5,15 cold", "lookahead 15,5,15 warm")
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
@@ -39,9 +40,9 @@ def rows_over_time(run: dict[str, Any]) -> Any:
             total += tokens
             ends.append(total)
         begins = [0, *ends]
-        for number, paused in enumerate(one["plain_step"][: len(ends)]):
-            if paused:
-                label = None if number else "paused: plain steps"
+        for number, cooling in enumerate(one["plain_step"][: len(ends)]):
+            if cooling:
+                label = None if number else "cooldown: plain steps"
                 axes.axvspan(begins[number], ends[number], color="#e6e6e6", linewidth=0, label=label)
         axes.step(ends, one["rows"], where="post", color=COLOURS[0], linewidth=1.2, label="rows of the step")
         axes.plot(ends, one["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
@@ -121,6 +122,11 @@ def page(records: list[dict[str, Any]]) -> str:
         "shares what was learnt (the paper's method: its pool), *+corpus* also drafts from the earlier texts.",
         "",
     ]
+    if any("ngrams" in record["method"] for record in records):
+        lines[-1:] = [
+            "`ngrams`, the window's n-grams, were a source when this was recorded; they no longer are.",
+            "",
+        ]
     for (workload, temperature), methods in groups.items():
         lines += [
             f"## {workload}, {'greedy' if not temperature else f'temperature {temperature:g}'}",

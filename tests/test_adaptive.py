@@ -387,7 +387,9 @@ def test_a_tree_is_a_trie_whose_edges_sum_to_less_than_one(seed):
     under = [0.0] * len(tree)
     for node in range(1, len(tree)):
         under[tree.parents[node]] += grower.probabilities[node]
-    assert all(total <= MAX_PROBABILITY * p + 1e-9 for total, p in zip(under, grower.probabilities, strict=True))
+    assert all(
+        total <= MAX_PROBABILITY * p + 1e-9 for total, p in zip(under, grower.probabilities, strict=True)
+    )
 
 
 def test_tree_of_equals_adding_one_by_one():

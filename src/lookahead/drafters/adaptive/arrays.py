@@ -30,22 +30,22 @@ SPAN = record(oldest="i8", newest="i8")
 #: how many of these come from the logit cache and by how many tokens their row was found there, and how many edges
 #: are worth a place in the heap. ``entry`` is scratch.
 NODE = record(
-    token="i8",
-    parent="i8",
-    depth="i8",
+    token="i4",
+    parent="i4",
     pair="i8",
     probability="f8",
-    asked="i8",
-    proposals="i8",
-    cached="i8",
-    order="i8",
-    edges="i8",
+    depth="i4",
+    asked="i4",
+    proposals="i4",
+    cached="i4",
+    order="i4",
+    edges="i4",
     entry="i8",
 )
 #: A token that is proposed behind a row: its joint bucket, its bucket of the logit cache, its score there.
-PROPOSAL = record(token="i8", joint="i8", kind="i8", score="f4")
+PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4")
 #: A token that followed the longest match: -1 for none; its bucket.
-MATCH = record(token="i8", bucket="i8")
+MATCH = record(token="i4", bucket="i4")
 #: A proposal that may become a row; ``cost`` is minus the probability of the path down to it.
 EDGE = record(cost="f8", token="i8")
 #: What waits to be taken: an edge (node * MAX_EDGES + place) or, as ~node, a row to be expanded.

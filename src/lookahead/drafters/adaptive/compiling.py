@@ -10,18 +10,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from numba import njit
+import numba
+import numpy as np
 from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: A number as compiled code holds it; uncompiled, it makes sums of narrower fields of records as wide as there.
+int64 = cast(Callable[[Any], int], np.int64)
+#: Numba has types for part of its settings only.
+_njit = cast(Callable[..., Any], numba.njit)
 
 
 def _jit(function: Any) -> Any:
     # No function here makes or returns an array, so none needs numba's counts of references to them, which would
     # cost a node of the tree ten times what its computation does.
-    return njit(error_model="numpy", _nrt=False)(function)
+    return _njit(error_model="numpy", _nrt=False)(function)
 
 
 def compiled(function: Function) -> Function:
@@ -39,7 +44,7 @@ def entry(function: Function) -> Function:
     if result is not function:  # not so where the JIT is off
         # Without a folder that can be written to it is compiled in each process.
         with suppress(RuntimeError):
-            result._cache = _Cache(function)
+            result._cache = _Cache(function)  # type: ignore[no-untyped-call]
         result = _Entry(result)
     typed: Function = result
     return typed
@@ -61,11 +66,12 @@ class _Entry:
         return result
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+class _Cache(FunctionCache):
     """Numba's, which looks at the file of the entry alone, and not at what that calls."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        return (*super()._index_key(signature, codegen), _text_of_package())
+        key = super()._index_key(signature, codegen)  # type: ignore[no-untyped-call]
+        return (*key, _text_of_package())
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Scores, TokenTree
-from .arrays import ANSWERS, BESIDE, Rules, Sources, Step, new_tree
+from .arrays import ANSWERS, BESIDE, Calibration, Rules, Sources, Step, Tree, new_tree
 from .config import AdaptiveConfig
 from .growth import DONE, HASTE, grow
 from .learning import CREDITED, study
@@ -33,7 +33,9 @@ class Grower:
         noise: depth -> noise (V,) of the token chosen under nodes of that depth; None when greedy.
     """
 
-    def __init__(self, tables: Tables, vocabulary: int, config: AdaptiveConfig, sampled: bool = False) -> None:
+    def __init__(
+        self, tables: Tables, vocabulary: int, config: AdaptiveConfig, sampled: bool = False
+    ) -> None:
         self.tables = tables
         self.vocabulary = vocabulary
         self.sources = config.sources
@@ -90,7 +92,7 @@ class Grower:
         """The last step's answers say nothing of the next position."""
         self._answers[:] = -1
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _arguments(self) -> tuple[Tree, Sources, Calibration, Rules]:
         reader, corpus, use = self.reader, self.corpus, self.sources
         texts = (
             reader.text if reader is not None else NO_TEXT,
@@ -132,7 +134,7 @@ class Grower:
             self.corpus.catch_up()  # another text may have filled the trie
         wanted = grow(*self._arguments(), rows, max_depth, limits, True)
         while wanted != DONE:
-            self._keep_noise(wanted)
+            self._keep_noise(int(wanted))
             wanted = grow(*self._arguments(), rows, max_depth, limits, False)
         self._read(int(self._tree.progress[0]["rows"]))
 
@@ -155,7 +157,7 @@ class Grower:
         tokens, parents, depths, pairs, asked = self._columns
         tokens[own:count], parents[own:count] = tree.tokens[own:], tree.parents[own:]
         depths[own:count] = tree.depths[own:]
-        pairs[own:count] = tokens[parents[own:count]] * self.vocabulary + tokens[own:count]
+        pairs[own:count] = tokens[parents[own:count]].astype(np.int64) * self.vocabulary + tokens[own:count]
         asked[own:count] = 0
         self._tree.places[:, own:count] = -1
         self._tree.progress["rows"] = count

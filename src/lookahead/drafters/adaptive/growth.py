@@ -11,7 +11,7 @@ from typing import Any
 
 from .arrays import Calibration, Rules, Sources, Tree
 from .calibration import MAX_PROBABILITY
-from .compiling import compiled, entry
+from .compiling import compiled, entry, int64
 from .proposals import ask
 
 #: A node is expanded when its probability times this comes up; most best children are not surer.
@@ -43,7 +43,8 @@ def _expand(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules
             cost = probability * scale
             place = count
             while place > 0 and (
-                edges[place - 1].cost > cost or (edges[place - 1].cost == cost and edges[place - 1].token > token)
+                edges[place - 1].cost > cost
+                or (edges[place - 1].cost == cost and edges[place - 1].token > token)
             ):
                 edges[place].cost, edges[place].token = edges[place - 1].cost, edges[place - 1].token
                 place -= 1
@@ -56,7 +57,7 @@ def _expand(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules
 @compiled
 def _before(one: Any, cost: float, number: int) -> bool:
     """Whether an entry of the heap comes before another."""
-    return one.cost < cost or (one.cost == cost and one.number < number)
+    return bool(one.cost < cost or (one.cost == cost and one.number < number))
 
 
 @compiled
@@ -93,7 +94,7 @@ def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) 
     row = tree.nodes[node]
     above, depth = rules.tail[1], 0
     if parent >= 0:
-        above, depth = tree.nodes[parent].token, tree.nodes[parent].depth + 1
+        above, depth = int64(tree.nodes[parent].token), int64(tree.nodes[parent].depth) + 1
     row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
     row.pair = above * rules.vocabulary + token
     row.asked = 0
@@ -123,7 +124,7 @@ def _take(
             node = ~number
             position = rules.position + nodes[node].depth
             if rules.sampled and sources.known[position % len(sources.known)] != position:
-                return nodes[node].depth
+                return int64(nodes[node].depth)
             if _expand(tree, sources, calibration, rules, node):
                 _replace_first(heap, progress.heap, tree.edges[node, 0].cost, node * MAX_EDGES)
             else:

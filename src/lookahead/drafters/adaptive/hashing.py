@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import record
-from .compiling import compiled, entry
+from .compiling import compiled, entry, int64
 
 SLOT = record(key="i8", value="i8")
 
@@ -23,6 +23,7 @@ def new_slots(*shape: int) -> Any:
 @compiled
 def _home(slots: Any, key: int) -> int:
     """Where a key stands if nothing is in its way. No product exceeds 63 bits, as Python's numbers must not."""
+    key = int64(key)
     low, high = key & 0x7FFFFFFF, key >> 31
     mixed = low ^ high * 0x85EB
     mixed = (mixed ^ mixed >> 31) & 0x7FFFFFFF

@@ -35,11 +35,11 @@ def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) ->
     """Confidence in a token by suffix matches, here and in the corpus; -1 where neither proposes it."""
     level = -1
     for source in (SUFFIX, CORPUS):
-        for match in tree.matches[source, node]:
-            if match.token < 0:
+        for found in tree.matches[source, node]:
+            if found.token < 0:
                 break
-            if match.token == token:
-                level = max(level, calibration.matches[source, match.bucket].level)
+            if found.token == token:
+                level = max(level, calibration.matches[source, found.bucket].level)
     return level
 
 

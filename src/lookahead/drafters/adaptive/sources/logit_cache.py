@@ -25,7 +25,7 @@ from ..buckets import (
     REJECTED,
     WINDOW,
 )
-from ..compiling import compiled
+from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
 
 #: Candidates further behind than this are not kept when decoding greedily: one in a thousand of them is right.
@@ -41,11 +41,11 @@ def key_of(tree: Tree, rules: Rules, order: int, node: int) -> int:
     """Key of the last ``order`` + 1 tokens of a row."""
     row = tree.nodes[node]
     if order == 0:
-        return row.token
+        return int64(row.token)
     if order == 1:
-        return row.pair
+        return int64(row.pair)
     above = tree.nodes[row.parent].pair if node > 0 else rules.tail[0] * rules.vocabulary + rules.tail[1]
-    return above * rules.vocabulary + row.token
+    return int64(above * rules.vocabulary + row.token)
 
 
 @compiled
@@ -72,7 +72,7 @@ def propose(tree: Tree, sources: Sources, rules: Rules, node: int) -> None:
 def bin_of(odds: float) -> int:
     """Bin of a distance, given as log-odds; NaN is furthest."""
     steps = odds * np.float32(-FINE)
-    return BIN_OF[np.int64(steps)] if 0 <= steps < 255 else BIN_OF[255]
+    return int64(BIN_OF[int64(steps)] if 0 <= steps < 255 else BIN_OF[255])
 
 
 @compiled
@@ -87,7 +87,7 @@ def greedy_kind(odds: Any, place: int, origin: int) -> int:
 @compiled
 def _room(tree: Tree, ids: Any) -> int:
     """Tokens of an entry that are looked at: another request of this state may keep more of them."""
-    return min(len(ids), tree.proposals.shape[1] - BESIDE)
+    return min(len(ids), int64(tree.proposals.shape[1]) - BESIDE)
 
 
 @compiled
@@ -121,7 +121,10 @@ def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entr
             continue
         place = min(kept, SAMPLED_PROPOSALS - 1)
         while place > 0 and score > proposals[place - 1].score:
-            proposals[place].score, proposals[place].token = proposals[place - 1].score, proposals[place - 1].token
+            proposals[place].score, proposals[place].token = (
+                proposals[place - 1].score,
+                proposals[place - 1].token,
+            )
             place -= 1
         proposals[place].score, proposals[place].token = score, token
         kept = min(kept + 1, SAMPLED_PROPOSALS)
@@ -148,7 +151,7 @@ def _entry_for(cache: Cache, order: int, key: int) -> int:
         slot.key, slot.value = key + 1, cache.spans[order].newest
         keys[slot.value & (len(keys) - 1)] = key
         cache.spans[order].newest += 1
-    return slot.value & (len(keys) - 1)
+    return int64(slot.value & (len(keys) - 1))
 
 
 @compiled
@@ -244,7 +247,7 @@ class LogitCache:
             self._unseen = self.arrays.keys.shape[1] - used - rows
 
     def make_room(self, entries: int, width: int) -> None:
-        """Make room for so many entries of so many tokens; entries keep their numbers."""
+        """Move to memory for so many entries of so many tokens, unless it is there; entries keep their numbers."""
         old = self.arrays
         room = max(old.keys.shape[1], 1 << (entries - 1).bit_length())
         if room == old.keys.shape[1] and width <= self.width:
@@ -254,7 +257,10 @@ class LogitCache:
             span = old.spans[order]
             numbers = np.arange(span["oldest"], span["newest"])
             before, now = numbers & old.keys.shape[1] - 1, numbers & room - 1
-            new.keys[order, now], new.origins[order, now] = old.keys[order, before], old.origins[order, before]
+            new.keys[order, now], new.origins[order, now] = (
+                old.keys[order, before],
+                old.origins[order, before],
+            )
             new.ids[order, now], new.odds[order, now] = -1, np.nan
             new.ids[order, now, : old.ids.shape[2]] = old.ids[order, before]
             new.odds[order, now, : old.ids.shape[2]] = old.odds[order, before]

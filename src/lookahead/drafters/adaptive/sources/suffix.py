@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
 from ..buckets import MATCH_KINDS, MATCH_ORDERS, SHARES
-from ..compiling import compiled, entry
+from ..compiling import compiled, entry, int64
 from ..hashing import find, new_slots, rehash
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.
@@ -26,15 +26,15 @@ FIRST_CONTEXTS = 1 << 12
 @compiled
 def child(text: TextEnd, context: int, token: int) -> int:
     """The context with a token added on the right; 0 where the trie does not know it."""
-    slot = text.slots[find(text.slots, np.int64(context) << SHIFT | token)]
-    return np.int64(slot.value) if slot.key != 0 else np.int64(0)
+    slot = text.slots[find(text.slots, int64(context) << SHIFT | token)]
+    return int64(slot.value) if slot.key != 0 else int64(0)
 
 
 @compiled
 def followed(text: TextEnd, context: int) -> int:
     """The longest suffix of a context that has been followed by something."""
     while context != 0 and text.trie[context].total == 0:
-        context = np.int64(text.trie[context].link)
+        context = int64(text.trie[context].link)
     return context
 
 
@@ -44,7 +44,7 @@ def end_of(text: TextEnd) -> int:
     length = len(text.contexts) - 1
     while text.contexts[length] < 0:
         length -= 1
-    return followed(text, np.int64(text.contexts[length]))
+    return followed(text, int64(text.contexts[length]))
 
 
 @compiled
@@ -55,8 +55,8 @@ def follow(text: TextEnd, context: int, token: int) -> int:
         if found != 0:
             return followed(text, found)
         if context == 0:
-            return np.int64(0)
-        context = np.int64(text.trie[context].link)
+            return int64(0)
+        context = int64(text.trie[context].link)
 
 
 @compiled
@@ -87,12 +87,12 @@ def feed(text: TextEnd, tokens: Any, used: int) -> int:
         context = contexts[0]
         while context >= 0:
             trie[context].total += 1
-            place = find(text.slots, np.int64(context) << SHIFT | token)
+            place = find(text.slots, int64(context) << SHIFT | token)
             slot = text.slots[place]
             if slot.key == 0:
                 node = used
                 used += 1
-                slot.key, slot.value = (np.int64(context) << SHIFT | token) + 1, node
+                slot.key, slot.value = (int64(context) << SHIFT | token) + 1, node
                 new = trie[node]
                 new.count, new.total, new.link, new.token, new.depth = 1, 0, link, token, length + 1
                 new.first, new.second, new.third = 0, 0, 0
@@ -139,7 +139,8 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     if place == 0:
         return
     here = trie[place]
-    order, count = min(np.int64(here.depth), MATCH_ORDERS) - 1, 0
+    order: int = min(int64(here.depth), MATCH_ORDERS) - 1
+    count = 0
     for successor in (here.first, here.second, here.third):
         if successor != 0:
             found[count].token = trie[successor].token
@@ -213,7 +214,7 @@ class Reader:
         lengths = range(len(self._contexts) - 1, 0, -1)
         return next((n for n in lengths if self._contexts[n] > 0 and total[self._contexts[n]]), 0)
 
-    def feed(self, tokens: Sequence[int]) -> None:
+    def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """The text goes on."""
         self.trie.reserve(len(tokens))
         self.catch_up()

@@ -1,0 +1,250 @@
+"""The trees and the learned state of the adaptive drafter, against what was recorded, and with the JIT off."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead.core import Request, SettingsError, TokenTree
+from lookahead.drafters.adaptive import SOURCES, AdaptiveDrafter, AdaptiveState
+from lookahead.sampling import SeededNoise
+from lookahead.testing import FakeTarget, repetitive_text, run
+
+GOLDEN = Path(__file__).parent / "data" / "adaptive_trees.json.gz"
+CONFIGS = {
+    "default": {},
+    "1 row": {"max_rows": 1},
+    "16 rows": {"max_rows": 16},
+    "200 rows": {"max_rows": 200, "window_size": 9, "ngram_size": 4},
+    "no window": {"window_size": 0, "suffix_order": 32},
+    "one token a row": {"top": 1, "sampled_top": 1, "suffix_order": 1},
+    "all sources": {"sources": tuple(SOURCES)},
+    "suffix": {"sources": ("suffix",)},
+}
+PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
+
+
+class Model(FakeTarget):
+    """Half predictable text, and logits whose best token stands out a little; many rows at once."""
+
+    def __init__(self, vocabulary, seed=3):
+        super().__init__(vocabulary, repetitive_text(vocabulary, seed=seed))
+        self.rows = {}
+
+    def forward(self, trees):
+        scores = super().forward(trees)
+        for score in scores:
+            score.top = lambda nodes, k, score=score: self.top(score, nodes, k)
+        return scores
+
+    def top(self, score, nodes, k):
+        rows = [self.row(score.best(node), k) for node in nodes]
+        return np.array([ids for ids, _ in rows]), np.array([odds for _, odds in rows])
+
+    def row(self, best, k):
+        if (best, k) not in self.rows:
+            logits = np.sin(np.arange(self.vocabulary) * 12.9898 + best) * 3
+            logits[best] = 3.5
+            ids = (-logits).argsort(kind="stable")[:k]
+            self.rows[best, k] = ids.astype(np.int32), (logits[ids] - 3.5).astype(np.float32)
+        return self.rows[best, k]
+
+
+class Noisy:
+    """Noise of a text of numbers: a function of the index."""
+
+    def __init__(self, vocabulary, temperature, seed=0):
+        self.temperature, self._vocabulary, self._seed = temperature, vocabulary, seed
+
+    def __call__(self, index):
+        return np.random.default_rng([self._seed, index]).gumbel(size=self._vocabulary).astype(np.float32)
+
+
+class Recorded(AdaptiveDrafter):
+    """Keeps every tree that was drafted, with its probabilities."""
+
+    def reset(self, *arguments):
+        super().reset(*arguments)
+        self.trees = []
+
+    def draft(self, *arguments):
+        tree = super().draft(*arguments)
+        self.trees.append((tree.tokens[:], tree.parents[:], self.estimates))
+        return tree
+
+
+def decode(name, sampled, new=40, vocabulary=32):
+    """Trees of prompts one after another and of the first two again, together; then what was learned."""
+    state = AdaptiveState({"budget": False, **CONFIGS[name]})
+    target = Model(vocabulary)
+    trees = []
+    for together in [[prompt] for prompt in PROMPTS] + [PROMPTS[:2]]:
+        drafters = [Recorded(None, vocabulary, state) for _ in together]
+        for drafter in drafters:
+            drafter.use_noise(Noisy(vocabulary, 0.8) if sampled else None)
+        run(target, [Request(p, d, new) for p, d in zip(together, drafters, strict=True)])
+        trees += [tree for drafter in drafters for tree in drafter.trees]
+    tables = state.tables(sampled)
+    learned = {}
+    for kind, buckets in tables.calibration._asdict().items():
+        learned[kind] = [float(buckets[field].sum()) for field in ("hits", "trials", "probability")]
+        learned[kind].append(float((buckets["hits"].ravel() * np.arange(buckets.size)).sum()))
+    for order in range(3):
+        keys, ids, _, _ = tables.logits.entries(order)
+        learned[f"order {order}"] = [len(keys), int(keys.sum()), int(ids[ids >= 0].sum())]
+    return trees, learned
+
+
+def compare(trees, learned, expected):
+    """Tokens and parents are equal, numbers up to rounding; of probabilities the sum and the last are kept."""
+    assert len(trees) == len(expected["trees"])
+    for (tokens, parents, probabilities), (their_tokens, their_parents, total, last) in zip(
+        trees, expected["trees"], strict=True
+    ):
+        assert tokens == their_tokens
+        assert parents == their_parents
+        assert [sum(probabilities), probabilities[-1]] == pytest.approx([total, last], rel=1e-12)
+    assert learned.keys() == expected["learned"].keys()
+    for kind, numbers in learned.items():
+        assert numbers == pytest.approx(expected["learned"][kind], rel=1e-9), kind
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(gzip.decompress(GOLDEN.read_bytes()))
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trees_and_state_are_the_recorded_ones(name, sampled, golden):
+    """Recorded from an independent implementation in plain Python dicts, which this one replaced."""
+    compare(*decode(name, sampled), golden[f"{name}, {'sampled' if sampled else 'greedy'}"])
+
+
+def test_with_the_jit_off_it_drafts_the_same():
+    code = (
+        "import gzip, json, test_adaptive_golden as t\n"
+        "from lookahead.drafters.adaptive.growth import grow\n"
+        "assert type(grow).__name__ == 'function'\n"
+        "golden = json.loads(gzip.decompress(t.GOLDEN.read_bytes()))\n"
+        "for name in ('16 rows', 'all sources'):\n"
+        "    for mode in ('greedy', 'sampled'):\n"
+        "        t.compare(*t.decode(name, mode == 'sampled'), golden[f'{name}, {mode}'])\n"
+    )
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    # Whole numbers that do not fit would wrap around silently in compiled code.
+    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_full_tables_forget(sampled):
+    """Small enough that the cache evicts and the corpus starts afresh, also between two sequences' steps."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(400) for _ in range(250)] for _ in range(4)]
+    state = AdaptiveState({"budget": False, "max_entries": 1000, "sources": tuple(SOURCES)})
+    target = Model(400)
+    plain = [run(target, [Request(p, Recorded({"max_rows": 1}, 400), 100)])[0].tokens for p in prompts]
+    for together in [[0], [1], [2, 3], [0, 1]]:
+        drafters = [AdaptiveDrafter(None, 400, state) for _ in together]
+        for drafter in drafters:
+            drafter.use_noise(Noisy(400, 0.8) if sampled else None)
+        requests = [Request(prompts[n], d, 100) for n, d in zip(together, drafters, strict=True)]
+        assert [g.tokens for g in run(target, requests)] == [plain[n] for n in together]
+    assert 800 < state.tables(sampled).logits.size(2) <= 1000
+    assert state.corpus.generation > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sampled.0.ids", lambda a: a + (1 << 22), "token ids"),
+        ("sampled.0.ids", lambda a: a - 9999, "token ids"),
+        ("sampled.0.ids", lambda a: np.tile(a, 10), "unequal|tokens"),
+        ("sampled.1.origins", lambda a: a + 3, "origin"),
+        ("sampled.1.keys", lambda a: a * 0, "different"),
+        ("sampled.1.keys", lambda a: -a - 1, "negative"),
+        ("sampled.1.keys", lambda a: a.astype(float), "type"),
+        ("sampled.2.keys", lambda a: a[:, None], "dimensions"),
+        ("sampled.2.odds", lambda a: a + np.nan, "log-odds"),
+        ("sampled.2.odds", lambda a: a + 99, "log-odds"),
+        ("sampled.joint.hits", lambda a: a + np.inf, "between 0 and trials"),
+        ("sampled.logits.hits", lambda a: a[:, 1:], "number of buckets"),
+    ],
+)
+def test_hostile_files_are_refused(tmp_path, name, change, message):
+    state = AdaptiveState({"budget": False})
+    drafter = AdaptiveDrafter(None, 32, state)
+    drafter.use_noise(Noisy(32, 1.0))
+    run(Model(32), [Request(PROMPTS[0], drafter, 50)])
+    path = tmp_path / "state"
+    state.save(path)
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    with open(path, "wb") as file:
+        np.savez(file, **{**arrays, name: change(arrays[name])})
+    with pytest.raises(SettingsError, match=message):
+        AdaptiveState.load(path)
+
+
+def test_a_state_of_another_vocabulary_is_refused(tmp_path):
+    state = AdaptiveState({"budget": False})
+    run(Model(500), [Request([499, 3, 499], AdaptiveDrafter(None, 500, state), 50)])
+    state.save(tmp_path / "state")
+    drafter = AdaptiveDrafter(None, 32, AdaptiveState.load(tmp_path / "state"))
+    drafter.reset([1, 2], 3, frozenset())
+    with pytest.raises(SettingsError, match="of this model"):
+        drafter.draft(5)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_requests_of_one_state_may_keep_more_or_fewer_tokens(sampled):
+    state = AdaptiveState({"budget": False, "top": 2, "sampled_top": 1})
+    target = Model(100)
+    requests = []
+    for prompt, top in (([1, 2, 3], 2), ([4, 5, 6], 60), ([1, 2, 3], 5)):
+        config = {"budget": False, "top": top, "sampled_top": top}
+        requests.append(Request(prompt, AdaptiveDrafter(config, 100, state), 60))
+        requests[-1].drafter.use_noise(Noisy(100, 1.0) if sampled else None)
+    for generation in run(target, requests):
+        text = list(generation.request.prompt)
+        for token in generation.tokens:
+            assert token == target.next_token(text)
+            text.append(token)
+
+
+def test_seeded_noise_through_the_whole_loop():
+    """Deep trees, so that the noise of many positions is kept; drafted twice, the trees are the same."""
+    prompt = [1, 2, 3] * 4
+    found = []
+    for _ in range(2):
+        drafter = Recorded({"budget": False, "window_size": 40}, 32)
+        drafter.use_noise(SeededNoise(5, len(prompt), 32, 1.0))
+        run(Model(32), [Request(prompt, drafter, 60)])
+        found.append(drafter.trees)
+    assert found[0] == found[1]
+    trees = [TokenTree.of(tokens, parents) for tokens, parents, _ in found[0]]
+    assert max(max(tree.depths) for tree in trees) > 32
+
+
+def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monkeypatch):
+    from lookahead.drafters.adaptive import compiling
+
+    def no_folder(*arguments):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(compiling, "_Cache", no_folder)
+
+    @compiling.entry
+    def double(value):
+        return 2 * value
+
+    assert double(3) == 6
+    assert double(4) == 8
