@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .core.errors import NumericalError, SettingsError
-from .core.target import Scores
-from .core.tree import TokenTree
-from .core.verify import Choose, greedy
+from .core import Choose, NumericalError, Scores, SettingsError, TokenTree, greedy
 from .threads import one_thread
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)

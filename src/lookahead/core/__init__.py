@@ -9,7 +9,7 @@ Read in this order: ``tree``, ``target``, ``verify``, ``drafter``, ``decode``; t
 
 from .config import OFF, PRESETS, LookaheadConfig
 from .decode import Decoder, Generation, Request, Step, decode
-from .drafter import Drafter, Noise
+from .drafter import UNLIMITED_ROWS, Drafter, Noise
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
 from .pool import NGramPool, PoolStats
 from .stats import Stats, first_divergence
@@ -18,8 +18,8 @@ from .tree import TokenTree
 from .verify import Choose, greedy, speculative_sample, verify
 
 __all__ = [
-    "OFF", "PRESETS", "Choose", "Decoder", "Drafter", "Generation", "LookaheadConfig", "LookaheadError",
-    "NGramPool", "Noise", "NumericalError", "OutOfMemory", "PoolStats", "Request", "Scores", "SettingsError",
-    "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy", "speculative_sample",
-    "verify",
+    "OFF", "PRESETS", "UNLIMITED_ROWS", "Choose", "Decoder", "Drafter", "Generation", "LookaheadConfig",
+    "LookaheadError", "NGramPool", "Noise", "NumericalError", "OutOfMemory", "PoolStats", "Request", "Scores",
+    "SettingsError", "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy",
+    "speculative_sample", "verify",
 ]  # fmt: skip

@@ -10,11 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..core.config import LookaheadConfig
-from ..core.drafter import UNLIMITED_ROWS, Drafter
-from ..core.pool import NGramPool
-from ..core.target import Scores
-from ..core.tree import TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, LookaheadConfig, NGramPool, Scores, TokenTree
 from .window import Window
 
 

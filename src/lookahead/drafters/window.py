@@ -72,17 +72,13 @@ class Window:
         """
         if not self.levels:
             return
-        last = len(self.levels) - 1
         chain = [0]
         for token in self.levels[0]:
-            chain.append(tree.add(token, chain[-1], last == 0))
+            chain.append(tree.add(token, chain[-1], len(self.levels) == 1))
         self._nodes = [chain]
-        for index in range(1, last + 1):
-            above = self._nodes[-1]
-            newest = index == last
-            self._nodes.append(
-                [tree.add(token, above[i], newest) for i, token in enumerate(self.levels[index])]
-            )
+        for index in range(1, len(self.levels)):
+            above, newest = self._nodes[-1], index == len(self.levels) - 1
+            self._nodes.append([tree.add(t, above[i], newest) for i, t in enumerate(self.levels[index])])
 
     def newest_nodes(self) -> list[int]:
         """Rows of the newest level in the tree that the window was last added to, one per column."""

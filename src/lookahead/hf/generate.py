@@ -104,13 +104,17 @@ def generate(
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
-    rows = []
-    for b in range(batch):
-        own = row_processors(processors, b, batch)
-        scores, logits = (
-            [] if returns and keep else None for keep in (config.output_scores, config.output_logits)
+
+    def collected(wanted: bool | None) -> list[torch.Tensor] | None:
+        return [] if returns and wanted else None
+
+    rows = [
+        Row(
+            b, input_ids[b], limit, row_processors(processors, b, batch), criteria, noise, temperature,
+            collected(config.output_scores), collected(config.output_logits), streamer,
         )
-        rows.append(Row(b, input_ids[b], limit, own, criteria, noise, temperature, scores, logits, streamer))
+        for b in range(batch)
+    ]  # fmt: skip
 
     def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         """Decode rows together; ``texts`` are their tokens so far without padding."""
@@ -192,11 +196,9 @@ def _carried_on(rows: list[Row], longest: int, fill: int | None) -> list[Row]:
 
     Padding by itself needs no model; scores of padded places do.
     """
-    early = [row for row in rows if row.emitted < longest]
-    if fill is not None:
-        early = [row for row in early if row.scores is not None or row.logits is not None]
+    early = [row for row in rows if row.emitted < longest and (fill is None or row.records)]
     for row in early:
-        row.pad_with(fill)
+        row.fill = fill
     return early
 
 

@@ -36,6 +36,7 @@ class Row:
         scores, logits: collect what output_scores and output_logits return; None where that is not asked for.
         streamer: is told of every token; None for none.
         ended: whether criteria have ended the sequence: then it is carried on to the length of the longest one.
+        fill: the padding token that alone it goes on with then, for the scores under it; None: its own text.
     """
 
     index: int
@@ -49,7 +50,7 @@ class Row:
     logits: list[torch.Tensor] | None
     streamer: BaseStreamer | None
     ended: bool = False
-    _fill: int | None = None
+    fill: int | None = None
 
     def __post_init__(self) -> None:
         self._end = len(self.prompt)
@@ -62,6 +63,11 @@ class Row:
         return self._end - len(self.prompt)
 
     @property
+    def records(self) -> bool:
+        """Whether scores or logits are collected."""
+        return self.scores is not None or self.logits is not None
+
+    @property
     def draws(self) -> bool:
         """Whether the sequence may still need noise; padding draws nothing."""
         return not (self.ended and self.criteria.pads)
@@ -72,19 +78,14 @@ class Row:
 
     def noise(self) -> RowNoise | None:
         """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
-        if self.stream is None or self._fill is not None:
+        if self.stream is None or self.fill is not None:
             return None
         return RowNoise(self.stream, self.index, self.emitted, self.temperature)
 
     def choose(self) -> Choose:
         """Chooses the tokens from here on, by the processors, the noise and the true prefix."""
-        kept = self.scores is not None or self.logits is not None
-        process = self._process if kept or self.processors is not None else None
+        process = self._process if self.records or self.processors is not None else None
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
-
-    def pad_with(self, token: int | None) -> None:
-        """Go on with this token only, for the scores under it; None: with the sequence's own text."""
-        self._fill = token
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) from logits (1, V), and the record of both."""
@@ -94,9 +95,9 @@ class Row:
             values = self.processors(ids, values)  # type: ignore[arg-type]  # asks for a LongTensor
         if self.scores is not None:
             self.scores.append(values)
-        if self._fill is not None:
+        if self.fill is not None:
             values = torch.full_like(values, float("-inf"))
-            values[0, self._fill] = 0
+            values[0, self.fill] = 0
         elif self.stream is None:  # transformers takes the first token where all are excluded
             values = values.clamp(min=torch.finfo(values.dtype).min)
         return values
