@@ -143,7 +143,7 @@ class ParallelTarget:
             ranks = range(self.rank_group.connections.size)
             cuts = [shard(tree, len(ranks), [lacks[slot] for lacks in self._missing]) for slot, tree in trees]
             both = list(zip(trees, cuts, strict=True))
-            parts = [[(slot, _part(tree, cut, rank)) for (slot, tree), cut in both] for rank in ranks]
+            parts = [[(slot, cut.part(tree, rank)) for (slot, tree), cut in both] for rank in ranks]
             for rank in ranks[1:]:
                 packed = [(slot, part.tokens, part.parents, part.needs_logits) for slot, part in parts[rank]]
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
@@ -220,11 +220,10 @@ class ParallelTarget:
         """
         for scores in self._remote:
             for ours, theirs in zip(own, scores, strict=True):
-                tokens = ours.best_or_nan(0), theirs.argmaxes[0]
-                if tokens[0] == tokens[1] and (tokens[0] < 0 or not whole):
-                    continue  # whether NaN is an error is decided where the row is read
-                problem = "NaN on one of them"
-                if min(tokens) >= 0:
+                problem, a, b = "", ours.best_or_nan(0), theirs.argmaxes[0]
+                if (a < 0) != (b < 0):  # NaN on both is an error where the row is read
+                    problem = "NaN on one of them"
+                elif a >= 0 and (whole or a != b):
                     problem = logits_differ(ours.row_tensor(0), theirs.row_tensor(0))
                 if problem:
                     raise self._diverged(
@@ -235,13 +234,6 @@ class ParallelTarget:
 
     def _diverged(self, rank: int, text: str) -> RankError:
         return self.rank_group.fail(DivergenceError(rank, f"rank {rank} {text}"))
-
-
-def _part(tree: TokenTree, cut: Shards, rank: int) -> TokenTree:
-    """A rank's rows as a tree in which only its own rows need logits, and the root, for the comparison."""
-    part = tree.subtree(cut.rows[rank])
-    part.needs_logits = [row == 0 or cut.owner[node] == rank for row, node in enumerate(cut.rows[rank])]
-    return part
 
 
 def logits_differ(ours: torch.Tensor, theirs: torch.Tensor) -> str:
