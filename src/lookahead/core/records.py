@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def as_line(record: Mapping[str, Any]) -> bytes:
         return json.dumps(finite(record)).encode() + b"\n"
 
 
-class RecordWriter:
-    """Appends records to a file, each for good.
+class RecordWriter(AbstractContextManager["RecordWriter"]):
+    """Appends records to a file, each for good; a context that closes it.
 
     Args:
         path: a file, made if need be; its folder must be there.
@@ -75,14 +76,8 @@ class RecordWriter:
                 "the records before this one are whole"
             ) from None
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, Any]]:
