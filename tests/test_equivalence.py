@@ -18,10 +18,9 @@ import torch
 
 import lookahead.targets.transformers as target_module
 from lookahead.targets.cache import TreeCache
-from lookahead.targets.equivalence import FACTOR, MARGIN, compare, compare_rows, distance, forget, remember
+from lookahead.targets.equivalence import FACTOR, MARGIN, compare, distance, forget, in_float32, remember
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts
-from lookahead.targets.float32 import in_float32
 from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import tiny_model
 
@@ -172,15 +171,6 @@ def test_distance_is_of_centred_rows_and_nan_is_far():
     assert distance(row + 3, row) < 1e-6
     assert distance(2 * row, row) == pytest.approx(1)
     assert distance(row * torch.nan, row) == torch.inf
-
-
-def test_rows_of_two_ranks():
-    row = torch.randn(500)
-    assert compare_rows(row, row + 1e-5 * torch.randn(500)).ok
-    assert not compare_rows(row, row + 0.1 * torch.randn(500)).ok
-    half = row.bfloat16()
-    assert compare_rows(half, half + 0.02 * torch.randn(500), noise=0.02).ok
-    assert not compare_rows(half, half + 0.5 * torch.randn(500), noise=0.02).ok
 
 
 def test_what_is_found_is_kept_until_the_key_changes_or_it_is_forgotten():

@@ -17,17 +17,15 @@ from ..core import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
-    """Which attention patterns a model's layers use.
+    """Which attention patterns a model's layers use; a model of several takes a mask for each by name.
 
     Attributes:
         kinds: names as in ``config.layer_types``; one entry where all layers are alike.
-        as_dict: whether the model takes {kind: mask}.
         sliding_window: keys seen by sliding layers, own row included; 0 for none.
         chunk: size of attention chunks; 0 for none.
     """
 
     kinds: tuple[str, ...]
-    as_dict: bool
     sliding_window: int
     chunk: int
 
@@ -37,9 +35,7 @@ class LayerKinds:
         window = getattr(config, "sliding_window", None) or 0
         chunk = getattr(config, "attention_chunk_size", None) or 0
         kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-        if not kinds:
-            kinds = ("sliding_attention",) if window else ("full_attention",)
-        return cls(kinds, len(kinds) > 1, window, chunk)
+        return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
 
 
 def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> tuple[Any, Any]:
@@ -57,30 +53,14 @@ def tree_bits(trees: Sequence[TokenTree], rows: int) -> torch.Tensor:
     return unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
 
 
-def key_positions(positions: torch.Tensor, lengths: Sequence[int], width: int) -> torch.Tensor:
-    """(B, width): the logical position of every cache column; columns past the rows count as far away."""
-    result = torch.arange(width).repeat(len(lengths), 1)
+def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """(B, longest prefix + Q): the logical position of every cache column; columns past the rows count as far off."""
+    rows = positions.shape[1]
+    result = torch.arange(max(lengths) + rows).repeat(len(lengths), 1)
     for b, length in enumerate(lengths):
-        result[b, length : length + positions.shape[1]] = positions[b]
-        result[b, length + positions.shape[1] :] = 0
+        result[b, length : length + rows] = positions[b]
+        result[b, length + rows :] = 0
     return result
-
-
-def visible(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> torch.Tensor:
-    """(B, Q, width) bool: the committed prefix and the row's ancestors, width = longest prefix + Q."""
-    width = max(lengths) + rows
-    bits = tree_bits(trees, rows)
-    seen = torch.zeros(len(trees), rows, width, dtype=torch.bool)
-    for b, length in enumerate(lengths):
-        seen[b, :, :length] = True
-        seen[b, :, length : length + rows] = bits[b]
-    return seen
-
-
-def additive(seen: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(B, 1, Q, width): 0 where seen, the dtype's lowest number elsewhere."""
-    mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
-    return mask.masked_fill_(seen.to(device), 0)[:, None]
 
 
 def attention_masks(
@@ -91,16 +71,24 @@ def attention_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of them by layer kind."""
-    seen = visible(trees, lengths, positions.shape[1])
-    keys = key_positions(positions, lengths, seen.shape[2])
+    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of them by layer kind.
+
+    0 where a row sees a key (the committed prefix, its ancestors, itself), the dtype's lowest number elsewhere.
+    """
+    rows, query = positions.shape[1], positions[:, :, None]
+    keys = key_positions(positions, lengths)[:, None]
+    seen = torch.zeros(len(trees), rows, keys.shape[2], dtype=torch.bool)
+    bits = tree_bits(trees, rows)
+    for b, length in enumerate(lengths):
+        seen[b, :, :length] = True
+        seen[b, :, length : length + rows] = bits[b]
     masks = {}
     for kind in kinds.kinds:
         allowed = seen
-        query = positions[:, :, None]
         if kind == "sliding_attention" and kinds.sliding_window:
-            allowed = seen & (query - keys[:, None] < kinds.sliding_window)
+            allowed = seen & (query - keys < kinds.sliding_window)
         elif kind == "chunked_attention" and kinds.chunk:
-            allowed = seen & (query // kinds.chunk == keys[:, None] // kinds.chunk)
-        masks[kind] = additive(allowed, dtype, device)
-    return masks if kinds.as_dict else masks[kinds.kinds[0]]
+            allowed = seen & (query // kinds.chunk == keys // kinds.chunk)
+        mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+        masks[kind] = mask.masked_fill_(allowed.to(device), 0)[:, None]
+    return masks if len(masks) > 1 else masks[kinds.kinds[0]]
