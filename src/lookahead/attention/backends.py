@@ -15,8 +15,6 @@ from . import reference, sdpa
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("reference", "sdpa", "triton")
-#: Those that make no mask.
-KERNELS = ("triton",)
 _told: set[str] = set()
 
 
