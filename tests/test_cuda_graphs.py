@@ -177,7 +177,6 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
         raise RuntimeError("no such instruction on this card")
 
     monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
-    monkeypatch.setattr(attention.backends, "_told", set())
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):

@@ -252,7 +252,8 @@ def refresh(model: Any) -> None:
     Args:
         model: a transformers model, or an ``LLM``.
     """
-    from ..targets.factory import forget, probe
+    from ..targets.factory import probe
+    from ..targets.fingerprint import forget
 
     llm = model if isinstance(model, LLM) else None
     model = model if llm is None else llm.model

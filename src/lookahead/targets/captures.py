@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, TokenTree
 from .attention_hook import TreeAttention
 from .cuda_graphs import CudaGraphTarget, drop_arena
-from .equivalence import compare, first_line, forget, remember
+from .equivalence import compare, first_line
 from .facts import ModelFacts
-from .fingerprint import fingerprint
+from .fingerprint import forget, remember
 
 
 def captured_attention(
@@ -43,7 +43,7 @@ def captured_attention(
             )
         return attention, reason
 
-    return remember(model, f"cuda-graph {backend}", fingerprint(model), find)
+    return remember(model, f"cuda-graph {backend}", find)
 
 
 def _judge(model: PreTrainedModel, facts: ModelFacts, backend: str) -> tuple[TreeAttention | None, str]:

@@ -109,10 +109,7 @@ class _Pass:
         keywords: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if target.facts.takes_positions:
             keywords["position_ids"] = (length + depths)[None].long()
-        with (
-            torch.no_grad(),
-            target.attention.within(model, words.view(1, rows, -1), depths[None], length),
-        ):
+        with torch.no_grad(), target.attention.within(model, words.view(1, rows, -1), depths[None], length):
             logits = model(input_ids=ids[None].long(), return_dict=True, **keywords).logits
         return logits, best_tokens(logits)
 

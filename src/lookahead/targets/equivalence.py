@@ -20,12 +20,11 @@ router of experts that tips over in one text is no error of the path, an error o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from transformers import PreTrainedModel
 from ..core import Target
 from .attention_hook import with_masks
 from .facts import ModelFacts
-from .fingerprint import fingerprint
+from .fingerprint import remember
 from .trial import LENGTHS, WRONG_ANCESTOR, WRONG_POSITION, Trial
 
 #: Largest relative distance in float32 and float64.
@@ -47,25 +46,6 @@ FACTOR_OF_ALL = 1.5
 MARGIN = 2.0
 #: Dtypes that are judged by the model's own rounding error.
 HALF = (torch.bfloat16, torch.float16)
-
-_Found = TypeVar("_Found")
-_memo: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-
-
-def remember(model: Any, name: str, key: Any, find: Callable[[], _Found]) -> _Found:
-    """What ``find`` returns, found once per model and name as long as ``key`` stays the same."""
-    known = _memo.setdefault(model, {})
-    if name not in known or known[name][0] != key:
-        known[name] = key, find()
-    found: _Found = known[name][1]
-    return found
-
-
-def forget(model: Any, names: str = "") -> None:
-    """Drop what is remembered of a model; with ``names`` only what begins so."""
-    known = _memo.get(model, {})
-    for name in [name for name in known if name.startswith(names)]:
-        del known[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +93,7 @@ def compare(
         trial = Trial(facts, number, model.device.type)
         name = f"trial {number}{' widened' if widened else ''}"
         with with_masks(model):
-            reference = partial(_reference, model, trial, half)
-            exact, unit, noise = remember(model, name, fingerprint(model), reference)
+            exact, unit, noise = remember(model, name, partial(_reference, model, trial, half))
         found, wrong = trial.run(make_target())
         errors = distance(found, exact) / unit
         behind = slice(len(trial.prompts), len(trial.prompts) + len(wrong))

@@ -19,9 +19,9 @@ from .cpu.architectures import Unsupported
 from .cpu.compile import compile_model
 from .cpu.compiled_model import CompiledModel
 from .cpu.target import CpuTarget
-from .equivalence import HALF, Equivalence, compare, first_line, forget, in_float32, remember
+from .equivalence import HALF, Equivalence, compare, first_line, in_float32
 from .facts import ModelFacts
-from .fingerprint import fingerprint
+from .fingerprint import forget, remember
 from .plain import PlainTarget
 from .transformers import TransformersTarget
 
@@ -67,7 +67,7 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
         )
     if again:
         forget(model)
-    return remember(model, "probe", fingerprint(model), lambda: _probe(model))
+    return remember(model, "probe", lambda: _probe(model))
 
 
 def _probe(model: PreTrainedModel) -> Probe:
@@ -125,7 +125,7 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
     elif path != "transformers":
-        compiled, reason = remember(model, "cpu", fingerprint(model), lambda: _compiled(model, facts))
+        compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
     if path in ("cpu", "cuda-graph"):

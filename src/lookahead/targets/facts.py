@@ -11,8 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory
-from .alibi import AlibiBias
-from .masks import LayerKinds
+from .masks import AlibiBias, LayerKinds
 
 #: More positions than any text has: the limit of a model that has none.
 NO_LIMIT = 1 << 30

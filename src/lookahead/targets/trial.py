@@ -16,9 +16,8 @@ from .facts import ModelFacts
 
 #: Prompt lengths (slots 0 and 1) of one trial after the other.
 LENGTHS = ((6, 4), (9, 5), (14, 3))
-#: Sliding windows and chunks up to this size are outgrown by the first prompt, on a CPU and elsewhere.
-LONGEST_WINDOW = {"cpu": 128}
-LONGEST_WINDOW_ELSEWHERE = 8192
+#: Sliding windows and chunks up to this size are outgrown by every trial's first prompt.
+LONGEST_WINDOW = {"cpu": 128, "cuda": 8192}
 
 
 def trial_tree(token: int, vocabulary: int) -> TokenTree:
@@ -68,8 +67,8 @@ class Trial:
         generator = torch.Generator().manual_seed(number)
         first, second = LENGTHS[number]
         span = max(facts.kinds.sliding_window, facts.kinds.chunk)
-        longest = LONGEST_WINDOW.get(device, LONGEST_WINDOW_ELSEWHERE)
-        if not number and span <= min(longest, facts.max_positions - 16, facts.rope_boundary - 16):
+        longest = min(LONGEST_WINDOW.get(device, 8192), facts.max_positions - 16, facts.rope_boundary - 16)
+        if span <= longest:
             first = max(first, span + 2)
         low = min(3, vocabulary - 1)  # the first tokens of a vocabulary are often special
         self.prompts = [
