@@ -282,8 +282,8 @@ def refresh(model: Any) -> None:
     Args:
         model: a transformers model, or an ``LLM``.
     """
-    from ..targets.equivalence import forget
     from ..targets.factory import probe
+    from ..targets.fingerprint import forget
 
     if not isinstance(model, LLM):
         forget(model)

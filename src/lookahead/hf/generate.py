@@ -95,8 +95,8 @@ def generate(
         raise SettingsError(f"max_new_tokens must be at least 1, got room for {limit}")
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
-    keeps = batch == 1 and found.facts is not None and (returns or getattr(cache, "_is_user_defined", False))
-    target: Target = _Keeping(model, found.facts) if keeps else make_target(model)
+    keeps = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
+    target: Target = _Keeping(model, found.facts) if keeps and found.facts else make_target(model)
     if found.mode == "plain":
         name = "autoregressive"
     if pool is None and name == "adaptive":
