@@ -1,12 +1,11 @@
-"""Whole generations on the lean path: tokens per second, parity with other paths, and what int8 costs.
+"""Whole generations on the compiled CPU path: tokens per second, and parity with other paths.
 
-    python benchmarks/lean_text.py --prompts HumanEval.jsonl --limit 20
-    python benchmarks/lean_text.py --prompts HumanEval.jsonl --dtype fp32 --method adaptive
+    python benchmarks/cpu_text.py --prompts HumanEval.jsonl --limit 20
+    python benchmarks/cpu_text.py --prompts HumanEval.jsonl --dtype fp32 --method adaptive
 
 Prompts are the field "prompt" (or "question") of each JSON line. Every way of decoding takes its turn on each
 prompt, greedy, all counting the tokens that they emit; Hugging Face's own ``generate`` is the yardstick. Parity
-is the share of prompts whose text is the same to the last token; int8 is judged by its perplexity on texts of
-the model itself and by how often its best token is the model's.
+is the share of prompts whose text is the same to the last token, and of places where the best token is the same.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def read_prompts(path: Path, limit: int, tokenizer: Any, longest: int) -> list[l
     return prompts
 
 
-def ways(
-    llm: Any, method: str, new_tokens: int, int8: bool
-) -> dict[str, Callable[[list[int]], tuple[list[int], float]]]:
+def ways(llm: Any, method: str, new_tokens: int) -> dict[str, Callable[[list[int]], tuple[list[int], float]]]:
     """Name -> (prompt -> tokens, steps after the prefill)."""
     model, vocabulary = llm.model, llm.vocabulary
     eos = frozenset(llm.eos)
@@ -68,19 +65,14 @@ def ways(
 
         return decode
 
-    naive, lean = make_target(model, path="transformers"), make_target(model, path="lean")
-    found = {
+    reference, compiled = make_target(model, path="transformers"), make_target(model, path="cpu")
+    return {
         "transformers generate": generate,
-        "transformers path, plain": ours(naive, "autoregressive"),
-        f"transformers path, {method}": ours(naive, method),
-        "lean path, plain": ours(lean, "autoregressive"),
-        f"lean path, {method}": ours(lean, method),
+        "transformers path, plain": ours(reference, "autoregressive"),
+        f"transformers path, {method}": ours(reference, method),
+        "cpu path, plain": ours(compiled, "autoregressive"),
+        f"cpu path, {method}": ours(compiled, method),
     }
-    if int8:
-        bytes_ = make_target(model, weights="int8")
-        found["lean int8, plain"] = ours(bytes_, "autoregressive")
-        found[f"lean int8, {method}"] = ours(bytes_, method)
-    return found
 
 
 def same(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> str:
@@ -115,14 +107,13 @@ def main() -> None:
     parser.add_argument("--method", default="lookahead", choices=sorted(METHODS))
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--no-int8", action="store_true")
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     llm = lookahead.load(options.model, dtype=str(DTYPES[options.dtype]).removeprefix("torch."))
     prompts = read_prompts(options.prompts, options.limit, llm.tokenizer, 1024)
-    all_ways = ways(llm, options.method, options.new_tokens, not options.no_int8)
+    all_ways = ways(llm, options.method, options.new_tokens)
     for way in all_ways.values():  # warm-up
         way(prompts[0])
     texts: dict[str, list[list[int]]] = {name: [] for name in all_ways}
@@ -152,14 +143,8 @@ def main() -> None:
         "\n| path | perplexity of generate's texts | best token as on the transformers path |\n|---|---|---|"
     )
     reference = None
-    for name, settings in {
-        "transformers": {"path": "transformers"},
-        "lean": {"path": "lean"},
-        "lean int8": {"weights": "int8"},
-    }.items():
-        if name == "lean int8" and options.no_int8:
-            continue
-        loss, best = quality(make_target(llm.model, **settings), prompts, texts[yardstick])
+    for name in ("transformers", "cpu"):
+        loss, best = quality(make_target(llm.model, path=name), prompts, texts[yardstick])
         reference = reference or best
         agree = statistics.mean(float(a == b) for a, b in zip(best, reference, strict=True))
         print(f"| {name} | {torch.tensor(loss).exp():.4f} | {agree:.2%} |")

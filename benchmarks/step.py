@@ -1,4 +1,4 @@
-"""t(k): the time of one step of k rows, on the transformers path and on the lean path, side by side.
+"""t(k): the time of one step of k rows, on the transformers path and on the compiled CPU path, side by side.
 
     python benchmarks/step.py                                  every shape, dtype, context and row count
     python benchmarks/step.py --shapes 135m --dtypes bf16 --contexts 128 --rounds 5
@@ -7,7 +7,7 @@ Random weights of known Llama shapes, so nothing is downloaded. The two paths ta
 medians over the rounds are printed. Two floors stand beside them, from rates measured in the same run: the
 bytes of all weights over the read bandwidth (a small model that fits the last-level cache can be below it), and
 the operations of the linears over the matrix rate, which is what bounds many rows on a CPU without AMX.
-Every row of the tree is read, which is the dearest case for the LM head. Lean logits are compared with the
+Every row of the tree is read, which is the most expensive case for the LM head. Compiled logits are compared with the
 transformers path's before anything is timed, and a wrong result is not timed.
 """
 
@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.core import TokenTree
-from lookahead.targets.cpu import LeanTarget
+from lookahead.targets.cpu import CpuTarget
 from lookahead.targets.factory import make_target
 
 SHAPES = {
@@ -50,7 +50,7 @@ class Line:
     context: int
     rows: int
     transformers: float
-    lean: float
+    cpu: float
     floor: float
     matrix_floor: float
     linears: float
@@ -61,8 +61,8 @@ class Line:
 
     @property
     def other(self) -> float:
-        """Share of the lean step outside linears and attention."""
-        return max(0.0, 1 - (self.linears + self.attention) / self.lean)
+        """Share of the compiled step outside linears and attention."""
+        return max(0.0, 1 - (self.linears + self.attention) / self.cpu)
 
 
 def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
@@ -115,21 +115,21 @@ def measure(
 ) -> list[Line]:
     """All cells of one model."""
     model = build(shape, DTYPES[dtype], max(contexts) + 512)
-    naive, lean = make_target(model, path="transformers"), make_target(model, path="lean")
-    assert isinstance(lean, LeanTarget)
+    reference, compiled = make_target(model, path="transformers"), make_target(model, path="cpu")
+    assert isinstance(compiled, CpuTarget)
     floor = sum(p.numel() * p.element_size() for p in model.parameters()) / bandwidth * 1e3
     per_row = 2 * sum(p.numel() for p in model.parameters()) / matrix_rate(DTYPES[dtype]) * 1e3
     lines = []
     for context in contexts:
-        prompt = [(101 * i + 7) % lean.vocabulary for i in range(context)]
-        for target in (naive, lean):
+        prompt = [(101 * i + 7) % compiled.vocabulary for i in range(context)]
+        for target in (reference, compiled):
             target.prefill([(0, prompt)])
         for k in rows:
-            tree = sample_tree(k, lean.vocabulary)
-            difference = _difference(naive, lean, tree)
+            tree = sample_tree(k, compiled.vocabulary)
+            difference = _difference(reference, compiled, tree)
             if not difference <= AGREE[dtype]:
                 raise SystemExit(f"{shape} {dtype} {context} {k}: the paths differ by {difference:.3g}")
-            times, parts = _paired(naive, lean, tree, rounds)
+            times, parts = _paired(reference, compiled, tree, rounds)
             line = Line(
                 shape,
                 dtype,
@@ -141,43 +141,43 @@ def measure(
                 *parts,
                 difference,
                 rounds,
-                lean.lean.layout,
+                compiled.compiled.layout,
             )
             lines.append(line)
             print(row(line), flush=True)
-        for target in (naive, lean):
+        for target in (reference, compiled):
             target.release(0)
     return lines
 
 
-def _difference(naive: Any, lean: Any, tree: TokenTree) -> float:
+def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
     """Of the two paths' logits, in standard deviations of the logits."""
-    a, b = naive.forward([(0, tree)])[0], lean.forward([(0, tree)])[0]
+    a, b = reference.forward([(0, tree)])[0], compiled.forward([(0, tree)])[0]
     return max(
         float((a.row(n).float() - b.row(n).float()).abs().max() / a.row(n).float().std())
         for n in range(len(tree))
     )
 
 
-def _paired(naive: Any, lean: Any, tree: TokenTree, rounds: int) -> tuple[list[float], list[float]]:
-    """Median milliseconds of a step on each path; and of products and attention in the lean one.
+def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> tuple[list[float], list[float]]:
+    """Median milliseconds of a step on each path; and of products and attention in the compiled one.
 
     The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
-    in decoding as here, but on one path alone they are no concern of the other: a pause lies between.
+    in decoding as here, but on one path alone they are no concern of the other: the paths sleep in between.
     """
     times: list[list[float]] = [[], []]
     parts: list[list[float]] = []
     for _ in range(3):
-        for target, mine in zip((naive, lean), times, strict=True):
+        for target, mine in zip((reference, compiled), times, strict=True):
             sleep(0.05)
             for turn in range(2 + -(-rounds // 3)):
                 start = perf_counter()
                 target.forward([(0, tree)])[0].best(0)
                 if turn >= 2:
                     mine.append((perf_counter() - start) * 1e3)
-            if target is lean:
-                shares = getattr(lean.lean, "shares", (float("nan"),) * 3)[:2]
-                parts.append([share * getattr(lean.lean, "seconds", 0.0) * 1e3 for share in shares])
+            if target is compiled:
+                last = compiled.compiled.last_pass
+                parts.append([share * last.seconds * 1e3 for share in (last.gemm, last.attention)])
     return (
         [statistics.median(mine) for mine in times],
         [statistics.median(part) for part in zip(*parts, strict=True)],
@@ -191,8 +191,8 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 HEADER = (
-    "| shape | dtype | context | rows | transformers ms | lean ms | ratio | floor: bytes | floor: operations "
-    "| lean / floor | linears | attention | other |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| shape | dtype | context | rows | transformers ms | cpu ms | ratio | floor: bytes | floor: operations "
+    "| cpu / floor | linears | attention | other |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -200,9 +200,9 @@ def row(line: Line) -> str:
     """One line of the table."""
     return (
         f"| {line.shape} | {line.dtype} | {line.context} | {line.rows} | {line.transformers:.2f} "
-        f"| {line.lean:.2f} | {line.transformers / line.lean:.2f} | {line.floor:.2f} | {line.matrix_floor:.2f} "
-        f"| {line.lean / max(line.floor, line.matrix_floor):.2f} | {line.linears / line.lean:.0%} "
-        f"| {line.attention / line.lean:.0%} | {line.other:.0%} |"
+        f"| {line.cpu:.2f} | {line.transformers / line.cpu:.2f} | {line.floor:.2f} | {line.matrix_floor:.2f} "
+        f"| {line.cpu / max(line.floor, line.matrix_floor):.2f} | {line.linears / line.cpu:.0%} "
+        f"| {line.attention / line.cpu:.0%} | {line.other:.0%} |"
     )
 
 
@@ -242,7 +242,7 @@ def main() -> None:
         fields = Line.__dataclass_fields__
         for text in options.table.read_text().splitlines():
             record = json.loads(text)
-            print(row(Line(**{name: record[name] for name in fields})))
+            print(row(Line(**{name: record[name if name in record else "lean"] for name in fields})))
         return
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -17,6 +17,7 @@ from lookahead.bench.record import describe
 
 HERE = Path(__file__).parent
 RESULTS, IMAGES = HERE / "results", HERE / "images"
+#: The window's n-grams were a source when the committed records were made.
 SOURCES = ("suffix", "logits", "window", "ngrams", "jacobi", "corpus")
 PAPER = ("lookahead 15,5,15 cold", "lookahead 15,5,15 warm")
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
@@ -121,6 +122,11 @@ def page(records: list[dict[str, Any]]) -> str:
         "shares what was learnt (the paper's method: its pool), *+corpus* also drafts from the earlier texts.",
         "",
     ]
+    if any("ngrams" in record["method"] for record in records):
+        lines[-1:] = [
+            "`ngrams`, the window's n-grams, were a source when this was recorded; they no longer are.",
+            "",
+        ]
     for (workload, temperature), methods in groups.items():
         lines += [
             f"## {workload}, {'greedy' if not temperature else f'temperature {temperature:g}'}",

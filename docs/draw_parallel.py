@@ -12,8 +12,6 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.parallel.share import _under
-
 from lookahead.core import TokenTree
 from lookahead.drafters import Window
 from lookahead.parallel.executor import below

@@ -8,7 +8,7 @@
 
 No model is downloaded: weights are random. Each check runs in a process of its own with a time limit, so one that
 crashes the GPU or hangs does not stop the others, and the page is written line by line as they come. Without a
-GPU, `--tiny` rehearses everything but the capture, small and on the CPU; its times mean nothing.
+GPU, `--tiny` runs everything but the capture, small and on the CPU; its times mean nothing.
 
     python scripts/gpu_check.py [--tiny] [--out docs/results/gpu-check.md] [--only kernel,attention,...]
 """
@@ -103,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="rehearse on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="a dry run on the CPU")
     parser.add_argument("--out", type=Path, help="write the table to this file")
     parser.add_argument("--only", help="checks by name, with commas between")
     given = parser.parse_args()
@@ -116,7 +116,7 @@ def main() -> int:
     if not given.tiny and not torch.cuda.is_available():
         built = "" if torch.version.cuda else f"; torch {torch.__version__} is a build without CUDA"
         print(
-            f"gpu-check needs an NVIDIA GPU and finds none{built}; --tiny rehearses on the CPU",
+            f"gpu-check needs an NVIDIA GPU and finds none{built}; --tiny is a dry run on the CPU",
             file=sys.stderr,
         )
         return 2

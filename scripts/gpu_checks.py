@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,7 +120,7 @@ class Machine:
         import transformers
 
         torch = self.torch
-        name = "CPU (rehearsal; times mean nothing)" if self.tiny else torch.cuda.get_device_name()
+        name = "CPU (dry run; times mean nothing)" if self.tiny else torch.cuda.get_device_name()
         try:
             import triton
 
@@ -144,15 +143,10 @@ def check_kernel(machine: Machine) -> None:
     parts = [
         [attention, "-k", "(rows or dtypes) and triton"],
         [attention, "-k", "(grouped or contexts or 32k or room or windows) and triton"],
-        [attention, "-k", "flash"],
+        [attention, "-k", "not rows and not dtypes and not grouped and not contexts and not windows"],
         [
-            attention,
-            "-k",
-            "not flash and not rows and not dtypes and not grouped and not contexts and not windows",
-        ],
-        [
-            "tests/test_attention_register.py",
-            "tests/test_attention_graphed.py",
+            "tests/test_attention_hook.py",
+            "tests/test_cuda_graphs.py",
             "tests/test_attention_overlap.py",
         ],
     ]
@@ -215,7 +209,7 @@ def check_attention(machine: Machine) -> None:
         for rows in (21, 1) if machine.tiny else (120, 64, 16, 1):
             given = attention_problem(machine, rows, length, heads, kv_heads, size)
             double = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
-            exact = attention.get("naive")(**double)
+            exact = attention.get("reference")(**double)
             del double
             bytes_read = 2 * kv_heads * (length + rows) * size * given["key"].element_size()
             floor = max(
@@ -228,20 +222,21 @@ def check_attention(machine: Machine) -> None:
                 for _ in range(count - 1)
             ]
             case = f"{rows} rows, {length} tokens, {heads}/{kv_heads} heads"
-            for name in ("triton", "flash", "sdpa"):
-                attend = _backend(name, [length])
+            for name in ("triton", "sdpa"):
+                attend = _backend(name)
                 judged = name == "triton" and rows == 120 and not machine.tiny
                 attention_line(machine, f"{name}, {case}", attend, caches, exact, floor, judged)
             if rows in (120, 21):
                 other_tiles(machine, case, caches, exact, floor)
 
 
-def _backend(name: str, lengths: list[int]) -> Any:
-    """The backend itself: what falls back must not be measured under its name. sdpa reads lengths on the host."""
+def _backend(name: str) -> Any:
+    """The backend itself: what falls back must not be measured under its name."""
+    from lookahead.attention import get
 
-    def attend(**given: Any) -> Any:
-        computed = import_module(f"lookahead.attention.{name}").attend
-        return computed(**({**given, "lengths": lengths} if name == "sdpa" else given))
+    if name != "triton":
+        return get(name)
+    from lookahead.attention.triton import attend
 
     return attend
 
@@ -256,7 +251,7 @@ def attention_line(
             table(what, f"wrong by {wrong:.2g} standard deviations", "0.1", False)
             return None
         calls = [lambda given=given: attend(**given) for given in caches]
-        seconds, how = machine.device_time(calls, not what.startswith("sdpa"))
+        seconds, how = machine.device_time(calls, True)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:80]
         table(what, f"{type(error).__name__}: {first}", "", False if judged else None)
@@ -267,15 +262,11 @@ def attention_line(
 
 
 def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floor: float) -> None:
-    """Other tile sizes and numbers of parts, the best of them; and the tree part by itself.
-
-    All that is known of a window's pattern in advance is in the tree part, so its share of the time is the most
-    that knowing the pattern could save.
-    """
+    """Other tile sizes and numbers of parts, and the best of them."""
     from functools import partial
 
     try:
-        kernel = import_module("lookahead.attention.triton")
+        from lookahead.attention import triton as kernel
     except ImportError:
         return
     query, key = caches[0]["query"], caches[0]["key"]
@@ -306,15 +297,6 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
             f"best of {len(found)} tilings, {case}",
             f"{seconds * 1e6:.1f} us, {seconds / floor:.2f} floors: {chosen}",
         )
-
-    def tree_part(given: Any) -> Any:
-        names = ("query", "key", "value", "lengths", "words", "depths")
-        return kernel.tree_part(*(given[name] for name in names), scale=query.shape[-1] ** -0.5)
-
-    if not found:
-        return
-    seconds, _ = machine.device_time([lambda given=given: tree_part(given) for given in caches])
-    table(f"the tree part alone, {case}", f"{seconds * 1e6:.1f} us")
 
 
 # ---- step
@@ -384,10 +366,10 @@ def check_step(machine: Machine) -> None:
     model = make_model(machine)
     facts = probe(model).facts
     start = time.perf_counter()
-    target = make_target(model, **({"path": "graphed"} if machine.tiny else {}))
+    target = make_target(model, **({"path": "cuda-graph"} if machine.tiny else {}))
     machine.wait()
     took = f"{time.perf_counter() - start:.1f} s: {target.reason[:110]}"
-    table("make_target by itself, once per model", took, "graphed", target.path == "graphed")
+    table("make_target by itself, once per model", took, "cuda-graph", target.path == "cuda-graph")
     if not machine.tiny:
         table("attention in the captured passes", target.reason.split("attention by ")[-1].split(" ")[0], "triton",
               "attention by triton" in target.reason)  # fmt: skip
@@ -481,7 +463,7 @@ def check_text(machine: Machine) -> None:
     for family in families[: 2 if machine.tiny else None]:
         try:
             model = tiny_model(family, initializer_range=0.1).to(machine.device)
-            target = make_target(model, **({"path": "graphed"} if machine.tiny else {}))
+            target = make_target(model, **({"path": "cuda-graph"} if machine.tiny else {}))
             tokens = accepted = 0
             for method in ("lookahead", "prompt-lookup", "adaptive"):
                 config = (7, 5, 7) if method == "lookahead" else None

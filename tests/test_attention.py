@@ -18,12 +18,10 @@ DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["sdpa", "sdpa-live", "triton", "flash"])
+@pytest.fixture(params=["sdpa", "triton"])
 def attend(request, monkeypatch):
-    if request.param == "sdpa-live":  # lengths that must not be read on the host
-        return functools.partial(attention.get("sdpa"), read_lengths=False)
     if request.param != "sdpa":
-        if not attention._has_triton():
+        if not attention.has_triton():
             pytest.skip("triton is not installed")
         module = importlib.import_module("lookahead.attention.triton")
         monkeypatch.setattr(
@@ -31,12 +29,8 @@ def attend(request, monkeypatch):
             "_empty",
             lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
         )
-        return importlib.import_module(f"lookahead.attention.{request.param}").attend
-    return functools.partial(attention.get("sdpa"), read_lengths=True)
-
-
-#: For what the stock kernel does not know, where flash hands everything to triton.
-WITHOUT_FLASH = pytest.mark.parametrize("attend", ["sdpa", "sdpa-live", "triton"], indirect=True)
+        return module.attend
+    return attention.get("sdpa")
 
 
 def problem(
@@ -75,7 +69,7 @@ def problem(
 
 def assert_matches(attend, given, tolerance=1.0, **options):
     exact = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
-    expected = attention.get("naive")(**exact, **options)
+    expected = attention.get("reference")(**exact, **options)
     out = attend(**given, **options)
     assert out.dtype == given["query"].dtype
     assert not out.isnan().any()
@@ -117,7 +111,6 @@ def test_a_cache_with_far_more_room_than_text(attend, length):
     assert_matches(attend, problem(rows=5, lengths=(length,), spare=2000 - length))
 
 
-@WITHOUT_FLASH
 @pytest.mark.parametrize("window", [700, 40_000])
 def test_windows_over_long_contexts(attend, window):
     given = problem(rows=3, lengths=(9000,), heads=1, kv_heads=1, dtype=torch.bfloat16)
@@ -125,7 +118,6 @@ def test_windows_over_long_contexts(attend, window):
     assert_matches(attend, given, window=window)
 
 
-@WITHOUT_FLASH
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", [80, 256])
 def test_everything_at_once(attend, size, dtype):
@@ -143,7 +135,7 @@ TUNINGS = [
 ]
 
 
-@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 def test_tile_sizes_change_nothing(tuning, monkeypatch):
     module = importlib.import_module("lookahead.attention.triton")
@@ -152,7 +144,6 @@ def test_tile_sizes_change_nothing(tuning, monkeypatch):
     assert_matches(tuned, problem(rows=11, lengths=(333, 4), kv_heads=1, dtype=torch.float16), window=50)
 
 
-@WITHOUT_FLASH
 @pytest.mark.parametrize("window", [1, 2, 3, 17, 32, 64, 500])
 @pytest.mark.parametrize("lengths", [(3,), (90, 20)], ids=str)
 def test_sliding_windows(attend, window, lengths):
@@ -193,7 +184,7 @@ def test_the_comparison_can_fail(attend):
     wrong = dict(given, words=given["words"].clone())
     wrong["words"][0, 5, 0] ^= 2  # one row sees another row more, or less
     out = attend(**wrong)
-    expected = attention.get("naive")(**given)
+    expected = attention.get("reference")(**given)
     assert (out[:, :, :5] - expected[:, :, :5]).abs().max() < 1e-4
     assert (out[:, :, 5] - expected[:, :, 5]).abs().max() > 1e-3
 
@@ -207,7 +198,7 @@ def test_the_definition_is_causal_attention_for_a_chain():
     expected = torch.nn.functional.scaled_dot_product_attention(
         given["query"], given["key"][:, :, :16], given["value"][:, :, :16], attn_mask=mask
     )
-    out = attention.get("naive")(**given)
+    out = attention.get("reference")(**given)
     assert (out - expected).abs().max() < 1e-5
 
 
@@ -223,7 +214,7 @@ def test_what_cannot_be_computed_is_refused():
     with pytest.raises(SettingsError, match="must be auto or one of"):
         attention.get("flex")
     given = problem(size=300)
-    for name in ("sdpa", "triton") if attention._has_triton() else ("sdpa",):
+    for name in ("sdpa", "triton") if attention.has_triton() else ("sdpa",):
         with pytest.raises(SettingsError, match="head sizes must be 1 to 256"):
             attention.get(name)(**given)
     given = problem(heads=4, kv_heads=2)
@@ -233,7 +224,7 @@ def test_what_cannot_be_computed_is_refused():
         attention.get("sdpa")(**dict(given, words=given["words"][:, :3]))
 
 
-@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_a_kernel_that_does_not_compile_falls_back_and_says_so_once(monkeypatch):
     module = importlib.import_module("lookahead.attention.triton")
     calls = []
@@ -243,7 +234,7 @@ def test_a_kernel_that_does_not_compile_falls_back_and_says_so_once(monkeypatch)
         raise RuntimeError("no such instruction on this card")
 
     monkeypatch.setattr(module, "attend", broken)
-    monkeypatch.setattr(attention, "_told", set())
+    monkeypatch.setattr(attention.backends, "_told", set())
     guarded = attention.get("triton")
     given = problem()
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
@@ -251,10 +242,10 @@ def test_a_kernel_that_does_not_compile_falls_back_and_says_so_once(monkeypatch)
     second = guarded(**given)  # a second warning would be an error here
     assert len(calls) == 1
     assert torch.equal(first, second)
-    assert (first - attention.get("naive")(**given)).abs().max() < 1e-4
+    assert (first - attention.get("reference")(**given)).abs().max() < 1e-4
 
 
-@pytest.mark.skipif(attention._has_triton(), reason="triton is installed")
+@pytest.mark.skipif(attention.has_triton(), reason="triton is installed")
 def test_a_missing_triton_is_named():
     with pytest.raises(SettingsError, match="pip install triton"):
         attention.get("triton")

@@ -1,4 +1,4 @@
-"""Compiled passes are batch-invariant: a row has the same bits in a tree, in plain decoding, on any number of threads."""
+"""Compiled passes are batch-invariant: a row has the same bits in a tree, alone, and on any number of threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lookahead.targets.cpu.numeric_format import FORMATS
 from lookahead.targets.cpu.processor import PAIRS, TILES
 from lookahead.targets.cpu.thread_pool import thread_pool
 from lookahead.targets.factory import make_target
-from lookahead.targets.scores import LogitsBatch
+from lookahead.targets.logits import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
 
@@ -159,9 +159,7 @@ def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPat
     def reversed_paths(self: ExecutionState, *arguments: object) -> None:
         describe(self, *arguments)  # type: ignore[arg-type]
         plan, step = self.plan, self._step
-        ends, columns = (
-            int(plan[name] - step.ctypes.data) // 8 for name in ("path_ends", "path_columns")
-        )
+        ends, columns = (int(plan[name] - step.ctypes.data) // 8 for name in ("path_ends", "path_columns"))
         for a, b in pairwise(step[ends:columns]):
             # All but the last: a row that is moved behind its column would overwrite what is not yet read.
             step[columns + a : columns + b - 1] = step[columns + a : columns + b - 1][::-1].copy()

@@ -108,7 +108,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "phi"])  # the lean path and the transformers path
+@pytest.mark.parametrize("family", ["llama", "phi"])  # the compiled path and the transformers path
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equal_output(name, family, batch):
     plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])

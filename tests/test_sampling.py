@@ -10,7 +10,7 @@ from lookahead import sampling
 from lookahead.core import NumericalError, SettingsError
 from lookahead.core.decode import greedy
 from lookahead.sampling import Chooser, SeededNoise, gumbel, make_choose
-from lookahead.targets.scores import LogitsBatch, LogitsRows
+from lookahead.targets.logits import LogitsBatch, LogitsRows
 from lookahead.threads import one_thread
 
 

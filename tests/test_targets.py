@@ -101,7 +101,7 @@ def test_many_sequences_in_one_pass(family, method):
     assert target.lengths == {}
 
 
-@pytest.mark.parametrize("path", ["transformers", "lean"])
+@pytest.mark.parametrize("path", ["transformers", "cpu"])
 def test_sequences_that_join_late_and_leave_gaps(path):
     model = tiny_model("llama", initializer_range=0.1)
     target, prompts = make_target(model, 16, path), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]

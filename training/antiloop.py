@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-import model as lean
+import model as llama
 import numpy as np
 import torch
 from evaluate import greedy, is_loop
@@ -69,7 +69,7 @@ def looped(model, data: dict, maths: float, count: int, stop, rng) -> tuple[list
     return bad, shares
 
 
-def unlikelihood(net: lean.Lean, pairs: list, rows: int) -> torch.Tensor:
+def unlikelihood(net: llama.Llama, pairs: list, rows: int) -> torch.Tensor:
     """Mean of -log(1 - p) over the repeated tokens; the batch is padded to a fixed size."""
     ids = np.zeros((rows, PROMPT + NEW + 1), np.int64)
     flags = np.zeros((rows, PROMPT + NEW + 1), bool)
@@ -114,8 +114,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     net, saved = load(args.checkpoint)
     model = to_llama(net)
-    lean.layer = torch.compile(lean.layer, dynamic=False)
-    lean.head = torch.compile(lean.head, dynamic=False)
+    llama.layer = torch.compile(llama.layer, dynamic=False)
+    llama.head = torch.compile(llama.head, dynamic=False)
     muon = Muon(net.matrices())
     adam = torch.optim.AdamW(
         [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}],
@@ -143,7 +143,7 @@ def main() -> None:
             rows = np.stack([data[k].row(args.length, rng) for k in kinds])
             batch = torch.from_numpy(rows)
             hidden = net(batch[:, :-1]).reshape(-1, net.shape.hidden)
-            loss = lean.TiedLoss.apply(hidden, net.embed, batch[:, 1:].reshape(-1), 2048)
+            loss = llama.TiedLoss.apply(hidden, net.embed, batch[:, 1:].reshape(-1), 2048)
             loss.backward()
             against = torch.zeros(())
             if pool:

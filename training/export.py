@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 from corpus import EOS
-from model import Lean, Shape
+from model import Llama, Shape
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def to_llama(net: Lean, eos: int = 0) -> LlamaForCausalLM:
+def to_llama(net: Llama, eos: int = 0) -> LlamaForCausalLM:
     """The same weights in transformers' own model."""
     model = LlamaForCausalLM(LlamaConfig(**net.shape.llama(eos)))
     load_into(model, net)
     return model.eval()
 
 
-def load_into(model: LlamaForCausalLM, net: Lean) -> None:
+def load_into(model: LlamaForCausalLM, net: Llama) -> None:
     wrong = model.load_state_dict(net.state_dict_llama(), strict=False)
     if wrong.unexpected_keys or set(wrong.missing_keys) - {"lm_head.weight"}:
         raise ValueError(f"weights do not fit: {wrong}")
@@ -34,7 +34,7 @@ def load_into(model: LlamaForCausalLM, net: Lean) -> None:
 
 
 @torch.no_grad()
-def difference(net: Lean, model: LlamaForCausalLM) -> float:
+def difference(net: Llama, model: LlamaForCausalLM) -> float:
     """Largest difference of the logits on random tokens, both in fp32."""
     gen = torch.Generator().manual_seed(0)
     ids = torch.randint(0, net.shape.vocab, (2, 300), generator=gen)
@@ -42,21 +42,21 @@ def difference(net: Lean, model: LlamaForCausalLM) -> float:
     return float((own - model(input_ids=ids).logits).abs().max())
 
 
-def load(path: Path) -> tuple[Lean, dict]:
+def load(path: Path) -> tuple[Llama, dict]:
     saved = torch.load(path, weights_only=False)
-    net = Lean(Shape(**saved["shape"]))
+    net = Llama(Shape(**saved["shape"]))
     net.load_state_dict(saved["net"])
     return net, saved
 
 
 @torch.no_grad()
-def blend(net: Lean, other: Lean, share: float) -> None:
+def blend(net: Llama, other: Llama, share: float) -> None:
     """Average weights before and after fine-tuning in place (Wortsman et al. 2022)."""
     for mine, its in zip(net.parameters(), other.parameters(), strict=True):
         mine.lerp_(its, share)
 
 
-def write(net: Lean, tokenizer: Path, out: Path) -> int:
+def write(net: Llama, tokenizer: Path, out: Path) -> int:
     """Export; the size of the weights in bytes."""
     model = to_llama(net)
     if (gap := difference(net, model)) > 1e-3:

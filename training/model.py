@@ -1,6 +1,6 @@
-"""A lean Llama for training on processors, and its export to transformers.
+"""A small Llama for training on processors, and its export to transformers.
 
-Contract: `Lean` computes the same function as `transformers.LlamaForCausalLM` with the
+Contract: `Llama` computes the same function as `transformers.LlamaForCausalLM` with the
 configuration that `Shape.llama()` gives (tied embeddings, RMSNorm, rotary positions, grouped
 key/value heads, SwiGLU).  Weights are kept in fp32, matrices multiply in bfloat16.  Layers are
 stacked in one tensor per kind (first axis: layer), so that the optimiser can treat them in
@@ -107,7 +107,7 @@ def layer(x, cos, sin, norm_attn, norm_ffn, qkv, o, wide, down, s: Shape) -> Ten
     return x + F.linear(F.silu(g.float()).to(x.dtype) * u, down)
 
 
-class Lean(nn.Module):
+class Llama(nn.Module):
     """The model; `forward(ids)` gives the final normed hidden states [batch, time, hidden]."""
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:

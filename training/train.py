@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-import model as lean
+import model as llama
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -168,11 +168,11 @@ def main() -> None:
     if os.environ.get("MALLOC_MMAP_MAX_") is None and sys.platform == "linux":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
     torch.set_num_threads(args.threads)
-    shape = lean.Shape()
-    net = lean.Lean(shape, args.seed)
+    shape = llama.Shape()
+    net = llama.Llama(shape, args.seed)
     if not args.no_compile:
-        lean.layer = torch.compile(lean.layer, dynamic=False)
-        lean.head = torch.compile(lean.head, dynamic=False)
+        llama.layer = torch.compile(llama.layer, dynamic=False)
+        llama.head = torch.compile(llama.head, dynamic=False)
     muon = Muon(net.matrices())
     adam = torch.optim.AdamW(
         [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}],
@@ -213,7 +213,7 @@ def main() -> None:
         batch = torch.from_numpy(np.stack([d.row(length, rng) for d in rows]))
         hidden = net(batch[:, :-1])
         goal = batch[:, 1:].reshape(-1)
-        loss = lean.TiedLoss.apply(hidden.reshape(-1, shape.hidden), net.embed, goal, 2048)
+        loss = llama.TiedLoss.apply(hidden.reshape(-1, shape.hidden), net.embed, goal, 2048)
         loss.backward()
         share = schedule(done)
         torch.nn.utils.clip_grad_norm_([net.embed, *net.vectors()], 1.0)

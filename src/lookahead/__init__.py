@@ -26,7 +26,7 @@ from .core import (
 from .drafters import METHODS
 
 if TYPE_CHECKING:
-    from .engine import BUNDLED, LLM, Options, Result, load
+    from .engine import BUNDLED, LLM, Options, Result, load, refresh
     from .hf import generate
 
 __version__ = "0.1.0"
@@ -48,6 +48,7 @@ __all__ = [
     "__version__",
     "generate",
     "load",
+    "refresh",
 ]
 
 _LAZY = {
@@ -56,6 +57,7 @@ _LAZY = {
     "Options": "lookahead.engine",
     "Result": "lookahead.engine",
     "load": "lookahead.engine",
+    "refresh": "lookahead.engine",
     "generate": "lookahead.hf",
 }
 

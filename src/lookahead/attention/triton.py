@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from . import check
+from .bits import check
 
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _absorb(scores, seen, values, best, total, acc, PRECISION: tl.constexpr):
+def _absorb(scores, seen, values, best, total, acc, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """One block of keys into the running softmax, in base 2."""
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(best, tl.max(scores, 1))
@@ -39,7 +39,7 @@ def _absorb(scores, seen, values, best, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores in base 2: exp2 of them is exp of what the model means."""
     scores = tl.dot(query, keys, input_precision=PRECISION) * scale
     if SOFTCAP:
@@ -53,7 +53,7 @@ _CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _parts(
+def _parts(  # type: ignore[no-untyped-def]
     query, key, value, lengths, words, depths, partial, totals,
     q_b, q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c,
     scale, softcap, window, parts, kv_heads, group, rows, width,
@@ -137,7 +137,7 @@ def _parts(
 
 
 @triton.jit(do_not_specialize=["parts", "kv_heads", "group", "rows"])
-def _merge(
+def _merge(  # type: ignore[no-untyped-def]
     partial, totals, sinks, out, parts, kv_heads, group, rows, o_b, o_h, o_r,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
     SINKS: tl.constexpr,
@@ -199,24 +199,9 @@ def attend(
         partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group,
         rows, *out.stride()[:3],
         DV=value_size, BLOCK_DV=_dots(value_size),
-        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
+        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return out
-
-
-def tree_part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    words: torch.Tensor,
-    depths: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's own rows alone: output (B Hkv, 1, G Q, Dv) and base-2 log-sum-exp (B Hkv, 1, G Q), fp32."""
-    group = query.shape[1] // key.shape[1]
-    block = blocks(group * query.shape[2], query.shape[-1], value.shape[-1], query.element_size())
-    return _launch(query, key, value, lengths, words, depths, scale, 0, 0.0, 0, block)
 
 
 def _launch(
@@ -242,7 +227,7 @@ def _launch(
         query, key, value, lengths, words, depths, partial, totals,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         scale, softcap, window, parts, kv_heads, group, rows, words.shape[2],
-        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0, enable_fp_fusion=True,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
@@ -269,12 +254,12 @@ def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[st
 def split(longest: int, programs: int, block_n: int, processors: int) -> int:
     """Parts of a prefix: about two programs per processor, no part under 4 blocks at the longest."""
     wanted = max(1, 2 * processors // max(1, programs))
-    return max(1, min(wanted, triton.cdiv(max(1, longest), 4 * block_n), 64))
+    return max(1, min(wanted, int(triton.cdiv(max(1, longest), 4 * block_n)), 64))
 
 
 def _dots(size: int) -> int:
     """Head sizes are padded to a power of two, 16 at least, with zeros that are never loaded."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _processors(device: torch.device) -> int:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .loading import BUNDLED, load
+    from .loading import BUNDLED, load, refresh
     from .options import Options
     from .results import Result, Stream, Update
 
-__all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load"]
+__all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load", "refresh"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +29,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import llm, loading, options, results
 
-    return next(getattr(module, name) for module in (llm, loading, options, results) if hasattr(module, name))
+    modules = (llm, loading, options, results)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

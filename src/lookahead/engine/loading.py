@@ -241,3 +241,21 @@ def _read_tokenizer(name: str, local: bool, common: dict[str, Any]) -> tuple[Any
         return AutoTokenizer.from_pretrained(name, **common), None
     except Exception as error:  # tokenizers fail in many ways; the reason is kept and shown when text comes
         return None, f"the tokenizer of {name} cannot be loaded ({_first_line(error)})"
+
+
+def refresh(model: Any) -> None:
+    """Read a model anew: its probe, compiled weights and captured passes are forgotten.
+
+    Needed after weights were written behind torch's back (``weight.data += delta``, as some adapters are merged;
+    docs/cpu.md says which changes are seen without it). Nothing in flight is changed.
+
+    Args:
+        model: a transformers model, or an ``LLM``.
+    """
+    from ..targets.factory import forget, probe
+
+    llm = model if isinstance(model, LLM) else None
+    model = model if llm is None else llm.model
+    forget(model)
+    if llm is not None:
+        llm.probe, llm._path = probe(model), None

@@ -9,36 +9,73 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class KVStorage(Protocol):
+    """Keys and values of many sequences, written in place. Every target's cache fulfils it.
+
+    Attributes:
+        slots: sequences that there is room for.
+        capacity: tokens per slot that there is room for.
+    """
+
+    slots: int
+    capacity: int
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
+        ...
+
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+
+def doubled(size: int, wanted: int) -> int:
+    """``size``, doubled until it holds ``wanted``."""
+    while size < wanted:
+        size *= 2
+    return size
+
+
+def rows_in_place(path: Sequence[int]) -> int:
+    """How many rows at the head of a path already lie where a commit would put them."""
+    return next((i for i, row in enumerate(path) if row != i), len(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the rows of one forward pass go: B slots, Q rows each, behind T_b committed tokens.
 
-    ``slots`` and ``lengths`` have B entries; ``index`` is None where B = 1.
+    Attributes:
+        slots, lengths: B entries each.
+        rows: Q.
+        index: (slots (B, 1), columns (B, Q)) on the device; None where B = 1.
+        width: columns that attention sees.
     """
 
     slots: list[int]
     lengths: list[int]
     rows: int
     index: tuple[torch.Tensor, torch.Tensor] | None
-
-    @property
-    def width(self) -> int:
-        """Columns that attention sees: the longest committed prefix and the rows behind it."""
-        return max(self.lengths) + self.rows
+    width: int
 
 
-class TreeLayer(CacheLayerMixin):
+class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's window on the shared storage."""
 
     is_sliding = False
 
     def __init__(self, cache: TreeCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
         self.index = index
         self.is_initialized = True
@@ -86,7 +123,7 @@ class TreeCache(Cache):
         self.device = device
         self.capacity = capacity
         self.slots = 1
-        self.placement = Placement([0], [0], 0, None)
+        self.placement = Placement([0], [0], 0, None, 0)
         # Keys and values of one (heads, head size) share a tensor; entry: (layer, 0 or 1) -> (group, place).
         self._place: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         counts: dict[tuple[int, int], int] = {}
@@ -109,11 +146,7 @@ class TreeCache(Cache):
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Make room for at least this many slots and tokens per slot, doubling what is too small."""
-        new_slots, new_capacity = self.slots, self.capacity
-        while new_slots < slots:
-            new_slots *= 2
-        while new_capacity < capacity:
-            new_capacity *= 2
+        new_slots, new_capacity = doubled(self.slots, slots), doubled(self.capacity, capacity)
         if (new_slots, new_capacity) == (self.slots, self.capacity):
             return
         for group, old in self._storage.items():
@@ -138,7 +171,7 @@ class TreeCache(Cache):
                 torch.tensor(slots, device=self.device)[:, None],
                 first + torch.arange(rows, device=self.device)[None],
             )
-        self.placement = Placement(list(slots), list(lengths), rows, index)
+        self.placement = Placement(list(slots), list(lengths), rows, index, max(lengths) + rows)
         return self.placement
 
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
@@ -158,8 +191,8 @@ class TreeCache(Cache):
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Commit: bring the pending rows ``path`` of a slot in line behind its ``length`` tokens."""
-        # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
-        start = next((i for i, row in enumerate(path) if row != i), len(path))
+        # Path is increasing, so nothing is overwritten too early.
+        start = rows_in_place(path)
         if start == len(path):
             return
         source = torch.tensor([length + row for row in path[start:]], device=self.device)

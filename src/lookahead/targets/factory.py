@@ -1,28 +1,32 @@
-"""The load-time probe: is a tree's every path scored as a causal pass would score it?
+"""Model -> target: the load-time probe, and the fastest path that computes what the model computes.
 
-A tree step on the real model is compared with separate causal passes, without a cache. Where they differ,
-or where the model cannot take a tree at all, decoding falls back to one row a step and says why; a silent
-error is never let through.
+The probe compares a token tree on the real model with the model's own causal passes. Where they differ, or where the
+model cannot evaluate a tree at all, decoding takes one row a step and says why; a silent error is never let through.
 """
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..core import OutOfMemory, SettingsError, TokenTree
+from ..core import OutOfMemory, SettingsError, Target
+from .attention_hook import with_masks
+from .cpu.architectures import Unsupported
+from .cpu.compile import compile_model
+from .cpu.compiled_model import CompiledModel
+from .cpu.target import CpuTarget
+from .equivalence import Equivalence, compare, first_line, forget, remember
+from .facts import ModelFacts
+from .fingerprint import fingerprint
+from .float32 import in_float32
 from .plain import PlainTarget
-from .transformers import ModelFacts, TransformersTarget
+from .transformers import TransformersTarget
 
-if TYPE_CHECKING:
-    from .cpu import CpuTarget
-
-#: Largest tolerated difference, in standard deviations of the logits.
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+PATHS = ("auto", "cpu", "cuda-graph", "transformers", "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +35,30 @@ class Probe:
 
     Attributes:
         mode: "tree", or "plain" for one row a step.
-        reason: one line for people.
-        difference: largest difference of logits, in their standard deviations; NaN where none was taken.
+        reason: one line for people, with the figures.
+        equivalence: of tree steps and causal passes; None where the model cannot take a tree.
         facts: for a tree target; None in mode "plain".
     """
 
     mode: str
     reason: str
-    difference: float
+    equivalence: Equivalence | None
     facts: ModelFacts | None
 
-
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, Probe]] = weakref.WeakKeyDictionary()
+    @property
+    def difference(self) -> float:
+        """``Equivalence.difference``; NaN where nothing was compared."""
+        return self.equivalence.difference if self.equivalence is not None else float("nan")
 
 
 def probe(model: PreTrainedModel, again: bool = False) -> Probe:
-    """Probe a model once; the answer is kept as long as its dtype and attention stay the same.
+    """Probe a model once; the answer is kept until a change of the model is seen (``fingerprint``).
 
     Raises:
         SettingsError: not a decoder-only language model.
         OutOfMemory: not even the probe fits.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
     if config.is_encoder_decoder:
@@ -60,127 +66,88 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
             f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
             "use model.generate without custom_generate"
         )
-    key = (model.dtype, model.device, config._attn_implementation, model.training)
-    known = _known.get(model)
-    if known is not None and known[0] == key and not again:
-        return known[1]
-    result = _probe(model)
-    _known[model] = (key, result)
-    return result
-
-
-def make_target(
-    model: PreTrainedModel, capacity: int = 256, path: str = "auto"
-) -> TransformersTarget | PlainTarget | CpuTarget:
-    """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
-
-    Args:
-        path: "cpu", "graphed" or "transformers" to force one of the tree targets, which give the same text.
-            "auto" takes cpu on a CPU and graphed on a CUDA device, where the model allows it.
-
-    Raises:
-        SettingsError: the forced path is not there for this model.
-    """
-    from . import graphable
-    from .cpu import CpuTarget
-    from .cpu.apply import compiled_path
-    from .graphed import CAPACITY, GraphedTarget
-
-    if path not in ("auto", "cpu", "graphed", "transformers"):
-        raise SettingsError(f"path must be 'auto', 'cpu', 'graphed' or 'transformers', got {path!r}")
-    found = probe(model)
-    reason = found.reason
-    is_tree = found.mode == "tree" and found.facts is not None
-    if is_tree and (path == "graphed" or (path == "auto" and graphable.on_gpu(model))):
-        captured = graphable.graphable(model, found.facts, _sample_tree, say=path == "auto")
-        if captured.attention is not None:
-            room = max(capacity, CAPACITY)
-            return GraphedTarget(model, found.facts, room, captured.attention, captured.reason)
-        reason = captured.reason
-    elif is_tree and path != "transformers":
-        verdict = compiled_path(model, found.facts, _sample_tree)
-        if verdict.compiled is not None:
-            return CpuTarget(verdict.compiled, found.facts, capacity, verdict.reason)
-        reason = verdict.reason
-    if path in ("cpu", "graphed") or (path == "transformers" and found.mode != "tree"):
-        raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
-    target = TransformersTarget(model, found.facts, capacity) if found.mode == "tree" else PlainTarget(model)
-    target.reason = reason
-    return target
+    if again:
+        forget(model)
+    return remember(model, "probe", fingerprint(model), lambda: _probe(model))
 
 
 def _probe(model: PreTrainedModel) -> Probe:
     name = type(model).__name__
     try:
-        facts = ModelFacts(model)
-        difference = _tree_difference(model, facts)
+        with with_masks(model):
+            facts = ModelFacts(model)
+        found = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
+        if not found.ok and found.difference <= found.limit:
+            found = _widened(model, facts, found)
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
-        first_line = (str(error).splitlines() or [""])[0][:160]
-        return Probe(
-            "plain",
-            f"{name} cannot evaluate a token tree ({type(error).__name__}: {first_line}); "
-            "decoding one row a step",
-            float("nan"),
-            None,
-        )
-    tolerance = TOLERANCE.get(model.dtype, 0.25)
-    if not difference <= tolerance:
-        return Probe(
-            "plain",
-            f"{name} scores a token tree differently from causal passes (by {difference:.3g} standard deviations "
-            f"of the logits, {tolerance} are allowed for {str(model.dtype).removeprefix('torch.')}); "
-            "decoding one row a step",
-            difference,
-            None,
-        )
-    return Probe(
-        "tree",
-        f"{name} scores a token tree like causal passes (difference {difference:.1e} standard deviations)",
-        difference,
-        facts,
-    )
+        reason = f"{name} cannot evaluate a token tree ({first_line(error)}); decoding one row a step"
+        return Probe("plain", reason, None, None)
+    if not found.ok:
+        reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
+        return Probe("plain", f"{reason}; decoding one row a step", found, None)
+    return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
 
 
-def _sample_tree(token: int, vocabulary: int) -> TokenTree:
-    """Branches at two depths, so that order in the cache and position differ."""
-    ids = [(token * (i + 3) + 11 * i + 5) % vocabulary for i in range(9)]
-    tree = TokenTree(ids[0])
-    tree.add_candidate(ids[1:4])
-    tree.add_candidate([(ids[1] + 1) % vocabulary, ids[4], ids[5]])
-    tree.add_candidate([ids[1], (ids[2] + 1) % vocabulary, ids[6]])
-    return tree
+def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> Equivalence:
+    """Where rounding hides the control in 16 bits, masks, positions and commits are judged in float32 besides."""
+    wide = copy(facts)
+    wide.dtype = torch.float32
+    with in_float32(model):
+        structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
+    return replace(found, ok=structure.ok, reason=f"{found.reason}; widened to float32: {structure.reason}")
 
 
-def _tree_difference(model: PreTrainedModel, facts: ModelFacts) -> float:
-    """Largest difference between two sequences' tree steps and causal passes, before and after a commit."""
-    vocabulary = facts.vocabulary
-    target = TransformersTarget(model, facts, capacity=32)
-    prompts = [[(7 * i + 3) % vocabulary for i in range(9)], [(5 * i + 1) % vocabulary for i in range(6)]]
-    target.prefill(list(enumerate(prompts)))
-    worst = 0.0
-    texts = [list(prompt) for prompt in prompts]
-    for turn in range(2):
-        trees = [_sample_tree(13 + turn + b, vocabulary) for b in range(2)]
-        scores = target.forward(list(enumerate(trees)))
-        last = len(trees[0]) - 1
-        for b, tree in enumerate(trees):
-            for node in (3, last):
-                text = texts[b] + tree.path_tokens(node)
-                worst = max(worst, _difference(model, text, scores[b].row(node)))
-        path = [node for node in range(last + 1) if trees[0].ancestors[last] >> node & 1]
-        target.commit([(b, path) for b in range(2)])
-        texts = [text + tree.path_tokens(last) for text, tree in zip(texts, trees, strict=True)]
-    single = TokenTree(17 % vocabulary)
-    scores = target.forward([(0, single)])
-    return max(worst, _difference(model, [*texts[0], single.tokens[0]], scores[0].row(0)))
+def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto") -> Target:
+    """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
+
+    Args:
+        capacity: tokens per sequence to begin with; storage doubles when it is full.
+        path: "cpu", "cuda-graph", "transformers" or "plain" to force one. "auto" takes "cpu" on a CPU and
+            "cuda-graph" on a CUDA device where the model allows it, else "transformers", else "plain".
+
+    Raises:
+        SettingsError: the forced path is not there for this model.
+    """
+    if path not in PATHS:
+        raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
+    found = probe(model)
+    facts, reason = found.facts, found.reason
+    if facts is None or path == "plain":
+        if path not in ("auto", "plain"):
+            raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+        return PlainTarget(model, reason)
+    if path == "cuda-graph" or (path == "auto" and on_gpu(model)):
+        from .captures import captured_attention
+        from .cuda_graphs import CAPACITY, CudaGraphTarget
+
+        attention, reason = captured_attention(model, facts, say=path == "auto")
+        if attention is not None:
+            return CudaGraphTarget(model, facts, max(capacity, CAPACITY), attention, reason)
+    elif path != "transformers":
+        compiled, reason = remember(model, "cpu", fingerprint(model), lambda: _compiled(model, facts))
+        if compiled is not None:
+            return CpuTarget(compiled, facts, capacity, reason)
+    if path in ("cpu", "cuda-graph"):
+        raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    return TransformersTarget(model, facts, capacity, reason)
 
 
-def _difference(model: PreTrainedModel, text: list[int], row: torch.Tensor) -> float:
-    with torch.no_grad():
-        ids = torch.tensor([text], device=model.device)
-        reference = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].double()
-    spread = float(reference.std()) or 1.0
-    difference = float((reference - row.double()).abs().max()) / spread
-    return float("inf") if difference != difference else difference
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether captured passes are the right thing where nothing else is asked for."""
+    return model.device.type == "cuda"
+
+
+def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
+    """The compiled model, compared with the model's own passes; None where it cannot be used, and why."""
+    name = type(model).__name__
+    try:
+        compiled = compile_model(model, facts)
+    except Unsupported as error:
+        return None, str(error)
+    found = compare(model, facts, lambda: CpuTarget(compiled, facts, 32))
+    forget(model, "trial")
+    if not found.ok:
+        return None, f"{name}'s compiled passes differ from its own ({found.reason})"
+    return compiled, f"{name} on CPU, {compiled.layout} ({found.reason})"

@@ -1,7 +1,7 @@
 """What can be seen cheaply of a change to a model: where its weights lie, who wrote to them, and who is called.
 
-Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no trace;
-``lookahead.refresh`` is for these.
+Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no
+trace; ``lookahead.refresh`` is for these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
@@ -19,7 +19,10 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
 
     Setting names that begin with "_" are transformers' own; which attention is taken is looked at apart.
     """
-    found: list[Any] = [*map(id, _global_forward_hooks.values()), *map(id, _global_forward_pre_hooks.values())]
+    found: list[Any] = [
+        *map(id, _global_forward_hooks.values()),
+        *map(id, _global_forward_pre_hooks.values()),
+    ]
     config = getattr(model, "config", None)
     if config is not None:
         text = config.get_text_config(decoder=True)
@@ -48,7 +51,7 @@ def _look_at(module: nn.Module, found: list[Any], seen: set[int]) -> None:
             if tensor is not None:
                 version = 0 if tensor.is_inference() else tensor._version
                 found += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
-    found += [value for value in attributes.values() if isinstance(value, PLAIN)]
+    found += [value for value in attributes.values() if type(value) in PLAIN]
     for child in module._modules.values():
         if child is not None:
             _look_at(child, found, seen)

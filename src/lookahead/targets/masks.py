@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..attention.bits import pack_bits, unpack_bits
 from ..core import TokenTree
 
 
@@ -53,15 +54,7 @@ def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) ->
 
 def tree_bits(trees: Sequence[TokenTree], rows: int) -> torch.Tensor:
     """(B, Q, Q) bool: entry [b, i, j] says whether row i of tree b sees row j. Padding sees the root."""
-    width = (rows + 7) // 8
-    data = bytearray()
-    for tree in trees:
-        for bits in tree.ancestors:
-            data += bits.to_bytes(width, "little")
-        data += (1).to_bytes(width, "little") * (rows - len(tree))
-    packed = torch.frombuffer(data, dtype=torch.uint8).view(len(trees), rows, width, 1)
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (packed >> shifts & 1).view(len(trees), rows, width * 8)[:, :, :rows].bool()
+    return unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
 
 
 def key_positions(positions: torch.Tensor, lengths: Sequence[int], width: int) -> torch.Tensor:

@@ -7,8 +7,7 @@ where both were seen to compute the same, and taken away again behind the pass.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,48 +15,42 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .equivalence import remember
+
 #: Largest tolerated difference, as a share of the largest output: two roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 Norms = list[tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]]
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, Norms]] = weakref.WeakKeyDictionary()
 
 
-def norms_of(model: PreTrainedModel) -> Norms:
+def fused_norms(model: PreTrainedModel) -> Norms:
     """(module, the same in one kernel) for every norm that it is the same for; found once per dtype and device."""
-    key = model.dtype, model.device
-    known = _known.get(model)
-    if known is None or known[0] != key:
-        known = key, [pair for module in model.modules() if (pair := _one_kernel(module)) is not None]
-        _known[model] = known
-    return known[1]
+    return remember(model, "norms", (model.dtype, model.device), lambda: list(_find(model)))
 
 
-def _one_kernel(module: torch.nn.Module) -> Any:
-    weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    named = type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float)
-    if not named or not torch.is_tensor(weight) or weight.dim() != 1 or weight.dtype not in TOLERANCE:
-        return None
-    if "forward" in vars(module):  # somebody has set one already
-        return None
+def _find(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        named = type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float)
+        if not named or not torch.is_tensor(weight) or weight.dim() != 1 or weight.dtype not in TOLERANCE:
+            continue
+        if "forward" in vars(module):  # somebody has set one already
+            continue
 
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        weight: Any = module.weight
-        return functional.rms_norm(hidden_states, weight.shape, weight, epsilon)
+        def forward(x: torch.Tensor, module: Any = module, epsilon: float | None = epsilon) -> torch.Tensor:
+            return functional.rms_norm(x, module.weight.shape, module.weight, epsilon)
 
-    size = weight.shape[0]
-    sample = torch.arange(2 * size, device=weight.device).view(2, size).sin().to(weight.dtype)
-    with torch.no_grad():
-        expected, one = module(sample), forward(sample)
-    largest = float(expected.abs().max()) or 1.0
-    if not float((expected - one).abs().max()) <= TOLERANCE[weight.dtype] * largest:
-        return None
-    return module, forward
+        sample = torch.arange(2 * len(weight), device=weight.device).view(2, -1).sin().to(weight.dtype)
+        with torch.no_grad():
+            expected, one = module(sample), forward(sample)
+        largest = float(expected.abs().max()) or 1.0
+        if float((expected - one).abs().max()) <= TOLERANCE[weight.dtype] * largest:
+            yield module, forward
 
 
 @contextmanager
-def in_force(norms: Sequence[Any]) -> Iterator[None]:
+def one_kernel_norms(norms: Norms) -> Iterator[None]:
     """The modules compute by one kernel inside, and as they did before and after."""
     try:
         for module, forward in norms:

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import TokenTree
-from .scores import LogitsBatch, LogitsRows
-from .transformers import FAR, _memory_errors
+from ..core import Scores, TokenTree
+from .facts import max_positions, memory_errors
+from .logits import LogitsBatch, LogitsRows
 
 
 class PlainTarget:
     """Trees of one node on any causal language model. Fulfils ``lookahead.core.Target``."""
 
     path = "plain"
-    reason = ""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         self.model = model
+        self.reason = reason
         self.config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or FAR)
+        self.max_positions = max_positions(self.config)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
@@ -40,15 +40,15 @@ class PlainTarget:
         """Always 0: the root alone."""
         return 0
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        scores = []
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+        scores: list[Scores] = []
         for slot, prompt in prompts:
             self.lengths[slot] = 0
             self._caches[slot] = DynamicCache(config=self.config)
             scores.append(self._run(slot, prompt))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         for _, tree in trees:
             if len(tree) != 1:
                 raise AssertionError(f"this target takes trees of one row, got {len(tree)}")
@@ -61,7 +61,7 @@ class PlainTarget:
             keywords["position_ids"] = torch.arange(length, length + len(tokens), device=device)[None]
         if self._takes_rows:
             keywords["logits_to_keep"] = 1
-        with _memory_errors(f"a pass of {len(tokens)} tokens"), torch.no_grad():
+        with memory_errors(f"a pass of {len(tokens)} tokens"), torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([list(tokens)], device=device), return_dict=True, **keywords
             )

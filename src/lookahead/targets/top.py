@@ -1,4 +1,4 @@
-"""The k best tokens of every row of logits in CPU memory, by numba; ``LogitsBatch`` does without where it is missing.
+"""The k best tokens of every row of logits in CPU memory, by numba.
 
 Floats are compared as whole numbers of the same order, so that one pass of vector maxima over a row is enough:
 strips of ``DEEP`` x ``LANES`` logits leave the maxima of ``LANES`` columns each, the k largest maxima bound the k
@@ -19,12 +19,16 @@ LANES, DEEP = 64, 32
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def best_of_rows(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+def top_of_rows(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (R, k) int32 and log-odds (R, k) float32 against the best, best first.
 
     Args:
-        logits: (R, V) on the CPU, of a dtype in ``BITS``, the tokens of a row side by side; V >= k >= 1.
+        logits: (R, V) on the CPU; V >= k >= 1.
     """
+    if logits.dtype not in BITS:
+        logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     rows, vocabulary = logits.shape
     ids, odds = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
     if rows:
@@ -72,7 +76,7 @@ def _search(flat: Any, width: int, vocabulary: int, ids: Any, odds: Any) -> None
                 low = np.int64(middle)
                 if count <= k + k // 4:
                     break
-        bound = flat.dtype.type(low)
+        bound = flat.dtype.type(low if low else -1)  # -1 stands for -0.0, which equals 0.0
         best[:] = np.iinfo(np.int64).min
         for place in range(strips * LANES):
             if peaks[place] < bound:
@@ -83,6 +87,8 @@ def _search(flat: Any, width: int, vocabulary: int, ids: Any, odds: Any) -> None
                 value = flat.dtype.type(value ^ ((value >> sign) & rest))
                 if value < bound:
                     continue
+                if value == -1:
+                    value = flat.dtype.type(0)
                 key = np.int64(value) << 32 | (0x7FFFFFFF - token)
                 if key > best[k - 1]:
                     at = k - 1

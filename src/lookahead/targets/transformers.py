@@ -7,76 +7,19 @@ that somebody reads. A single row of a single sequence goes the model's ordinary
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..attention.register import enabled
-from ..core import OutOfMemory, SettingsError, TokenTree
-from .alibi import AlibiBias
+from ..core import Scores, SettingsError, TokenTree
+from .attention_hook import enabled, with_masks
 from .cache import TreeCache
-from .masks import LayerKinds, attention_masks, key_positions, stack_rows, visible
-from .scores import LogitsBatch, LogitsRows
-
-FAR = 1 << 30
-
-
-class ModelFacts:
-    """What the target must know of a model, found once.
-
-    Attributes:
-        config: the text config.
-        vocabulary: V, columns of the logits.
-        max_positions: positions the model was made for; ``FAR`` where it has no limit.
-        shapes: per layer (heads, key head size, value head size), None where a layer keeps nothing.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config = model.config.get_text_config(decoder=True)
-        self.kinds = LayerKinds.of(self.config)
-        self.alibi = AlibiBias.of(model, self.config)
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
-        self.takes_rows = "logits_to_keep" in parameters
-        self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or FAR)
-        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
-        self.shapes: list[tuple[int, int, int] | None] = []
-        self.dtype: torch.dtype = model.dtype
-        self._find_shapes(model)
-
-    def _find_shapes(self, model: PreTrainedModel) -> None:
-        """Keys and values of one token, through the model's own cache."""
-        cache = DynamicCache(config=self.config)
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-        for layer in cache.layers:
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or values is None or keys.dim() != 4:
-                self.shapes.append(None)
-                continue
-            self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
-            self.dtype = keys.dtype
-
-
-def _rope_boundary(config: Any) -> tuple[str, int]:
-    """The rotary type that depends on length, and the position from which it changes; ("", FAR) if none."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    for entry in several:
-        kind = entry.get("rope_type") or entry.get("type") or ""
-        if kind in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            if kind == "dynamic":
-                original = config.max_position_embeddings
-            return kind, int(original or config.max_position_embeddings)
-    return "", FAR
+from .facts import ModelFacts, memory_errors
+from .logits import LogitsBatch, LogitsRows
+from .masks import attention_masks, key_positions, stack_rows, visible
 
 
 class TransformersTarget:
@@ -86,22 +29,29 @@ class TransformersTarget:
         model: any causal language model whose probe says "tree".
         facts: what is known of it.
         capacity: tokens per slot to begin with; storage doubles when it is full.
+        reason: one line that says why this path was taken.
+        cache: keys and values to use in place of new ones.
     """
 
     path = "transformers"
-    reason = ""
 
-    def __init__(self, model: PreTrainedModel, facts: ModelFacts | None = None, capacity: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts | None = None,
+        capacity: int = 256,
+        reason: str = "",
+        cache: TreeCache | None = None,
+    ) -> None:
         self.model = model
+        self.reason = reason
         self.facts = facts if facts is not None else ModelFacts(model)
-        self.cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
+        self.vocabulary = self.facts.vocabulary
+        if cache is None:
+            cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
+        self.cache = cache
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.facts.vocabulary
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position, or up to where its rotary base changes with the length."""
@@ -113,12 +63,12 @@ class TransformersTarget:
             limit = 0  # the base now changes with every token, so no two depths share one
         return max(0, limit)
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         """Prompts one after the other, each unpadded, so that their logits are those of plain decoding."""
-        scores = []
+        scores: list[Scores] = []
         for slot, prompt in prompts:
             ids = torch.tensor([list(prompt)])
-            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+            with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.place([slot], [0], len(prompt))
                 positions = torch.arange(len(prompt))[None]
                 logits = self._call(ids, positions, None, [len(prompt) - 1])
@@ -126,13 +76,13 @@ class TransformersTarget:
             scores.append(LogitsRows(LogitsBatch(logits), 0))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """One pass over all trees; one pass each where the model's bias has no batch axis."""
         rows = max(len(tree) for _, tree in trees)
         alibi = self.facts.alibi
         if self.facts.rope_type and len(trees) > 1:
             self._refuse_shared_rope([slot for slot, _ in trees])
-        with _memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
             if alibi is not None and alibi.one_sequence_only and len(trees) > 1:
                 return [self._pass([pair])[0] for pair in trees]
             return self._pass(trees)
@@ -146,7 +96,7 @@ class TransformersTarget:
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
             )
 
-    def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
+    def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]
         lengths = [self.lengths[slot] for slot in slots]
         only_trees = [tree for _, tree in trees]
@@ -154,8 +104,9 @@ class TransformersTarget:
         self.cache.place(slots, lengths, rows)
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
-        dtype, device = self.model.dtype, self.model.device
-        alibi, mask, bias = self.facts.alibi, None, nullcontext()
+        dtype, device = self.facts.dtype, self.model.device
+        alibi, mask = self.facts.alibi, None
+        bias: AbstractContextManager[None] = nullcontext()
         tree_attention = enabled(self.model)
         if tree_attention is not None:  # ancestor bits in place of a mask
             depths = positions - torch.tensor(lengths)[:, None]
@@ -184,8 +135,8 @@ class TransformersTarget:
         keep = torch.tensor(nodes, device=device)
         if self.facts.takes_rows and not everything:
             keywords["logits_to_keep"] = keep
-        with torch.no_grad():
-            logits = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
+        with torch.no_grad(), with_masks(self.model):
+            logits: torch.Tensor = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
         if everything or self.facts.takes_rows:
             return logits
         return logits[:, keep]
@@ -201,25 +152,3 @@ class TransformersTarget:
         """Forget a sequence; its room is used again."""
         self._pending.pop(slot, None)
         self.lengths.pop(slot, None)
-
-
-class _memory_errors:
-    """Turn an allocator's failure into ``OutOfMemory``, which the loop knows how to answer."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        text = str(error).lower()
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-            isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-        ):
-            raise OutOfMemory(
-                f"{self.what} did not fit in memory; use a shorter prompt, fewer sequences, "
-                "a smaller dtype, or a smaller (W, N, G)"
-            ) from error

@@ -154,9 +154,9 @@ def read_parts(model: nn.Module, config: Any) -> ModelParts:
         raise Unsupported(f"{name} is not among the architectures of the compiled path")
     _check(model, config)
     try:
-        layers = list(model.get_submodule(spec.layers))
+        layers = list(model.get_submodule(spec.layers).children())
         parts = [_layer(layer, spec, config, index) for index, layer in enumerate(layers)]
-        attention = layers[0].get_submodule(spec.attention)
+        attention: Any = layers[0].get_submodule(spec.attention)
         size = int(attention.head_dim)
         return ModelParts(
             embedding=_plain(model.get_submodule(spec.embedding), nn.Embedding).weight,
@@ -169,7 +169,9 @@ def read_parts(model: nn.Module, config: Any) -> ModelParts:
             head_size=size,
         )
     except AttributeError as error:
-        raise Unsupported(f"{name} is built differently from what the compiled path knows ({error})") from error
+        raise Unsupported(
+            f"{name} is built differently from what the compiled path knows ({error})"
+        ) from error
 
 
 def _check(model: nn.Module, config: Any) -> None:
@@ -179,7 +181,7 @@ def _check(model: nn.Module, config: Any) -> None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in FIXED_ROTARY:
         raise Unsupported(f"rotary positions of type {rotary!r} change with the length of the text")
-    if model.training and getattr(config, "attention_dropout", 0):
+    if model.training and getattr(config, "attention_dropout", False):
         raise Unsupported("the model is in training mode with dropout; call model.eval()")
     if _global_forward_hooks or _global_forward_pre_hooks:
         raise Unsupported("torch has hooks for every module, which compiled passes would not call")
@@ -198,6 +200,7 @@ def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
     def linear(path: str) -> LinearParts:
         return _linear(layer.get_submodule(path))
 
+    attention: Any = layer.get_submodule(spec.attention)
     return LayerParts(
         attention_norm=_norm(layer.get_submodule(spec.attention_norm)),
         query=linear(spec.query),
@@ -212,7 +215,7 @@ def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
         down=linear(spec.down),
         window=spec.window(config, index),
         rotates=spec.rotates(config, index),
-        scale=float(layer.get_submodule(spec.attention).scaling),
+        scale=float(attention.scaling),
     )
 
 

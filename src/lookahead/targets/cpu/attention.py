@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 from numba import carray
-from numba.extending import register_jitable
 
 from .attention_kernels import score_of, weighted_sum_of
 from .execution_plan import QUERY_BLOCK, SCORE_BLOCK
-from .llvm import floats_at, integers_at, jit
+from .llvm import floats_at, inlined, integers_at, jit
 from .numeric_format import Format
 from .processor import LANES
 from .softmax import clear, scaled_output, softmax
 
 
-@register_jitable
+@inlined
 def _first_seen(position: int, window: int) -> int:
     """The first position that a row sees."""
     return max(0, position + 1 - window) if window > 0 else 0
@@ -100,7 +99,9 @@ def attention_of(numbers: Format) -> Any:
                 if chain:
                     skip = max(0, min(seen, length + r) - shared)
                     block = values + (shared + skip) * head * stored
-                    weighted_sum(weights + 4 * skip, line, block, length + r + 1 - shared - skip, mine, head, 1)
+                    weighted_sum(
+                        weights + 4 * skip, line, block, length + r + 1 - shared - skip, mine, head, 1
+                    )
                 else:
                     t = bounds[r] + max(0, seen - shared)
                     while t < bounds[r + 1]:

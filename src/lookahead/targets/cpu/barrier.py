@@ -1,4 +1,4 @@
-"""How the threads of a pool wait for one another: the control block, the barrier, and the loops of leader and helpers.
+"""How the threads of a pool wait for one another: control block, barrier, and the loops of leader and helpers.
 
 A helper looks for the next job for a while and then sleeps; looking is done here, without Python, and sleeping in
 ``thread_pool.py``. A job is the address of a compiled function of (argument, control, rank, size, arrived).
@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from numba import njit, types
-from numba.extending import register_jitable
+from numba import types
 
-from .llvm import I32, atomic_load, call, emitted, exchange, fetch_add, jump, pause
+from .llvm import I32, atomic_load, call, emitted, exchange, fetch_add, inlined, jump, on_disk, pause
 from .processor import STAMP
 
 # The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
@@ -36,7 +35,7 @@ def control_bytes(size: int) -> int:
     return RANKS + RANK_BYTES * size
 
 
-@register_jitable
+@inlined
 def barrier(control: int, arrived: int, size: int) -> int:
     """Wait until all threads are here; returns the arrivals counted by then."""
     arrived += size
@@ -50,7 +49,7 @@ def barrier(control: int, arrived: int, size: int) -> int:
     return arrived
 
 
-@register_jitable
+@inlined
 def _do_job(control: int, rank: int) -> None:
     size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
     jump(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
@@ -68,8 +67,7 @@ def leader_code() -> tuple[Any, Any]:
 
 
 def _serve(stamp: int) -> Any:
-    @njit(types.void(types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
-    def serve(control, rank):  # type: ignore[no-untyped-def]
+    def serve(control: int, rank: int) -> None:
         if control == stamp:  # never so: the stamp is here, and below, to name the code on disk
             return
         asleep = control + RANKS + RANK_BYTES * rank
@@ -93,12 +91,11 @@ def _serve(stamp: int) -> Any:
                         return
                     spins = 0
 
-    return serve
+    return on_disk(serve, types.void(types.int64, types.int64))
 
 
 def _post(stamp: int) -> Any:
-    @njit(types.int64(types.int64, types.int64, types.int64), nogil=True, cache=True, error_model="numpy")
-    def post(control, job, argument):  # type: ignore[no-untyped-def]
+    def post(control: int, job: int, argument: int) -> int:
         exchange(control + JOB, job)
         exchange(control + ARGUMENT, argument)
         exchange(control + ARRIVED_BEFORE, atomic_load(control + ARRIVED))
@@ -109,15 +106,14 @@ def _post(stamp: int) -> Any:
                 sleepers |= exchange(control + RANKS + RANK_BYTES * rank, 0) << rank
         return sleepers
 
-    return post
+    return on_disk(post, types.int64(types.int64, types.int64, types.int64))
 
 
 def _lead(stamp: int) -> Any:
-    @njit(types.void(types.int64), nogil=True, cache=True, error_model="numpy")
-    def lead(control):  # type: ignore[no-untyped-def]
+    def lead(control: int) -> None:
         number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + SEEN
         if control != stamp and number != atomic_load(seen):
             exchange(seen, number)
             _do_job(control, 0)
 
-    return lead
+    return on_disk(lead, types.void(types.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from ..transformers import ModelFacts
+from ..facts import ModelFacts
 from .architectures import Unsupported, read_parts
 from .compiled_model import CompiledModel
 

@@ -88,7 +88,11 @@ class CompiledModel:
         plan["final_norm"] = self._norm(parts.norm)
         # Tokens behind the vocabulary are never the best.
         plan["lm_head"] = self._pack(parts.head, arena, float("-inf"))
-        hidden, inner, step = parts.embedding.shape[1], parts.layers[0].down.weight.shape[1], self.numbers.step
+        hidden, inner, step = (
+            parts.embedding.shape[1],
+            parts.layers[0].down.weight.shape[1],
+            self.numbers.step,
+        )
         element, heads_size = self.numbers.input.bytes, self.heads * size
         logits_stride, peaks_stride = PassLogits.strides(self.vocabulary, self.dtype)
         fields = {
@@ -104,7 +108,9 @@ class CompiledModel:
         for name, value in fields.items():
             plan[name] = value
 
-    def _pack(self, linear: LinearParts, arena: Arena, padding: float = 0.0) -> tuple[int, int, int, int, int]:
+    def _pack(
+        self, linear: LinearParts, arena: Arena, padding: float = 0.0
+    ) -> tuple[int, int, int, int, int]:
         packed = pack(linear, self.numbers, arena, padding)
         self._kept.append(packed)
         return packed.record()

@@ -1,4 +1,4 @@
-"""What is done with a block of sums (rows, 32) fp32 while it is in the cache: stored, added, gated, or kept as logits.
+"""What is done with sums (rows, 32) fp32 while they are in the cache: stored, added, gated, or kept as logits.
 
 Written in LLVM's vectors, because these few hundred nanoseconds are what keeps a gemm from the memory's speed.
 """

@@ -85,7 +85,7 @@ class ExecutionState:
         numbers: the model's format.
     """
 
-    def __init__(self, model: np.ndarray, numbers: Format) -> None:
+    def __init__(self, model: np.ndarray[Any, Any], numbers: Format) -> None:
         self.records = model.copy()
         self.plan = self.records[0]
         self.address: int = self.records.ctypes.data
@@ -102,7 +102,8 @@ class ExecutionState:
         if all(have >= want for have, want in zip(self._capacity, wanted, strict=True)):
             return
         rows, length = (
-            max(1 << (n - 1).bit_length(), have) for n, have in zip((rows, length), self._capacity, strict=False)
+            max(1 << (n - 1).bit_length(), have)
+            for n, have in zip((rows, length), self._capacity, strict=False)
         )
         rows, threads = max(rows, ROW_BLOCK), max(threads, self._capacity[2])
         self._capacity = rows, length, threads

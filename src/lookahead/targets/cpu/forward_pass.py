@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, cfunc, types
-from numba.extending import overload, register_jitable
+from numba.extending import overload
 
 from .attention import attention_of
 from .barrier import barrier
 from .execution_plan import LAYER, PLAN, SEGMENT
 from .gemm import gemm_of
-from .llvm import VOID, at, call, emitted, floats_at, integers_at, jit, record_at, ticks
+from .llvm import VOID, at, call, emitted, floats_at, inlined, integers_at, jit, record_at, ticks
 from .microkernel import GROUP
 from .numeric_format import FORMATS, Format
 from .processor import STAMP
@@ -34,7 +34,7 @@ configure_tiles = emitted(lambda b, place: call(b, "llvm.x86.ldtilecfg", VOID, [
 release_tiles = emitted(lambda b: call(b, "llvm.x86.tilerelease", VOID, []) and None, 0)
 
 
-@register_jitable
+@inlined
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
     """The part of ``range(count)`` that is this thread's."""
     return count * rank // size, count * (rank + 1) // size
@@ -96,7 +96,11 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
                     keys = cache + segment.slot * p.cache_slot + h * p.cache_head
                     values = keys + p.key_heads * p.cache_head
                     place = segment.first_row * p.heads + h * queries
-                    out = p.attended + segment.first_row * p.attended_stride + h * groups * p.head_size * out_bytes
+                    out = (
+                        p.attended
+                        + segment.first_row * p.attended_stride
+                        + h * groups * p.head_size * out_bytes
+                    )
                     query = p.query + query_bytes * p.padded_head * place
                     attend(p, segment, layer.window, query, keys, values, out, first, last, scratch)
                 seen += queries
@@ -211,11 +215,11 @@ def _pass_of(numbers: Format) -> Any:
 
 
 # What is compiled for the disk may not close over compiled functions, so the format is told by a number's type.
-_TAGS: dict[tuple[str, torch.dtype], Any] = {
-    ("tiles", torch.bfloat16): np.int8(0),
-    ("pairs", torch.bfloat16): np.int16(0),
-    ("vectors", torch.bfloat16): np.uint16(0),
-    ("vectors", torch.float32): np.int32(0),
+_TAGS = {
+    types.int8: FORMATS["tiles", torch.bfloat16],
+    types.int16: FORMATS["pairs", torch.bfloat16],
+    types.uint16: FORMATS["vectors", torch.bfloat16],
+    types.int32: FORMATS["vectors", torch.float32],
 }
 
 
@@ -223,25 +227,27 @@ def _run(address: int, control: int, rank: int, size: int, arrived: int, tag: An
     raise NotImplementedError("compiled code only")
 
 
-@overload(_run)
-def _run_code(address, control, rank, size, arrived, tag):  # type: ignore[no-untyped-def]  # numba compares names
-    key = next(key for key, value in _TAGS.items() if types.np.dtype(str(tag)) == value.dtype)
-    run = _pass_of(FORMATS[key])
+def _run_code(address, control, rank, size, arrived, tag):  # type: ignore[no-untyped-def]  # numba compares both
+    run = _pass_of(_TAGS[tag])
     return lambda address, control, rank, size, arrived, tag: run(address, control, rank, size, arrived)
 
 
-@cache
-def _compiled(key: tuple[str, torch.dtype]) -> Any:
-    return _job(STAMP, _TAGS[key], FORMATS[key].name)
+overload(_run)(_run_code)
 
 
 def _job(stamp: int, tag: Any, variant: str) -> Any:
-    def job(address, control, rank, size, arrived):  # type: ignore[no-untyped-def]
+    def job(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         if address != stamp:  # never so: the stamp is here to name the code on disk
             _run(address, control, rank, size, arrived, tag)
 
     job.__qualname__ += variant  # see llvm.jit
-    return cfunc(types.void(*[types.int64] * 5), cache=True, nopython=True)(job)
+    return cfunc(types.void(*[types.int64] * 5), cache=True)(job)
+
+
+@cache
+def _compiled(numbers: Format) -> Any:
+    kind = next(kind for kind, known in _TAGS.items() if known is numbers)
+    return _job(STAMP, np.dtype(str(kind)).type(0), numbers.name)
 
 
 def pass_address(numbers: Format) -> int:
@@ -250,5 +256,4 @@ def pass_address(numbers: Format) -> int:
     Raises:
         RuntimeError: numba has no folder to keep compiled code in. Other errors where LLVM cannot compile it.
     """
-    key = next(key for key, value in FORMATS.items() if value is numbers)
-    return int(_compiled(key).address)
+    return int(_compiled(numbers).address)

@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from .processor import ARM, FUSED, LANES, X86
 
@@ -37,6 +37,18 @@ def jit(function: Function, variant: str = "", **options: Any) -> Function:
     function.__qualname__ += variant
     compiled: Function = numba.njit(function, nogil=True, error_model="numpy", **options)
     return compiled
+
+
+def on_disk(function: Function, signature: Any = None) -> Function:
+    """Keep the code on disk, compiled now for a signature or when called; it may close over plain values only."""
+    compiled: Function = numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+    return compiled
+
+
+def inlined(function: Function) -> Function:
+    """A function that compiled code may call, and Python too."""
+    known: Function = register_jitable(function)
+    return known
 
 
 def const(value: int) -> ir.Constant:

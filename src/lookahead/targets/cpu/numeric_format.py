@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numba import types
-from numba.extending import register_jitable
 
-from .llvm import floats_at, pointer_to
+from .llvm import floats_at, inlined, pointer_to
 from .processor import LANES, PAIRS, TILES
 
 
-@register_jitable
+@inlined
 def _to_bf16(value: Any) -> Any:
     """From fp32 to the nearest, ties to even; NaN stays NaN."""
     bits = np.float32(value).view(np.uint32)
@@ -30,12 +29,12 @@ def _to_bf16(value: Any) -> Any:
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
 
-@register_jitable
+@inlined
 def _from_bf16(value: Any) -> Any:
     return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-@register_jitable
+@inlined
 def _fp32(value: Any) -> Any:
     return np.float32(value)
 

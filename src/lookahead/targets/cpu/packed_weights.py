@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,7 +142,7 @@ def gate_and_up(gate: LinearParts, up: LinearParts) -> LinearParts:
     return LinearParts(reorder(both.weight), None if both.bias is None else reorder(both.bias))
 
 
-def tile_config(rows: int) -> np.ndarray:
+def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The processor's 64 bytes on tile shapes: palette 1; 16 rows of 64 bytes, fewer for sums and rows below 16."""
     config = np.zeros(64, np.uint8)
     config[0] = 1

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.errors import NumericalError
-from ..scores import LogitsBatch
+from ..logits import LogitsBatch
 from .microkernel import GROUP
 from .packed_weights import round_up
 from .top_tokens import MAX_TOP_K, top_tokens
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class PassLogits:
@@ -23,11 +26,11 @@ class PassLogits:
     """
 
     def __init__(
-        self, memory: np.ndarray, dtype: torch.dtype, rows: int, vocabulary: int, best: Sequence[int]
+        self, memory: Numbers, dtype: torch.dtype, rows: int, vocabulary: int, best: Sequence[int]
     ) -> None:
         self.dtype, self.rows, self.vocabulary, self.best = dtype, rows, vocabulary, best
         self.memory = memory
-        self._top: tuple[np.ndarray, np.ndarray] | None = None
+        self._top: tuple[Numbers, Numbers] | None = None
 
     @staticmethod
     def strides(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -35,7 +38,7 @@ class PassLogits:
         width = round_up(vocabulary, GROUP)
         return width * dtype.itemsize, width // GROUP * 4
 
-    def _part(self, peaks: bool) -> np.ndarray:
+    def _part(self, peaks: bool) -> Numbers:
         """(R, bytes of a row) of the memory."""
         logits_stride, peaks_stride = self.strides(self.vocabulary, self.dtype)
         begin = self.rows * logits_stride if peaks else 0
@@ -47,13 +50,13 @@ class PassLogits:
         """(R, V), valid as long as the memory is."""
         return torch.from_numpy(self._part(False)).view(self.dtype)[:, : self.vocabulary]
 
-    def detach(self) -> np.ndarray:
+    def detach(self) -> Numbers:
         """Go on with a copy of the logits; returns the memory, which is free now."""
         memory = self.memory
         self.memory = memory[: self.rows * sum(self.strides(self.vocabulary, self.dtype))].copy()
         return memory
 
-    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def top(self, k: int) -> tuple[Numbers, Numbers]:
         """The k best tokens of every row, int32, and their log-odds against the best, both (R, at least k)."""
         if self._top is None or self._top[0].shape[1] < k:
             ids, odds = np.empty((self.rows, k), np.int32), np.empty((self.rows, k), np.float32)
@@ -91,7 +94,7 @@ class SegmentScores:
         """Logits of shape (V,), a copy."""
         return self._pass.logits[self._row[node]].clone()
 
-    def top(self, nodes: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
         """Tokens and log-odds of the k best, both (n, k)."""
         k = min(k, self._pass.vocabulary)
         rows = [self._row[node] for node in nodes]

@@ -38,7 +38,7 @@ def _tiles_permitted() -> bool:
     if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
         return False
     try:
-        return ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0
+        return bool(ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0)
     except (OSError, AttributeError):
         return False
 

@@ -64,7 +64,16 @@ def rope_of(numbers: Format) -> Any:
     pair = numbers.key_pair
 
     def rope(
-        p: Any, layer: Any, y: int, lane: int, angles: int, query: int, row: int, rows: int, cache: int, column: int
+        p: Any,
+        layer: Any,
+        y: int,
+        lane: int,
+        angles: int,
+        query: int,
+        row: int,
+        rows: int,
+        cache: int,
+        column: int,
     ) -> None:
         """Norm and rotate one head of one row; a query goes out scaled, a key or a value into the cache.
 
@@ -98,7 +107,9 @@ def rope_of(numbers: Format) -> Any:
             for i in range(size):
                 out[i] = to_query(ys[i] * scale)
         elif lane < heads + key_heads:
-            block = cache + (column // KEY_BLOCK * head * KEY_BLOCK + column % KEY_BLOCK * pair) * stored_bytes
+            block = (
+                cache + (column // KEY_BLOCK * head * KEY_BLOCK + column % KEY_BLOCK * pair) * stored_bytes
+            )
             stored = carray(stored_at(block), (size * KEY_BLOCK,))
             for i in range(size):
                 stored[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])

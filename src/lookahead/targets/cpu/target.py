@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Sequence
 
 from ...core import TokenTree
-from ..transformers import ModelFacts, _memory_errors
+from ..facts import ModelFacts, memory_errors
+from .buffer_pool import Buffer
 from .compiled_model import CompiledModel
 from .execution_plan import Segment
 from .pass_logits import PassLogits, SegmentScores
@@ -38,7 +39,7 @@ class CpuTarget:
         self.lengths: dict[int, int] = {}
         self._pending: dict[int, TokenTree] = {}
         self._last: weakref.ref[PassLogits] | None = None
-        self._memory = None
+        self._memory: Buffer | None = None
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position."""
@@ -48,7 +49,7 @@ class CpuTarget:
         """Prompts one after the other, in chunks of rows."""
         scores = []
         for slot, prompt in prompts:
-            with _memory_errors(f"a prompt of {len(prompt)} tokens"):
+            with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
                 for begin in range(0, len(prompt), PROMPT_CHUNK):
                     tokens = list(prompt[begin : begin + PROMPT_CHUNK])
@@ -66,7 +67,7 @@ class CpuTarget:
         """One pass over all trees; their rows lie behind one another, without padding."""
         self._recycle()
         total = sum(len(tree) for _, tree in trees)
-        with _memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
+        with memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
             self.cache.reserve(
                 max(slot for slot, _ in trees) + 1,
                 max(self.lengths[slot] + len(tree) for slot, tree in trees),
@@ -93,7 +94,7 @@ class CpuTarget:
 
     def _recycle(self) -> None:
         """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
-        if self._last is None:
+        if self._last is None or self._memory is None:
             return
         logits = self._last()
         if logits is not None:

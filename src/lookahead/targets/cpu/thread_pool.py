@@ -28,7 +28,7 @@ class ThreadPool:
         begin = self._control - self._memory.ctypes.data + barrier.SIZE
         self._memory[begin : begin + 8].view(np.int64)[:] = size
         self._post, self._lead = barrier.leader_code()
-        self._serve = barrier.helper_code() if size > 1 else None
+        self._serve = barrier.helper_code()
         self._one_job = threading.Lock()
         self._owner: Any = None
         self._wake_locks = [threading.Lock() for _ in range(size)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from .llvm import on_disk
 
 #: The largest k.
 MAX_TOP_K = 64
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _insert(ids: Any, values: Any, count: int, k: int, token: int, value: float) -> int:
+@on_disk
+def _insert(ids: Any, values: Any, count: int, k: int, token: int, value: Any) -> int:
     """Insert into a list of at most k, largest first; what came earlier stays before its equals."""
     if count == k and not value > values[k - 1]:
         return count
@@ -24,7 +25,7 @@ def _insert(ids: Any, values: Any, count: int, k: int, token: int, value: float)
     return min(count + 1, k)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@on_disk
 def top_tokens(logits: Any, shift: int, peaks: Any, vocabulary: int, ids: Any, odds: Any) -> None:
     """Fill in ids (R, k) and log-odds (R, k) against the best; the k best lie in the k groups with the largest peaks.
 

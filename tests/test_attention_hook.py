@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lookahead.attention.register import NAME, causal, enable, enabled
 from lookahead.core import SettingsError
+from lookahead.targets.attention_hook import NAME, causal, enable, enabled
 from lookahead.targets.factory import make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
@@ -65,6 +65,6 @@ def test_prefill_is_causal_attention(options):
 
 def test_a_mask_is_refused():
     model = tiny_model("llama")
-    enable(model, "naive")
+    enable(model, "reference")
     with pytest.raises(SettingsError, match="takes no mask"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.zeros(1, 1, 3, 3))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import unpack_bits
+from .bits import unpack_bits
 
 
 def attend(

@@ -1,6 +1,5 @@
 """The step in buckets of rows over a static cache: the same text; capture itself needs a GPU."""
 
-import functools
 import gc
 import importlib
 
@@ -8,11 +7,12 @@ import pytest
 import torch
 
 from lookahead import attention
-from lookahead.attention.register import enable
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets.factory import _sample_tree, make_target, probe
-from lookahead.targets.graphable import HostReads, graphable
-from lookahead.targets.graphed import BUCKETS, GraphedTarget, bucket_of, buffer_size, fill, forget
+from lookahead.targets.attention_hook import enable
+from lookahead.targets.captures import HostReads, captured_attention
+from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, drop_arena, fill
+from lookahead.targets.factory import make_target, probe
+from lookahead.targets.trial import trial_tree
 from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -51,7 +51,7 @@ def test_a_step_in_one_buffer():
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "several"])
 def test_same_text(model, prompts):
     facts = make_target(model, path="transformers").facts
-    target = GraphedTarget(model, facts, capacity=16)  # so that it grows several times
+    target = CudaGraphTarget(model, facts, capacity=16)  # so that it grows several times
     generations = assert_same_as_autoregressive(target, prompts, "lookahead", (5, 4, 7), 60)
     assert sum(g.stats.accepted for g in generations) > 0
     assert target.cache.capacity >= 64
@@ -61,7 +61,7 @@ def test_same_text(model, prompts):
 
 def test_same_logits_as_the_ordinary_pass(model):
     ordinary = make_target(model, path="transformers")
-    target = GraphedTarget(model, ordinary.facts)
+    target = CudaGraphTarget(model, ordinary.facts)
     tree = TokenTree(3)
     tree.add_candidate([4, 5, 6])
     tree.add_candidate([4, 9])
@@ -81,10 +81,10 @@ def cannot_be_captured(self, target, tree, length):
 
 
 def test_a_step_that_cannot_be_captured_goes_the_ordinary_way(model, monkeypatch):
-    from lookahead.targets import graphed
+    from lookahead.targets import cuda_graphs
 
-    monkeypatch.setattr(graphed._Pass, "run", cannot_be_captured)
-    target = GraphedTarget(model, make_target(model, path="transformers").facts)
+    monkeypatch.setattr(cuda_graphs._Pass, "run", cannot_be_captured)
+    target = CudaGraphTarget(model, make_target(model, path="transformers").facts)
     target.prefill([(0, PROMPTS[0])])
     with pytest.warns(RuntimeWarning, match="cannot be captured .*going on without graphs"):
         target.forward([(0, TokenTree(3))])
@@ -94,7 +94,7 @@ def test_a_step_that_cannot_be_captured_goes_the_ordinary_way(model, monkeypatch
 
 def test_it_needs_the_tree_attention():
     with pytest.raises(SettingsError, match="enable"):
-        GraphedTarget(tiny_model("llama"))
+        CudaGraphTarget(tiny_model("llama"))
 
 
 # ---- chosen by make_target
@@ -108,12 +108,12 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     model = tiny_model(family, initializer_range=0.1).to(DEVICE)
     before = model.config._attn_implementation
     try:
-        target = make_target(model, path="graphed")
+        target = make_target(model, path="cuda-graph")
     except SettingsError as error:  # some mixtures of experts choose theirs on the host
         if not torch.cuda.is_available():
             raise
         pytest.skip(str(error))
-    assert target.path == "graphed"
+    assert target.path == "cuda-graph"
     assert "attention by" in target.reason
     generations = assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 40)
     generations += assert_same_as_autoregressive(target, PROMPTS, "prompt-lookup", None, 30)
@@ -137,44 +137,44 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     ],
 )
 def test_models_that_cannot_take_it_are_refused_by_name(family, reason):
-    with pytest.raises(SettingsError, match=f"graphed path is not there for this model.*{reason}"):
-        make_target(tiny_model(family), path="graphed")
+    with pytest.raises(SettingsError, match=f"cuda-graph path is not there for this model.*{reason}"):
+        make_target(tiny_model(family), path="cuda-graph")
 
 
 def test_what_a_captured_pass_would_pass_by_is_refused():
     model = tiny_model("llama")
     handle = model.model.layers[0].register_forward_hook(lambda *given: None)
     with pytest.raises(SettingsError, match="has hooks"):
-        make_target(model, path="graphed")
+        make_target(model, path="cuda-graph")
     handle.remove()
-    assert make_target(model, path="graphed").path == "graphed"
+    assert make_target(model, path="cuda-graph").path == "cuda-graph"
 
 
 def test_a_gpu_takes_it_without_being_asked(monkeypatch):
-    from lookahead.targets import graphable as module
+    from lookahead.targets import factory as module
 
     monkeypatch.setattr(module, "on_gpu", lambda model: True)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
-    assert make_target(model).path == "graphed"
+    assert make_target(model).path == "cuda-graph"
     assert make_target(model, path="transformers").path == "transformers"
 
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
 def test_it_falls_back_and_says_so_once(how, monkeypatch):
-    from lookahead.targets import graphable as module
-    from lookahead.targets import graphed
+    from lookahead.targets import cuda_graphs
+    from lookahead.targets import factory as module
 
     monkeypatch.setattr(module, "on_gpu", lambda model: True)
     if how == "refused":
-        monkeypatch.setattr(graphed._Pass, "run", cannot_be_captured)
+        monkeypatch.setattr(cuda_graphs._Pass, "run", cannot_be_captured)
     else:
-        honest = graphed.fill
+        honest = cuda_graphs.fill
 
         def wrong(buffer, tree, length, bucket):
             honest(buffer, tree, length, bucket)
             buffer[1 + bucket] += len(tree) > 1  # the root's depth
 
-        monkeypatch.setattr(graphed, "fill", wrong)
+        monkeypatch.setattr(cuda_graphs, "fill", wrong)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     named = "cannot be captured" if how == "refused" else "logits there differ"
     with pytest.warns(RuntimeWarning, match=f"steps are not captured: .*{named}"):
@@ -185,19 +185,19 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
     assert_same_as_autoregressive(again, PROMPTS, "lookahead", (5, 4, 7), 20)
 
 
-@pytest.mark.skipif(not attention._has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     def broken(*args, **named):
         raise RuntimeError("no such instruction on this card")
 
     monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
-    monkeypatch.setattr(attention, "_told", set())
+    monkeypatch.setattr(attention.backends, "_told", set())
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
-        verdict = graphable(model, facts, _sample_tree, "triton")
-    assert "attention by sdpa" in verdict.reason
-    target = GraphedTarget(model, facts, 64, verdict.attention)
+        tree_attention, reason = captured_attention(model, facts, "triton")
+    assert "attention by sdpa" in reason
+    target = CudaGraphTarget(model, facts, 64, tree_attention)
     assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
 
 
@@ -205,13 +205,13 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
 def test_nothing_is_read_on_the_host_inside_a_pass(family):
     model = tiny_model(family, initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
-    verdict = graphable(model, facts, _sample_tree)
-    if verdict.attention is None and torch.cuda.is_available():
-        pytest.skip(verdict.reason)
-    verdict.attention.attend = functools.partial(attention.get("sdpa"), read_lengths=False)
-    target = GraphedTarget(model, facts, 64, verdict.attention)
+    tree_attention, reason = captured_attention(model, facts)
+    if tree_attention is None and torch.cuda.is_available():
+        pytest.skip(reason)
+    tree_attention.attend = attention.get("sdpa")
+    target = CudaGraphTarget(model, facts, 64, tree_attention)
     target.prefill([(0, PROMPTS[0])])
-    tree = _sample_tree(3, 96)
+    tree = trial_tree(3, 96)
     target.forward([(0, tree)])
     one = target.passes[0, bucket_of(len(tree))]
     with HostReads() as watch:
@@ -225,12 +225,12 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
 
 
 def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
-    from lookahead.targets import graphable as module
+    from lookahead.targets import captures as module
 
-    watch = module._host_reads
-    monkeypatch.setattr(module, "_host_reads", lambda target: watch(target) or ["_local_scalar_dense"])
+    watch = module.host_reads
+    monkeypatch.setattr(module, "host_reads", lambda target: watch(target) or ["_local_scalar_dense"])
     with pytest.raises(SettingsError, match="reads values on the host in its pass"):
-        make_target(tiny_model("llama"), path="graphed")
+        make_target(tiny_model("llama"), path="cuda-graph")
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_norms_are_one_kernel_inside_a_pass_only(family, dtype):
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.weight.data.uniform_(0.5, 1.5)
-    found = norms.norms_of(model)
+    found = norms.fused_norms(model)
     assert len(found) == sum(type(m).__name__.endswith("RMSNorm") for m in model.modules())
     module, fused = found[0]
     sample = torch.randn(3, module.weight.shape[0], device=DEVICE, dtype=module.weight.dtype)
     assert (module(sample) - fused(sample)).abs().max() <= 3 * norms.TOLERANCE[module.weight.dtype]
     calls = []
     counted = [(m, lambda x, f=f: (calls.append(1), f(x))[1]) for m, f in found]
-    with norms.in_force(counted):
+    with norms.one_kernel_norms(counted):
         module(sample)
     module(sample)
     assert len(calls) == 1
@@ -258,26 +258,26 @@ def test_norms_are_one_kernel_inside_a_pass_only(family, dtype):
 
 
 def test_a_norm_that_computes_otherwise_is_left_alone():
-    from lookahead.targets.norms import norms_of
+    from lookahead.targets.norms import fused_norms
 
-    assert norms_of(tiny_model("gemma2")) == []  # 1 + weight
+    assert fused_norms(tiny_model("gemma2")) == []  # 1 + weight
     model = tiny_model("llama")
     model.model.norm.variance_epsilon = 1.0  # seen at the call and in the sample alike
     model.model.layers[0].input_layernorm.forward = lambda x: x
-    assert len(norms_of(model)) == 4
+    assert len(fused_norms(model)) == 4
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     facts = make_target(model, path="transformers").facts
-    forget(model)
-    first = GraphedTarget(model, facts)
+    drop_arena(model)
+    first = CudaGraphTarget(model, facts)
     cache = first.cache
     assert_same_as_autoregressive(first, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
-    other = GraphedTarget(model, facts)  # while the first is in use
+    other = CudaGraphTarget(model, facts)  # while the first is in use
     assert other.cache is not cache
     del first
     gc.collect()
-    second = GraphedTarget(model, facts)
+    second = CudaGraphTarget(model, facts)
     assert second.cache is cache
     assert second.passes
     assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
@@ -286,22 +286,22 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     gc.collect()
     weight = model.model.norm.weight
     weight.data = weight.data.clone()  # graphs read the weights where they lay
-    assert GraphedTarget(model, facts).cache is not cache
+    assert CudaGraphTarget(model, facts).cache is not cache
 
 
 def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
     facts = make_target(model, path="transformers").facts
-    forget(model)
+    drop_arena(model)
     with torch.inference_mode():
         assert_same_as_autoregressive(
-            GraphedTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 40
+            CudaGraphTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 40
         )
     gc.collect()
-    assert_same_as_autoregressive(GraphedTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
+    assert_same_as_autoregressive(CudaGraphTarget(model, facts, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
 
 
 def test_logits_outlive_the_next_step(model):
-    target = GraphedTarget(model, make_target(model, path="transformers").facts)
+    target = CudaGraphTarget(model, make_target(model, path="transformers").facts)
     target.prefill([(0, PROMPTS[0])])
     (scores,) = target.forward([(0, TokenTree(3))])
     row, best = scores.row(0), scores.row(0).clone()
@@ -313,7 +313,7 @@ def test_logits_outlive_the_next_step(model):
 def test_nan_is_named(model):
     from lookahead.core import NumericalError
 
-    target = GraphedTarget(model, make_target(model, path="transformers").facts)
+    target = CudaGraphTarget(model, make_target(model, path="transformers").facts)
     target.prefill([(0, PROMPTS[0])])
     norm = model.model.norm.weight
     kept = norm.detach().clone()

@@ -14,19 +14,39 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..attention.backends import Attend, get, name_of
+from ..attention.bits import pack_bits
 from ..core.errors import SettingsError
-from . import Attend, get, name_of, pack_bits
 
 NAME = "lookahead_tree"
 #: Rows per block of a prefill that torch's own kernels cannot take (soft-capping, sinks, windows).
 BLOCK = 256
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[None]:
+    """Inside, the model's attention implementation is ``name``. One thread at a time."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, old in before:  # a config sets those inside it, which come behind it
+            config._attn_implementation = old
+
+
+def with_masks(model: Any) -> AbstractContextManager[None]:
+    """Inside, the model takes 4-D masks: under sdpa where its own attention (flash, flex) takes none."""
+    none = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
+    return implementation(model, "sdpa") if none else nullcontext()
 
 
 @dataclass(slots=True)
@@ -53,18 +73,13 @@ class TreeAttention:
     def switched(self, model: Any) -> Iterator[None]:
         """The model calls this attention inside, and the one that it had before and after.
 
-        One thread at a time: what runs on the model elsewhere meanwhile must not need a mask.
+        One thread at a time: what runs on the model elsewhere at the same time must not need a mask.
         """
-        with self.lock:
-            before = [(config, config._attn_implementation) for config in _configs(model)]
+        with self.lock, implementation(model, NAME):
             last, _known[model] = _known.get(model), self
             try:
-                for config, _ in before:
-                    config._attn_implementation = NAME
                 yield
             finally:
-                for config, name in before:  # a config sets those inside it, which come behind it
-                    config._attn_implementation = name
                 if last is not None:
                     _known[model] = last
 
@@ -179,7 +194,7 @@ def enable(model: Any, backend: str = "auto") -> TreeAttention:
 
     Args:
         model: a causal language model.
-        backend: "auto", "sdpa", "triton" or "naive".
+        backend: "auto", "sdpa", "triton" or "reference".
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks; it is left as it was.

@@ -1,11 +1,10 @@
-"""The k best tokens of every row, by numba and by torch: what adaptive reads of each step."""
+"""The k best tokens of every row: what adaptive drafting reads of each step."""
 
 import numpy as np
 import pytest
 import torch
 
-from lookahead.targets import scores
-from lookahead.targets.scores import LogitsBatch
+from lookahead.targets.logits import LogitsBatch
 
 SHAPES = [
     (1, 1, 1),
@@ -17,15 +16,7 @@ SHAPES = [
     (2, 2, 2049),
     (1, 3, 70_000),
 ]
-
-
-@pytest.fixture(params=["numba", "torch"])
-def path(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(scores, "_search", lambda: None)
-    elif scores._search() is None:
-        pytest.skip("no numba")
-    return request.param
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sorted_rows(logits, k):
@@ -35,14 +26,15 @@ def sorted_rows(logits, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_top_is_what_a_sort_finds(path, shape, dtype):
+def test_top_is_what_a_sort_finds(shape, device, dtype):
     torch.manual_seed(sum(shape))
     # All different in every dtype: torch leaves the order of equals open.
     steps = torch.stack([torch.randperm(shape[-1]) for _ in range(shape[0] * shape[1])]).view(shape)
     logits = ((steps - shape[-1] // 2) / 256).to(dtype) if shape[-1] < 200 else torch.randn(shape).to(dtype)
     for k in (1, 8, 24):
-        ids, odds = LogitsBatch(logits).top(k)
+        ids, odds = LogitsBatch(logits.to(device)).top(k)
         expected_ids, expected = sorted_rows(logits, k)
         assert ids.shape == odds.shape == expected.shape
         np.testing.assert_allclose(
@@ -52,7 +44,6 @@ def test_top_is_what_a_sort_finds(path, shape, dtype):
             np.testing.assert_array_equal(ids, expected_ids)
 
 
-@pytest.mark.skipif(scores._search() is None, reason="no numba")
 def test_of_equals_the_lower_token_as_argmax_has_it():
     torch.manual_seed(0)
     for vocabulary in (50, 3000):
@@ -60,13 +51,24 @@ def test_of_equals_the_lower_token_as_argmax_has_it():
         logits[0, 1] = 0.0
         logits[0, 2] = float("-inf")
         logits[0, 2, vocabulary // 2] = 1.0
-        ids, odds = LogitsBatch(logits).top(8)
+        batch = LogitsBatch(logits)
+        ids, odds = batch.top(8)
         np.testing.assert_array_equal(ids, sorted_rows(logits, 8)[0])
         assert ids[0, :, 0].tolist() == logits[0].float().argmax(-1).tolist()
+        assert [batch.best(0, row) for row in range(9)] == ids[0, :, 0].tolist()
         assert odds[0, 2].tolist() == [0.0] + [float("-inf")] * 7
 
 
-def test_nan_and_rows_that_do_not_lie_together(path):
+def test_the_two_zeros_are_equal():
+    logits = torch.full((1, 1, 100), -1.0)
+    logits[0, 0, [7, 30, 31]] = torch.tensor([-0.0, 0.0, -0.0])
+    batch = LogitsBatch(logits)
+    assert batch.best(0, 0) == 7
+    assert batch.top(3)[0].tolist() == [[[7, 30, 31]]]
+    assert batch.top(3)[1].tolist() == [[[0.0, 0.0, 0.0]]]
+
+
+def test_nan_and_rows_that_do_not_lie_together():
     logits = torch.randn(2, 4, 100)
     logits[0, 0, 7] = float("nan")
     ids, odds = LogitsBatch(logits).top(5)

@@ -1,0 +1,99 @@
+"""What every target must know of a model, found once; and the one translation of an allocator's failure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..core import OutOfMemory
+from .alibi import AlibiBias
+from .masks import LayerKinds
+
+#: More positions than any text has: the limit of a model that has none.
+NO_LIMIT = 1 << 30
+
+
+class ModelFacts:
+    """Shapes and limits of one model.
+
+    Attributes:
+        config: the text config.
+        vocabulary: V, columns of the logits.
+        max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
+        shapes: per layer (key heads, key head size, value head size), None where a layer keeps nothing.
+        dtype: of keys, values and masks.
+        takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
+        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
+            changes; ("", ``NO_LIMIT``) if none.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.kinds = LayerKinds.of(self.config)
+        self.alibi = AlibiBias.of(model, self.config)
+        parameters = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self.takes_rows = "logits_to_keep" in parameters
+        self.vocabulary = int(self.config.vocab_size)
+        self.max_positions = max_positions(self.config)
+        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
+        self.shapes: list[tuple[int, int, int] | None] = []
+        self.dtype: torch.dtype = model.dtype
+        # Keys and values of one token, through the model's own cache.
+        cache = DynamicCache(config=self.config)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        for layer in cache.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None or keys.dim() != 4:
+                self.shapes.append(None)
+                continue
+            self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
+            self.dtype = keys.dtype
+
+
+def max_positions(config: Any) -> int:
+    """Positions that a model was made for; ``NO_LIMIT`` where its config names none."""
+    return int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
+
+
+def _rope_boundary(config: Any) -> tuple[str, int]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for entry in several:
+        kind = entry.get("rope_type") or entry.get("type") or ""
+        if kind in ("dynamic", "longrope"):
+            original = entry.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            if kind == "dynamic":
+                original = config.max_position_embeddings
+            return kind, int(original or config.max_position_embeddings)
+    return "", NO_LIMIT
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Turn an allocator's failure into ``OutOfMemory``, which the decoding loop knows how to answer.
+
+    Args:
+        what: what did not fit, for the message.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        named = "can't allocate memory" in text or "out of memory" in text
+        if isinstance(error, OutOfMemory) or not (
+            named or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        ):
+            raise
+        raise OutOfMemory(
+            f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "
+            "a smaller dtype, or a smaller (W, N, G)"
+        ) from error

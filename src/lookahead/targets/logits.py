@@ -1,0 +1,89 @@
+"""Logits of one forward pass, read by node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import NumericalError
+
+
+class LogitsBatch:
+    """Logits (B, R, V) of the rows that need them; what is asked of them comes to the host in one copy."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        self._best: list[list[int]] | None = None
+        self._top: tuple[np.ndarray, np.ndarray] | None = None
+
+    def best(self, b: int, r: int) -> int:
+        """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
+        if self._best is None:
+            self._best = self.all_best().tolist()
+        token = self._best[b][r]
+        if token < 0:
+            raise NumericalError(
+                "the model's logits are NaN, so no token can be chosen; check the weights and the dtype "
+                "(float16 overflows in some models: try bfloat16 or float32)"
+            )
+        return token
+
+    def all_best(self) -> torch.Tensor:
+        """The best token of every row, (B, R); -1 for NaN."""
+        values, tokens = self.logits.max(dim=-1)
+        return tokens.masked_fill(values.isnan(), -1)  # NaN wins every max
+
+    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k best tokens of every row and their log-odds against the best, both (B, R, min(k, V))."""
+        logits = self.logits.detach()
+        if self._top is None or self._top[0].shape[-1] < k:
+            batch, rows, vocabulary = logits.shape
+            k = min(k, vocabulary)
+            if logits.device.type == "cpu":
+                from .top import top_of_rows
+
+                ids, odds = top_of_rows(logits.reshape(batch * rows, vocabulary), k)
+            else:
+                values, tokens = logits.topk(k, dim=-1)
+                # Token ids are whole only up to 2 ** 24 as floats, so they travel as bits.
+                both = torch.stack(
+                    (tokens.int().view(torch.float32), values.float() - values[..., :1].float())
+                )
+                packed = both.cpu().numpy()
+                ids, odds = packed[0].view(np.int32), packed[1]
+            self._top = ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
+        ids, odds = self._top
+        return ids[..., :k], odds[..., :k]
+
+
+class LogitsRows:
+    """One sequence's share of a ``LogitsBatch``; fulfils ``lookahead.core.Scores``.
+
+    Args:
+        batch: the pass.
+        b: which sequence.
+        nodes: node of each logits row, in order; None where row r is node r.
+    """
+
+    def __init__(self, batch: LogitsBatch, b: int, nodes: Sequence[int] | None = None) -> None:
+        self._batch = batch
+        self._b = b
+        self._row = None if nodes is None else {node: r for r, node in enumerate(nodes)}
+
+    def best(self, node: int) -> int:
+        return self._batch.best(self._b, node if self._row is None else self._row[node])
+
+    def row(self, node: int) -> torch.Tensor:
+        """Logits of shape (V,) on the model's device."""
+        return self._batch.logits[self._b, node if self._row is None else self._row[node]]
+
+    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
+        """Tokens and log-odds of the k best, both (n, k), as numpy arrays; one host copy for the pass."""
+        ids, odds = self._batch.top(k)
+        if self._row is None and nodes == range(len(nodes)):
+            return ids[self._b, : len(nodes)], odds[self._b, : len(nodes)]
+        rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]
+        return ids[self._b, rows], odds[self._b, rows]

@@ -1,0 +1,240 @@
+"""Several threads share compiled models, buffers, and torch's thread count: each has what it would have alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead
+from lookahead import threads as module
+from lookahead.core import TokenTree
+from lookahead.targets.cpu.buffer_pool import BufferPool
+from lookahead.targets.factory import make_target
+from lookahead.testing import tiny_model
+from lookahead.threads import one_thread, thread_count
+from test_cpu_target import branched, prompt, tiny
+
+PROGRAM = """
+import sys, threading, time, torch
+import lookahead
+from lookahead.testing import tiny_model
+seconds, size = float(sys.argv[1]), int(sys.argv[2])
+models = [tiny_model("llama", seed=seed, initializer_range=0.05) for seed in range(2)]
+llms = [lookahead.LLM(model) for model in models]
+ways = [(llm, method, temperature) for llm in llms for method, temperature in
+        (("autoregressive", 0.0), ("lookahead", 0.0), ("lookahead", 1.0), ("prompt-lookup", 0.0))]
+def text(way):
+    llm, method, temperature = way
+    return llm.generate([3, 1, 4, 1, 5], max_new_tokens=16, method=method, temperature=temperature, seed=7).tokens
+want = [text(way) for way in ways]
+count = torch.get_num_threads()
+end, wrong, calls, counts = time.time() + seconds, [], [0] * size, set()
+def work(rank):
+    while calls[rank] < 2 or time.time() < end:
+        number = (rank + calls[rank]) % len(ways)
+        if text(ways[number]) != want[number]:
+            wrong.append(ways[number])
+        calls[rank] += 1
+    counts.add(torch.get_num_threads())
+workers = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+assert not wrong, wrong
+assert counts == {count} and torch.get_num_threads() == count, (counts, count)
+print(*calls)
+"""
+
+
+def stress(seconds: float, size: int, cores: int, limit: float) -> list[int]:
+    """Calls of each thread of a process of its own, where a hang is an error too."""
+    source = str(Path(lookahead.__file__).parents[1])
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores), "PYTHONPATH": source}
+    command = [sys.executable, "-c", PROGRAM, str(seconds), str(size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("size", [2, 8])
+def test_threads_that_share_models_get_their_texts(size: int, cores: int) -> None:
+    assert min(stress(1.0, size, cores, 250)) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_threads_for_a_minute(cores: int) -> None:
+    for size in (2, 4, 8):
+        calls = stress(10.0, size, cores, 250)
+        assert min(calls) * 20 > max(calls), calls  # none starves
+
+
+def test_passes_at_once_have_a_state_each() -> None:
+    """The script that first showed wrong texts."""
+    model = tiny(max_position_embeddings=64)
+    want = make_target(model).prefill([(0, prompt(30))])[0].row(0)
+    right = []
+
+    def work() -> None:
+        for _ in range(30):
+            target = make_target(model)
+            row = target.prefill([(0, prompt(30))])[0].row(0)
+            step = [target.forward([(0, branched(3))])[0].best(0) for _ in range(3)]
+            right.append(torch.equal(row, want) and len(set(step)) == 1)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert right == [True] * 120
+
+
+def test_asyncio_and_the_callable_for_transformers() -> None:
+    model = tiny_model("llama", seed=1, initializer_range=0.05)
+    llm = lookahead.LLM(model)
+    ids = torch.tensor([[3, 1, 4]])
+
+    def called(seed: int) -> list[int]:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), custom_generate=lookahead.generate, do_sample=False,
+            max_new_tokens=20,
+        )  # fmt: skip
+        return out[0, 3:].tolist()
+
+    def generated(seed: int) -> list[int]:
+        return llm.generate([3, 1, 4], max_new_tokens=20, method="lookahead").tokens
+
+    want = called(0)
+    assert generated(0) == want
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(called, range(8))) == [want] * 8
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(asyncio.to_thread(generated, seed) for seed in range(8)))
+
+    assert asyncio.run(all_of_them()) == [want] * 8
+
+
+def test_a_released_buffer_is_used_again() -> None:
+    pool = BufferPool(most=2)
+    first, second = pool.acquire(1000), pool.acquire(1000)
+    assert first.ctypes.data != second.ctypes.data
+    address = first.ctypes.data
+    pool.release(first)
+    assert pool.acquire(900).ctypes.data == address
+    for size in (100, 5000, 300):
+        pool.release(np.empty(size, np.uint8))
+    assert sorted(map(len, pool._free)) == [300, 5000]  # bounded, and large ones stay
+    assert len(pool.acquire(200)) == 300
+
+
+def test_steps_use_one_buffer_and_what_is_held_stays() -> None:
+    target = make_target(tiny())
+    target.prefill([(0, prompt(9))])
+    addresses, tree = set(), branched(5)
+    for _ in range(10):
+        target.forward([(0, tree)])
+        addresses.add(target._memory.ctypes.data)
+    assert len(addresses) == 1
+    (held,) = target.forward([(0, tree)])
+    rows, ids = held.row(0), held.top([0], 5)[0]
+    for token in range(5):
+        target.forward([(0, TokenTree(token))])
+    assert torch.equal(held.row(0), rows)
+    assert held.best(0) == int(rows.argmax())
+    assert held.top([0], 5)[0].tolist() == ids.tolist()
+    assert len(target.compiled.buffers._free) <= 4
+
+
+def test_decoding_copies_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop and the drafters let go of a step's scores before the next step."""
+    from lookahead.targets.cpu.pass_logits import PassLogits
+
+    rows: list[int] = []
+    detach = PassLogits.detach
+    monkeypatch.setattr(PassLogits, "detach", lambda self: rows.append(self.rows) or detach(self))
+    llm = lookahead.LLM(tiny_model("llama", seed=1, initializer_range=0.05))
+    for method in ("autoregressive", "lookahead", "adaptive"):
+        llm.generate([3, 1, 4], max_new_tokens=30, method=method)
+        del rows[:]
+        steps = llm.generate([3, 1, 4], max_new_tokens=30, method=method).stats.steps
+        assert len(rows) <= 2 < steps, method  # the prefill's row, and the end's
+
+
+@pytest.fixture
+def two_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_thread_count_is_each_threads_own(two_threads: None) -> None:
+    """A thread that begins while another is in ``one_thread`` has the user's count, and so has everybody after."""
+    found, entered, leave = [], threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with one_thread:
+            entered.set()
+            leave.wait(10)
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+
+    def begins() -> None:
+        found.append(torch.get_num_threads())
+        with one_thread:
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+
+    first = threading.Thread(target=holds)
+    first.start()
+    entered.wait(10)
+    second = threading.Thread(target=begins)
+    second.start()
+    second.join()
+    leave.set()
+    first.join()
+    assert found == [2, 1, 2, 1, 2]
+    assert torch.get_num_threads() == 2
+
+
+def test_an_interrupt_anywhere_leaves_the_thread_count(two_threads: None) -> None:
+    """Raised at every instruction of the context in turn; the next pass finds the user's count."""
+    for number in range(400):
+        left = number
+
+        def trace(frame: object, event: str, argument: object) -> object:
+            nonlocal left
+            if frame.f_code.co_filename != module.__file__:  # type: ignore[attr-defined]
+                return None
+            frame.f_trace_opcodes = True  # type: ignore[attr-defined]
+            if event == "opcode":
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        try:
+            sys.settrace(trace)
+            with one_thread:
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert thread_count() == 2, number
+        assert torch.get_num_threads() == 2, number
+        if left >= 0:
+            break
+    assert 20 < number < 400
