@@ -26,6 +26,7 @@ def test_exported_names_are_exactly_these():
         "__version__",
         "generate",
         "load",
+        "refresh",
     ]
     assert dir(lookahead) == sorted(lookahead.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Generator'"):
