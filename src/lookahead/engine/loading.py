@@ -252,7 +252,8 @@ def refresh(model: Any) -> None:
     Args:
         model: a transformers model, or an ``LLM``.
     """
-    from ..targets.factory import forget, probe
+    from ..targets.equivalence import forget
+    from ..targets.factory import probe
 
     llm = model if isinstance(model, LLM) else None
     model = model if llm is None else llm.model
