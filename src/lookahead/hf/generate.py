@@ -97,8 +97,9 @@ def generate(
     cache = model_kwargs.get("past_key_values")
     keeps = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
     target: Target = _Keeping(model, found.facts) if keeps and found.facts else make_target(model)
-    if found.mode == "plain":
-        name = "autoregressive"
+    if found.mode == "plain":  # one row a step, so there is nothing to draft
+        make_drafter(name, settings, target.vocabulary)  # refuses settings that it cannot take, as elsewhere
+        name, settings = "autoregressive", None
     if pool is None and name == "adaptive":
         pool = _cold_state(model, settings, target.path)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None

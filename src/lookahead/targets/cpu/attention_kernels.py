@@ -61,8 +61,12 @@ def score_of(numbers: Format) -> Any:
 
                 def parts(d: Any, first: int = first) -> list[Any]:
                     within = offset(builder, keys, (d, KEY_BLOCK * size))
-                    starts = [offset(builder, within, (head, KEY_BLOCK * size * (first + n))) for n in range(blocks)]
-                    vectors = [(start, v * LANES * size) for start in starts for v in range(KEY_BLOCK // LANES)]
+                    starts = [
+                        offset(builder, within, (head, KEY_BLOCK * size * (first + n))) for n in range(blocks)
+                    ]
+                    vectors = [
+                        (start, v * LANES * size) for start in starts for v in range(KEY_BLOCK // LANES)
+                    ]
                     return [load_numbers(builder, offset(builder, *place), narrow) for place in vectors]
 
                 def factor(d: Any, q: int) -> Any:

@@ -22,7 +22,15 @@ from .kv_cache import KVCache
 from .microkernel import GROUP
 from .numeric_format import Format, format_for
 from .packed_weights import (
-    Arena, gate_and_up, joined, pack, packed_bytes, paired, paired_heads, round_up, tile_config,
+    Arena,
+    gate_and_up,
+    joined,
+    pack,
+    packed_bytes,
+    paired,
+    paired_heads,
+    round_up,
+    tile_config,
 )  # fmt: skip
 from .pass_logits import PassLogits
 from .rope import RotaryTable
@@ -85,7 +93,9 @@ class CompiledModel:
                 record[name] = self._norm(norms[name])
             if "query_norm" in norms:
                 query, key = norms["query_norm"], norms["key_norm"]
-                weights = [query.weight[paired(size)]] * self.heads + [key.weight[paired(size)]] * self.key_heads
+                weights = [query.weight[paired(size)]] * self.heads + [
+                    key.weight[paired(size)]
+                ] * self.key_heads
                 record["head_norm"] = self._norm(Norm(torch.stack(weights), query.epsilon))
             record["window"], record["rotates"], record["scale"] = layer.window, layer.rotates, layer.scale
         assert arena is not None
@@ -189,7 +199,9 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
     if numba_config.DISABLE_JIT:
-        raise Unsupported("numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes")
+        raise Unsupported(
+            "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
+        )
     parts = read_parts(model, facts.config)
     try:
         return CompiledModel(parts)

@@ -66,9 +66,14 @@ def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any], None]) -> Any:
         with cgutils.for_range(builder, count) as loop:
             row, values = offset(builder, sums, (loop.index, 4 * GROUP)), []
             for v in range(VECTORS):
-                value, add = (load_numbers(builder, offset(builder, x, 4 * LANES * v), False) for x in (row, bias))
+                value, add = (
+                    load_numbers(builder, offset(builder, x, 4 * LANES * v), False) for x in (row, bias)
+                )
                 values.append(builder.fadd(value, add))
-            line, peak = offset(builder, out, (loop.index, stride)), offset(builder, peaks, (loop.index, peak_stride))
+            line, peak = (
+                offset(builder, out, (loop.index, stride)),
+                offset(builder, peaks, (loop.index, peak_stride)),
+            )
             emit_line(builder, values, line, peak)
 
     return llvm.emitted(emit, 7)

@@ -24,7 +24,9 @@ class PassLogits(LogitsBatch):
         best: R tokens, -1 for NaN.
     """
 
-    def __init__(self, memory: Numbers, dtype: torch.dtype, rows: int, vocabulary: int, best: list[int]) -> None:
+    def __init__(
+        self, memory: Numbers, dtype: torch.dtype, rows: int, vocabulary: int, best: list[int]
+    ) -> None:
         stride, peaks_stride = self.strides(vocabulary, dtype)
         logits = torch.from_numpy(memory[: rows * stride].reshape(1, rows, stride)).view(dtype)
         super().__init__(logits[..., :vocabulary])
