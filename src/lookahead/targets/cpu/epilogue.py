@@ -58,7 +58,7 @@ def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> 
 
 
 def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any], None]) -> Any:
-    """(sums, bias, out, stride, peaks, peak stride, count): ``emit_line(builder, sums + bias, out, peak)`` each row."""
+    """(sums, bias, out, stride, peaks, peak stride, count): ``emit_line(builder, sums + bias, out, peak)`` a row."""
 
     def emit(
         builder: Any, sums: Any, bias: Any, out: Any, stride: Any, peaks: Any, peak_stride: Any, count: Any

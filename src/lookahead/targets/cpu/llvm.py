@@ -128,7 +128,8 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def accumulate(
     builder: Any, rows: int, columns: int, steps: Any, parts: Callable[[Any], Sequence[Any]],
-    factor: Callable[[Any, int], Any], out: Callable[[int, int], Any], add: bool = False, multiply: Any = multiply_add,
+    factor: Callable[[Any, int], Any], out: Callable[[int, int], Any], add: bool = False,
+    multiply: Any = multiply_add,
 ) -> None:  # fmt: skip
     """Sums (rows, columns) of vectors, held in registers: each step adds its parts times each row's factor.
 
@@ -153,7 +154,7 @@ def accumulate(
 
 
 def in_blocks(builder: Any, count: Any, sizes: Sequence[int], emit: Callable[[int, Any], None]) -> None:
-    """``emit(size, first)`` for ``count`` rows in turn, as many at once as ``sizes`` (largest first, 1 last) allow."""
+    """``emit(size, first)`` for ``count`` rows, as many at once as ``sizes`` (largest first, 1 last) allow."""
     first: Any = const(0)
     for size in sizes:
         blocks = builder.udiv(builder.sub(count, first), const(size))

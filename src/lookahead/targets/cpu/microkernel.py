@@ -122,11 +122,13 @@ def microkernel(numbers: Format) -> Any:
                 return [llvm.load(builder, place, llvm.INTEGERS, 4) for place in places]
             return [load_numbers(builder, place, narrow) for place in places]
 
+        kind = I32 if pairs else F32
+
         def some(size: int, first: Any) -> None:
             begin, place = offset(builder, rows, (stride, first)), offset(builder, out, (first, 4 * GROUP))
             llvm.accumulate(
                 builder, size, VECTORS, steps, parts,
-                lambda step, r: llvm.load(builder, offset(builder, begin, (stride, r), (step, 4)), I32 if pairs else F32, 4),
+                lambda step, r: llvm.load(builder, offset(builder, begin, (stride, r), (step, 4)), kind, 4),
                 lambda r, v: offset(builder, place, 4 * (r * GROUP + v * LANES)),
                 multiply=_dot_pairs if pairs else llvm.multiply_add,
             )  # fmt: skip
