@@ -12,8 +12,8 @@ The target's own next token under each node of the newest level closes W new n-g
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
 new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
 
-The window moves on by one column a step whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2
-take random rows after several tokens), and the warm-up's shorter n-grams are returned too (docs/how-it-works.md).
+It moves on by one column a step whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2 take
+random rows after several tokens), and the warm-up's shorter n-grams are returned too (docs/how-it-works.md).
 """
 
 from __future__ import annotations
