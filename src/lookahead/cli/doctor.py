@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .. import METHODS, __version__
+from .. import __version__
+from ..drafters import METHODS
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 
