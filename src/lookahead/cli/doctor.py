@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .. import __version__
-from ..drafters import METHODS
+from .. import METHODS, __version__
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 

@@ -170,9 +170,9 @@ def ranks() -> int:
 def dismiss() -> None:
     """Let the ranks that follow go, where no model was needed."""
     if ranks() > 1:
-        from ..parallel import dismiss, start
+        from ..engine.loading import dismiss_ranks
 
-        dismiss(start())
+        dismiss_ranks()
 
 
 def read_bytes(path: Path, option: str) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import inf
 from typing import Annotated
 
 import typer
@@ -41,18 +40,16 @@ def tune(
     from rich.console import Console
     from rich.table import Table
 
-    from ..drafters.adaptive import measure_times, model_key, save_times
+    from ..engine.tuning import tune_model
 
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         found[batch, context, count] = round(seconds * 1e3, 3)
 
-    target = llm.target()
-    times = measure_times(target, target.vocabulary, counts, lengths, sequences, repeats, keep, inf)
-    if not times.bins:
+    path = tune_model(llm, counts, lengths, sequences, repeats, keep)
+    if path is None:
         raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
-    path = save_times(model_key(llm.model, target.path), times)
     if as_json:
         names = ("batch", "context", "rows", "ms")
         points = [dict(zip(names, (*place, ms), strict=True)) for place, ms in found.items()]

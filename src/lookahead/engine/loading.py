@@ -87,6 +87,13 @@ def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tu
     return start(timeout=timeout if timeout is not None else TIMEOUT, device=device), device
 
 
+def dismiss_ranks() -> None:
+    """Let the ranks that torchrun started go, on rank 0, where no model was needed."""
+    from ..parallel import dismiss, start
+
+    dismiss(start())
+
+
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
