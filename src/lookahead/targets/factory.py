@@ -44,6 +44,11 @@ class Probe:
     equivalence: Equivalence | None
     facts: ModelFacts | None
 
+    @property
+    def difference(self) -> float:
+        """``Equivalence.difference``; NaN where nothing was compared."""
+        return self.equivalence.difference if self.equivalence is not None else float("nan")
+
 
 def probe(model: PreTrainedModel, again: bool = False) -> Probe:
     """Probe a model once; the answer is kept until a change of the model is seen (``fingerprint``).
