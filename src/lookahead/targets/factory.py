@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
 from .cpu.architectures import Unsupported
-from .cpu.compile import compile_model
-from .cpu.compiled_model import CompiledModel
+from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
 from .facts import ModelFacts
