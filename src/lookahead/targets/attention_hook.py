@@ -95,7 +95,7 @@ class TreeAttention:
     ) -> Iterator[None]:
         """The model's passes call this attention inside, for rows given as tensors on its device (see the package).
 
-        One thread at a time: nothing else may run on the model meanwhile.
+        One thread at a time: nothing else may run on the model inside.
         """
         with self.lock, implementation(model, NAME):
             token = _rows.set((self, words, depths, lengths))

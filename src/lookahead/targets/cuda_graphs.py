@@ -96,7 +96,7 @@ class _Pass:
             with torch.cuda.graph(graph, arena.memory_pool, arena.stream, capture_error_mode="thread_local"):
                 self.results = self.evaluate(target)
         finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream in force
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
         self.graph = graph
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:

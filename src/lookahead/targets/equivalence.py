@@ -21,7 +21,7 @@ router of experts that tips over in one text is no error of the path, an error o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -160,20 +160,16 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         # Modules return in the reverse order of their calls.
         module._parameters.update(narrow.pop()[1])
 
-    hooks = []
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            hooks.append(module.register_forward_hook(lambda module, args, output: _float(output)))
-        elif any(weight is not None for weight in module._parameters.values()):
-            hooks.append(module.register_forward_pre_hook(widen, with_kwargs=True))
-            hooks.append(module.register_forward_hook(restore))
-    try:
+    with ExitStack() as hooks:
+        # Where a call raised: last of all, and the outermost module last.
+        hooks.callback(lambda: [module._parameters.update(weights) for module, weights in reversed(narrow)])
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                hooks.enter_context(module.register_forward_hook(lambda module, args, output: _float(output)))
+            elif any(weight is not None for weight in module._parameters.values()):
+                hooks.enter_context(module.register_forward_pre_hook(widen, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(restore))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, weights in reversed(narrow):  # a call that raised
-            module._parameters.update(weights)
 
 
 def _float(value: Any) -> Any:

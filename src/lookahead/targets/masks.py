@@ -6,9 +6,10 @@ A bool 4-D mask is silently added to the scores by eager attention, so masks are
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,7 @@ def attention_masks(
     return masks if len(masks) > 1 else masks[kinds.kinds[0]]
 
 
+@dataclass(frozen=True, slots=True)
 class AlibiBias:
     """ALiBi models (Bloom, Falcon, MPT): the bias from logical positions.
 
@@ -105,21 +107,19 @@ class AlibiBias:
     the length of one pass the blocks' own bias is replaced by the same values taken at logical positions, by module
     pre-hooks.
 
-    Args:
-        name: the parameter of the blocks, ``alibi`` or ``position_bias``.
+    Attributes:
+        name: the parameter of the blocks, ``alibi`` or ``position_bias`` (MPT's, which has no batch axis).
         blocks: the modules that take it.
         heads, head_size: of the attention.
     """
 
-    def __init__(self, name: str, blocks: list[nn.Module], heads: int, head_size: int) -> None:
-        self.name = name
-        self.blocks = blocks
-        self.heads = heads
-        self.scale = 1 / math.sqrt(head_size)
+    name: str
+    blocks: list[nn.Module]
+    heads: int
+    head_size: int
 
     @property
     def one_sequence_only(self) -> bool:
-        """MPT's bias has no batch axis."""
         return self.name == "position_bias"
 
     @classmethod
@@ -128,13 +128,9 @@ class AlibiBias:
         if getattr(config, "alibi", True) is False:  # a Falcon with rotary positions
             return None
         for name in ("alibi", "position_bias"):
-            blocks = [
-                module
-                for child in model.modules()
-                if isinstance(child, nn.ModuleList)
-                for module in child
-                if name in inspect.signature(module.forward).parameters
-            ]
+            lists = [child for child in model.modules() if isinstance(child, nn.ModuleList)]
+            layers = itertools.chain.from_iterable(lists)
+            blocks = [block for block in layers if name in inspect.signature(block.forward).parameters]
             if blocks:
                 heads = config.num_attention_heads
                 return cls(name, blocks, heads, config.hidden_size // heads)
@@ -160,14 +156,11 @@ class AlibiBias:
                 kwargs["attention_mask"] = mask
             else:  # Falcon: (B, heads, 1, width), and once more inside the mask
                 kwargs[self.name] = bias
-                kwargs["attention_mask"] = torch.masked_fill(
-                    bias * self.scale, mask < 0, torch.finfo(mask.dtype).min
-                )
+                scaled = bias * (1 / math.sqrt(self.head_size))
+                kwargs["attention_mask"] = scaled.masked_fill(mask < 0, torch.finfo(mask.dtype).min)
             return args, kwargs
 
-        handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in self.blocks]
-        try:
+        with ExitStack() as stack:
+            for block in self.blocks:
+                stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
