@@ -69,7 +69,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error or "none was given"
         self.rank_group: RankGroup | None = None
-        self._path: str | None = None
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
         if self.method not in OWN_SETTINGS:
@@ -113,9 +112,7 @@ class LLM:
     @property
     def path(self) -> str:
         """What evaluates steps, as ``Target.path`` names it."""
-        if self._path is None:
-            self._path = self.target().path
-        return self._path
+        return self.target().path
 
     def target(self, path: str = "auto") -> Target:
         """A fresh target on this model; its ``path`` and ``reason`` say which kind and why.

@@ -258,4 +258,4 @@ def refresh(model: Any) -> None:
     model = model if llm is None else llm.model
     forget(model)
     if llm is not None:
-        llm.probe, llm._path = probe(model), None
+        llm.probe = probe(model)

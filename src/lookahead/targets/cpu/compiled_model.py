@@ -15,16 +15,23 @@ from transformers import PreTrainedModel
 from ...threads import thread_count
 from ..facts import ModelFacts
 from .architectures import Linear, ModelParts, Norm, Unsupported, read_parts
-from .buffer_pool import BufferPool
 from .execution_plan import KEY_BLOCK, LAYER, PLAN, ExecutionState, Segment
 from .forward_pass import pass_address
 from .kv_cache import KVCache
 from .microkernel import GROUP
 from .numeric_format import Format, format_for
 from .packed_weights import (
-    Arena, gate_and_up, joined, pack, packed_bytes, paired, paired_heads, round_up, tile_config,
+    Arena,
+    gate_and_up,
+    joined,
+    pack,
+    packed_bytes,
+    paired,
+    paired_heads,
+    round_up,
+    tile_config,
 )  # fmt: skip
-from .pass_logits import PassLogits
+from .pass_logits import BufferPool, PassLogits
 from .rope import RotaryTable
 from .thread_pool import thread_pool
 
@@ -85,7 +92,9 @@ class CompiledModel:
                 record[name] = self._norm(norms[name])
             if "query_norm" in norms:
                 query, key = norms["query_norm"], norms["key_norm"]
-                weights = [query.weight[paired(size)]] * self.heads + [key.weight[paired(size)]] * self.key_heads
+                weights = [query.weight[paired(size)]] * self.heads + [
+                    key.weight[paired(size)]
+                ] * self.key_heads
                 record["head_norm"] = self._norm(Norm(torch.stack(weights), query.epsilon))
             record["window"], record["rotates"], record["scale"] = layer.window, layer.rotates, layer.scale
         assert arena is not None
@@ -122,8 +131,8 @@ class CompiledModel:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
-        pair = self.numbers.key_pair
-        return KVCache(len(self._layers), self.key_heads, self.padded_head, capacity, self.dtype, pair)
+        shape = len(self._layers), self.key_heads, self.padded_head
+        return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
 
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
@@ -142,6 +151,8 @@ class CompiledModel:
         Raises:
             IndexError: a token is not in the vocabulary.
         """
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
         pool = thread_pool(thread_count())
         # Not given back where something is raised: helpers may still be at work on it after an interrupt.
         try:
@@ -163,11 +174,7 @@ class CompiledModel:
         pool.run(self._job, state.address, state)
         seconds, total = perf_counter() - start, int(p["total_ticks"]) or 1
         self.last_pass = PassTime(seconds, p["gemm_ticks"] / total, p["attention_ticks"] / total)
-        state.holds = None
-        if p["unknown_token"]:
-            self._idle.append(state)
-            raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
-        best = state.winners[: len(reads)].tolist()
+        best, state.holds = state.winners[: len(reads)].tolist(), None
         self._idle.append(state)
         return PassLogits(memory, self.dtype, len(reads), self.vocabulary, best)
 
@@ -189,7 +196,9 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
     if numba_config.DISABLE_JIT:
-        raise Unsupported("numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes")
+        raise Unsupported(
+            "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
+        )
     parts = read_parts(model, facts.config)
     try:
         return CompiledModel(parts)

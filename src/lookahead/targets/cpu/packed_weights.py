@@ -30,11 +30,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class Arena:
-    """One stretch of memory for many tensors, each on a cache line of its own.
-
-    Args:
-        size: bytes.
-    """
+    """One stretch of ``size`` bytes for many tensors, each on a cache line of its own."""
 
     def __init__(self, size: int) -> None:
         # Kernels read a little ahead of the last weight, never past the end of this.
@@ -111,7 +107,7 @@ def gate_and_up(gate: Linear, up: Linear) -> Linear:
     def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         filled = gate.new_zeros(2, round_up(len(gate), half), *gate.shape[1:])
         filled[0, : len(gate)], filled[1, : len(up)] = gate, up
-        return filled.unflatten(1, (-1, half)).transpose(0, 1).flatten(0, 2)
+        return filled.view(2, -1, half, *gate.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     weight = interleaved(gate.weight, up.weight)
     if gate.bias is None or up.bias is None:
