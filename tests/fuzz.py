@@ -6,6 +6,8 @@
 A case is a function of its number alone: model family, weights, prompts, padding, lengths near powers of two and
 near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls draw from
 torch's generator under one seed, so sampled texts must be equal too, and so must the generator's state afterwards.
+One case in four is of the engine instead: lists of prompts in batches, stop strings, a state that earlier calls have
+filled, float32 and, on the compiled path, bfloat16 too. Each text is compared with one decoded plainly and alone.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 import transformers
 
 import lookahead
+import toy
 from lookahead.testing import FAMILIES, tiny_model
 
 #: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
@@ -44,11 +47,31 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
+#: Families with a sliding window, which the cases vary.
+SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
+#: Families that the compiled path takes in bfloat16 too: there one row and many give the same bits.
+COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
+ENGINE_METHODS: list[dict[str, Any]] = [
+    {"method": "adaptive"},
+    {"method": "adaptive", "config": {"max_rows": 32, "budget": False}},
+    {"method": "lookahead", "config": "5,3,5"},
+    {"method": "prompt-lookup"},
+]
+
+
 @functools.lru_cache(maxsize=256)
-def model_of(family: str, seed: int, spread: float) -> Any:
-    model = tiny_model(family, seed=seed, initializer_range=spread)
+def model_of(family: str, seed: int, spread: float, window: int = 0) -> Any:
+    sliding = {"sliding_window": window} if window else {}
+    model = tiny_model(family, seed=seed, initializer_range=spread, **sliding)
     model.generation_config.eos_token_id = None
     return model
+
+
+@functools.lru_cache(maxsize=256)
+def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> Any:
+    sliding = {"sliding_window": window} if window else {}
+    model = tiny_model(family, seed=seed, vocab_size=toy.VOCABULARY, initializer_range=0.1, **sliding)
+    return lookahead.LLM(model.to(dtype), toy.tokenizer(), config={"max_rows": 16, "budget": False})
 
 
 @dataclass
@@ -67,7 +90,8 @@ class Case:
     def of(cls, number: int) -> Case:
         draw = random.Random(number)
         case = cls(number, family=draw.choice(FAMILIES))
-        case.model = model_of(case.family, draw.randrange(2), draw.choice([0.05, 0.1, 0.2]))
+        seed, spread, window = draw.randrange(2), draw.choice([0.05, 0.1, 0.2]), draw.choice([4, 8, 17, 64])
+        case.model = model_of(case.family, seed, spread, window if case.family in SLIDING else 0)
         rows = 1 if case.family in ALONE else draw.choice([1, 1, 1, 2, 3])
         length = max(
             1, draw.choice([1, 2, 5, 8, 16, 31, 32, 33, 64, 127, 128, 200]) + draw.choice([-1, 0, 0, 1])
@@ -132,11 +156,79 @@ class Case:
 
 
 @dataclass
+class EngineCase:
+    """One call of ``LLM.generate`` with a list of prompts, made from its number."""
+
+    number: int
+    family: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+    prompts: list[Any] = field(default_factory=list)
+    llm: Any = None
+    warm: bool = False
+
+    @classmethod
+    def of(cls, number: int) -> EngineCase:
+        draw = random.Random(number)
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        family = draw.choice(COMPILED if dtype is torch.bfloat16 else FAMILIES)
+        case = cls(number, f"{family} {dtype}")
+        window = draw.choice([4, 8, 17, 64])
+        case.llm = engine_of(family, draw.randrange(2), dtype, window if family in SLIDING else 0)
+        bound = 1 if family in ALONE else draw.choice([1, 2, 5])
+        for _ in range(draw.randrange(1, 6)):
+            stretch = [3 + draw.randrange(60) for _ in range(draw.choice([1, 3, 9, 40]))]
+            ids = (stretch * 40)[: draw.choice([1, 2, 16, 33, 64, 130])]
+            case.prompts.append(ids if draw.random() < 0.5 else case.llm.tokenizer.decode(ids) or "x")
+        case.options = {"max_new_tokens": draw.choice([1, 2, 15, 33, 64, 100]), "seed": number}
+        case.options["ignore_eos"] = draw.random() < 0.7
+        if draw.random() < 0.5:
+            case.options |= {"temperature": draw.choice([0.3, 0.7, 1.0, 1.3])}
+            case.options |= draw.choice([{}, {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
+        if draw.random() < 0.3:
+            case.options |= draw.choice([{"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 3}])
+        if draw.random() < 0.4:
+            case.options["stop"] = draw.sample(["a", "e", "de", " ", "\n", "(", "b)"], draw.choice([1, 3]))
+        case.method = dict(draw.choice(ENGINE_METHODS), batch_size=bound)
+        case.warm = case.method["method"] == "adaptive" and draw.random() < 0.5
+        return case
+
+    def difference(self) -> tuple[str, int]:
+        """("" or what differs, tokens compared)."""
+        if "bfloat16" in self.family and self.llm.path != "cpu":
+            return "", 0  # elsewhere bfloat16 may round a row otherwise beside other rows
+        state = None
+        if self.warm:
+            state = self.llm.warm_state(config=self.method.get("config"))
+            self.llm.generate(self.prompts, max_new_tokens=40, method="adaptive", ignore_eos=True, pool=state)
+        ours = self.llm.generate(self.prompts, pool=state, **self.method, **self.options)
+        tokens = 0
+        for index, (prompt, result) in enumerate(zip(self.prompts, ours, strict=True)):
+            options = self.options | {"seed": self.options["seed"] + index}
+            plain = self.llm.generate(prompt, method="autoregressive", **options)
+            tokens += len(plain.tokens)
+            for name in ("tokens", "text", "finish_reason"):
+                if getattr(result, name) != getattr(plain, name):
+                    return f"{name} of prompt {index}", tokens
+        return "", tokens
+
+    def __str__(self) -> str:
+        sizes = [len(prompt) for prompt in self.prompts]
+        warm = "warm" if self.warm else "cold"
+        return f"case {self.number}: engine, {self.family}, prompts of {sizes}, {self.options}, {self.method}, {warm}"
+
+
+def case_of(number: int) -> Case | EngineCase:
+    return EngineCase.of(number) if number % 4 == 3 else Case.of(number)
+
+
+@dataclass
 class Report:
     """What a run of the fuzzer saw."""
 
     cases: int = 0
     tokens: int = 0
+    engine: int = 0
     families: Counter[str] = field(default_factory=Counter)
     found: list[str] = field(default_factory=list)
 
@@ -145,13 +237,14 @@ def fuzz(seconds: float, first: int = 0, tell: Any = None) -> Report:
     """Run cases from a number on until the time is over."""
     report, end, number = Report(), time.monotonic() + seconds, first
     while time.monotonic() < end:
-        case = Case.of(number)
+        case = case_of(number)
         try:
             wrong, tokens = case.difference()
         except Exception as error:  # a crash is a finding like any other
             wrong, tokens = f"{type(error).__name__}: {error}", 0
         report.cases, report.tokens = report.cases + 1, report.tokens + tokens
-        report.families[case.family] += 1
+        report.engine += isinstance(case, EngineCase)
+        report.families[case.family.split()[0]] += 1
         if wrong:
             report.found.append(f"{case}: {wrong}")
         if tell is not None:
@@ -170,7 +263,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if given.case is not None:
-        case = Case.of(given.case)
+        case = case_of(given.case)
         print(case)
         print(case.difference()[0] or "equal")
         return
@@ -192,8 +285,9 @@ def main() -> None:
         "",
         f"`python tests/fuzz.py --seconds {given.seconds:.0f} --first {given.first}`",
         "",
-        f"torch {torch.__version__}, float32, CPU. {report.cases} pairs of calls over {len(report.families)} "
-        f"families, {report.tokens} tokens compared with `model.generate` of transformers: "
+        f"torch {torch.__version__}, CPU. {report.cases} pairs of calls over {len(report.families)} families, "
+        f"{report.tokens} tokens compared with `model.generate` of transformers, and, of the engine, with plain "
+        f"decoding ({report.engine} cases, float32, and bfloat16 on the compiled path): "
         f"**{len(report.found)} differ**.",
         "",
         *(f"- {line}" for line in report.found),

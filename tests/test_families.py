@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lookahead.hf
+from lookahead.core import SettingsError
 from lookahead.targets.factory import probe
 from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, tiny_model
 
@@ -88,3 +89,17 @@ def test_the_probe_chooses_and_says_why(family):
     else:
         assert found.mode == "tree"
         assert found.difference < 1e-4
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_settings_of_a_method_where_nothing_is_drafted(family):
+    """One row a step: settings are checked and then not needed, whichever method they are for."""
+    model = model_of(family)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(ids, **options)
+    for settings in ({"max_rows": 16, "budget": False}, "5,3,5", None):
+        ours = model.generate(ids, custom_generate=lookahead.generate, lookahead_config=settings, **options)
+        assert ours.tolist() == plain.tolist()
+    with pytest.raises(SettingsError, match="max_rows must be a whole number"):
+        model.generate(ids, custom_generate=lookahead.generate, lookahead_config={"max_rows": 0}, **options)

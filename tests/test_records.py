@@ -108,11 +108,13 @@ def lines(path):
 
 
 def results(path):
-    """Input line -> what the record says, without times; fails where a line has two."""
+    """Input line -> what the record says, without times and what follows from them; fails where a line has two."""
     found = {}
     for record in lines(path):
         assert record["line"] not in found, f"line {record['line']} has two results"
-        found[record["line"]] = {k: v for k, v in record.items() if k != "seconds"}
+        found[record["line"]] = {
+            key: value for key, value in record.items() if key not in ("seconds", "steps", "rows")
+        }
     return found
 
 

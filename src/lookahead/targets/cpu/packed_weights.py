@@ -107,7 +107,8 @@ def gate_and_up(gate: Linear, up: Linear) -> Linear:
     def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         filled = gate.new_zeros(2, round_up(len(gate), half), *gate.shape[1:])
         filled[0, : len(gate)], filled[1, : len(up)] = gate, up
-        return filled.view(2, -1, half, *gate.shape[1:]).transpose(0, 1).flatten(0, 2)
+        groups: torch.Tensor = filled.view(2, -1, half, *gate.shape[1:]).transpose(0, 1)
+        return groups.flatten(0, 2)
 
     weight = interleaved(gate.weight, up.weight)
     if gate.bias is None or up.bias is None:

@@ -1,0 +1,309 @@
+"""What only shows after a while: memory, long texts, and a command that is killed again and again.
+
+    python tests/soak.py memory --count 1000     generations of many kinds: memory flat, nothing left behind
+    python tests/soak.py texts --count 4000      texts of so many tokens against plain decoding
+    python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
+
+Each takes ``--report PAGE`` and adds a section to that page; the status is 1 where something was found. The short
+forms are in test_soak.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only: memory and open
+files are read from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import lookahead
+import toy
+from lookahead.core import LookaheadError
+from lookahead.core.stats import first_divergence
+from lookahead.testing import tiny_model
+
+#: How far resident memory may grow after the first part of the run.
+GROWTH = 0.05
+#: Seconds of processor time in a second of doing nothing.
+IDLE = 0.05
+#: Of a record: the rows of a step are chosen by measured times.
+TIMED = ("seconds", "steps", "rows")
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+
+
+@dataclass
+class Findings:
+    """What went wrong, and the figures of the run."""
+
+    wrong: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.wrong.append(what)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _abandoned(llm: Any, draw: random.Random) -> None:
+    updates = llm.run([_prompt(draw), _prompt(draw)], max_new_tokens=60, batch_size=2)
+    for _ in range(draw.randrange(4)):
+        next(updates)
+
+
+def _failing(llm: Any, draw: random.Random) -> None:
+    def exclude(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + float("-inf") if ids.shape[1] > 20 else scores
+
+    try:
+        llm.generate(_prompt(draw)[:10], max_new_tokens=30, logits_processor=exclude)
+    except LookaheadError:
+        return
+    raise AssertionError("no token was left, and no error said so")
+
+
+def _called(llm: Any, draw: random.Random) -> None:
+    ids = torch.tensor([_prompt(draw)] * 2)
+    llm.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=draw.randrange(1, 60), do_sample=True,
+        custom_generate=lookahead.generate, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+
+
+def _prompt(draw: random.Random) -> list[int]:
+    return [3 + draw.randrange(90) for _ in range(draw.randrange(4, 40))] * draw.randrange(1, 4)
+
+
+def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
+    """``count`` generations of many kinds, on the compiled path and on that of transformers.
+
+    Args:
+        leak: called with the number of every generation; for the proof that a leak is found.
+    """
+    found, first = Findings(), max(count // 10, 30)
+    llms = [lookahead.LLM(tiny_model(family, eos_token_id=None)) for family in ("llama", "gemma2")]
+    states = [llm.warm_state(config={"max_entries": 1000}) for llm in llms]
+
+    def ordinary(**options: Any) -> Callable[[Any, random.Random], Any]:
+        return lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=draw.randrange(1, 80), **options)
+
+    kinds: list[Callable[[Any, random.Random], Any]] = [
+        ordinary(),
+        ordinary(temperature=1.0),
+        ordinary(method="lookahead"),
+        ordinary(method="autoregressive"),
+        ordinary(method="prompt-lookup", temperature=0.7, top_p=0.9),
+        lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=50, pool=states[llms.index(llm)]),
+        lambda llm, draw: llm.generate([_prompt(draw) for _ in range(4)], max_new_tokens=30, batch_size=2),
+        _abandoned,
+        _failing,
+        _called,
+    ]
+    before: tuple[int, int, int] | None = None
+    for number in range(count):
+        draw = random.Random(number)
+        kinds[number % len(kinds)](llms[number // len(kinds) % 2], draw)
+        if leak is not None:
+            leak(number)
+        if number == first - 1:
+            before = _resources()
+    after = _resources()
+    assert before is not None, f"at least {first} generations are needed, got {count}"
+    started = time.process_time()
+    time.sleep(1.0)
+    busy = time.process_time() - started
+    for what, old, new, room in zip(
+        ("MiB of memory", "threads", "open files"), before, after, (GROWTH, 0.0, 0.0), strict=True
+    ):
+        found.facts.append(f"{what} after {first} and after {count} generations: {old} and {new}")
+        found.expect(new <= old * (1 + room), found.facts[-1])
+    found.facts.append(f"processor time in an idle second: {busy:.3f} s")
+    found.expect(busy <= IDLE, found.facts[-1])
+    return found
+
+
+def _resources() -> tuple[int, int, int]:
+    """Resident memory in MiB, threads, open files."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident >> 20, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+# ---------------------------------------------------------------- long texts
+
+
+def texts(count: int) -> Findings:
+    """Texts of ``count`` tokens of three models, greedy and sampled, by each method as plainly."""
+    found, compared = Findings(), 0
+    limit = {"max_position_embeddings": count + 64, "initializer_range": 0.1, "eos_token_id": None}
+    models = {
+        "llama": tiny_model("llama", **limit),
+        "mistral with a window of 100": tiny_model("mistral-sliding", **{**limit, "sliding_window": 100}),
+        "gemma2": tiny_model("gemma2", **{**limit, "sliding_window": 100}),
+    }
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 9, 11, 5, 6]])
+    for name, model in models.items():
+        model.generation_config.eos_token_id = None
+        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+            options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count}
+            torch.manual_seed(0)
+            plain = model.generate(prompt, **options)[0].tolist()
+            for settings in ({"max_rows": 32, "budget": False}, "7,5,7"):
+                stats: list[Any] = []
+                torch.manual_seed(0)
+                ours = model.generate(
+                    prompt,
+                    custom_generate=lookahead.generate,
+                    lookahead_config=settings,
+                    stats=stats,
+                    **options,
+                )[0].tolist()
+                place = first_divergence(ours, plain)
+                kind = f"{name}, {'sampled' if options['do_sample'] else 'greedy'}, {settings}"
+                found.expect(place is None, f"{kind}: differs at token {place}")
+                found.expect(stats[0].accepted > 0, f"{kind}: no draft was accepted")
+                compared += count
+    found.facts.append(f"{compared} tokens in texts of {count}, of {', '.join(models)}")
+    return found
+
+
+# ---------------------------------------------------------------- kills and interrupts
+
+
+def kills(count: int) -> Findings:
+    """Kill -9 and SIGINT in turn at random moments; the output is then that of one run without any."""
+    found, moments = Findings(), random.Random(count)
+    with tempfile.TemporaryDirectory() as folder:
+        model, source, out, whole = (Path(folder) / name for name in ("model", "in", "out", "whole"))
+        toy.save(model)
+        rows = [{"id": ("same", None, i)[i % 3], "prompt": PROMPT[i % 20 :]} for i in range(4 * count + 12)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        base = [
+            sys.executable, "-m", "lookahead", "generate", str(model), "--input", str(source), "--batch-size", "3",
+            "--max-new-tokens", "40", "--ignore-eos", "--temperature", "0.8", "--seed", "5",
+        ]  # fmt: skip
+        began = time.monotonic()
+        assert _start([*base, "--output", str(whole)]).wait() == 0
+        length = time.monotonic() - began
+        command = [*base, "--output", str(out), "--resume"]
+        for number in range(count):
+            sort = signal.SIGKILL if number % 2 == 0 else signal.SIGINT
+            _signalled(command, out, sort, moments, length, found)
+        assert _start(command).wait() == 0
+        compare(out, whole, found)
+    found.facts.append(
+        f"{count} signals (kill -9 and Ctrl-C in turn), {len(rows)} prompts: each has its one result"
+    )
+    return found
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(Path(lookahead.__file__).parents[1])}
+    # A shell's background job inherits an ignored interrupt; a user's command does not.
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def _signalled(
+    command: list[str],
+    out: Path,
+    sort: signal.Signals,
+    moments: random.Random,
+    length: float,
+    found: Findings,
+) -> None:
+    """Run the command, end it at a random moment (while it loads, or some records later), and look at the file."""
+    before = out.read_bytes() if out.exists() else b""
+    process = _start(command)
+    loading = moments.random() < 0.25
+    wanted = before.count(b"\n") + moments.randrange(1, 5)
+    deadline = time.monotonic() + (moments.random() * length if loading else 120)
+    while process.poll() is None and time.monotonic() < deadline:
+        if not loading and out.exists() and out.read_bytes().count(b"\n") >= wanted:
+            time.sleep(moments.random() * 0.02)
+            break
+        time.sleep(0.001)
+    process.send_signal(sort)
+    _, said = process.communicate(timeout=120)
+    after = out.read_bytes() if out.exists() else b""
+    kept = before[: before.rfind(b"\n") + 1]
+    found.expect(after.startswith(kept), f"after {sort.name}: records that were there are gone")
+    if sort is signal.SIGINT and len(after) > len(kept):  # at work, so it is the command that takes it
+        found.expect(process.returncode in (0, 130), f"after {sort.name}: status {process.returncode}")
+        found.expect("Traceback" not in said, f"after {sort.name}: {said}")
+        found.expect(after.endswith(b"\n"), f"after {sort.name}: a torn line")
+
+
+def compare(out: Path, whole: Path, found: Findings) -> None:
+    """Both files have the same result for every line of the input, and each only once."""
+    given, expected = _known(out), _known(whole)
+    for line, records in expected.items():
+        count = len(given.get(line, []))
+        found.expect(count == 1, f"input line {line} has {count} results")
+        found.expect(
+            count == 0 or given[line] == records, f"input line {line} has another result than in one run"
+        )
+    found.expect(set(given) <= set(expected), "there are results of lines that are not in the input")
+
+
+def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Input line -> its records, without times and what follows from times."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        found.setdefault(record["line"], []).append({k: v for k, v in record.items() if k not in TIMED})
+    return found
+
+
+# ---------------------------------------------------------------- the command
+
+
+FORMS = {"memory": (memory, 1000), "texts": (texts, 4000), "kills": (kills, 50)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("form", choices=FORMS)
+    parser.add_argument("--count", type=int, help="generations, tokens of a text, or signals")
+    parser.add_argument("--report", type=Path, help="add a section to this page")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    form, usual = FORMS[given.form]
+    count = given.count if given.count is not None else usual
+    found = form(count)
+    lines = [
+        f"## {given.form.capitalize()}",
+        "",
+        f"`python tests/soak.py {given.form} --count {count}`: **{len(found.wrong)} findings**",
+        "",
+        *(f"- {line}" for line in found.facts),
+        *(f"- **wrong**: {line}" for line in found.wrong),
+    ]
+    section = "\n".join(lines) + "\n"
+    if given.report is not None:
+        with given.report.open("a") as page:
+            page.write("\n" + section)
+    print(section)
+    sys.exit(1 if found.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The soak in its short forms, and the proof that each can fail."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import soak
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+
+
+def form(*words):
+    """A process of its own: nothing of other tests is in its memory."""
+    source = str(Path(soak.lookahead.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, str(HERE / "soak.py"), *map(str, words)],
+        env=soak.os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_memory_is_flat_and_nothing_is_left_behind(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+    done = form("memory", "--count", 100, "--report", page)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert page.read_text().startswith("# A page\n\n## Memory\n\n`python tests/soak.py memory --count 100`")
+
+
+def test_long_texts_are_those_of_plain_decoding():
+    found = soak.texts(600)
+    assert not found.wrong, found.wrong
+
+
+@pytest.mark.timeout(600)
+def test_a_command_that_is_killed_loses_and_doubles_nothing():
+    found = soak.kills(4)
+    assert not found.wrong, found.wrong
+
+
+def test_what_is_left_behind_is_found(tmp_path, monkeypatch):
+    kept = []
+
+    def leak(number):
+        if number >= 30:
+            file = (tmp_path / str(number)).open("w")
+            kept.append((bytearray(b"x") * (8 << 20), file, threading.Event()))
+            threading.Thread(target=kept[-1][2].wait, daemon=True).start()
+
+    def spin(seconds):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+
+    monkeypatch.setattr(soak.time, "sleep", spin)
+    try:
+        said = " ".join(soak.memory(40, leak).wrong)
+    finally:
+        for _, file, event in kept:
+            file.close()
+            event.set()
+    for what in ("MiB of memory", "threads", "open files", "processor time"):
+        assert what in said
+
+
+def test_a_wrong_token_in_a_long_text_is_found(accept_a_wrong_node):
+    assert any("differs at token" in line for line in soak.texts(40).wrong)
+
+
+@pytest.mark.parametrize("change", ["lost", "doubled", "another", "foreign"])
+def test_a_damaged_output_is_found(change, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    lines = [json.dumps({"id": i, "line": i, "text": "a", "seconds": i}) + "\n" for i in range(1, 4)]
+    whole.write_text("".join(lines))
+    damaged = {
+        "lost": lines[:2],
+        "doubled": [*lines, lines[0]],
+        "another": [*lines[:2], lines[2].replace('"a"', '"b"')],
+        "foreign": [*lines, lines[2].replace('"line": 3', '"line": 4')],
+    }
+    for content, expected in ((reversed(lines), 0), (damaged[change], 1)):
+        out.write_text("".join(content))
+        found = soak.Findings()
+        soak.compare(out, whole, found)
+        assert len(found.wrong) == expected, found.wrong
