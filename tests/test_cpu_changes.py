@@ -96,6 +96,15 @@ def test_hooks_for_every_module_are_not_passed_by() -> None:
     assert make_target(model).path == "cpu"
 
 
+def test_an_llm_names_the_path_of_its_next_call() -> None:
+    llm = lookahead.LLM(tiny())
+    assert llm.path == "cpu"
+    handle = llm.model.model.layers[1].register_forward_hook(_halved)
+    assert llm.path == "transformers"
+    handle.remove()
+    assert llm.path == "cpu"
+
+
 def test_a_model_that_is_left_alone_is_compiled_once() -> None:
     model = tiny()
     first = make_target(model).compiled

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
@@ -275,7 +280,7 @@ def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_path_is_refused() -> None:
-    with pytest.raises(SettingsError, match="path must be 'auto', 'cpu'"):
+    with pytest.raises(SettingsError, match="path must be one of 'auto', 'cpu'"):
         make_target(tiny(), path="fast")
 
 
@@ -293,6 +298,26 @@ def test_where_numba_cannot_compile_transformers_serves_and_says_why(monkeypatch
     assert "more" not in target.reason
     with pytest.raises(SettingsError, match="no locator"):
         make_target(tiny(), path="cpu")
+
+
+def test_without_numbas_compiler_transformers_serves_and_says_why() -> None:
+    program = """
+import lookahead
+from lookahead.testing import tiny_model
+llm = lookahead.LLM(tiny_model("llama", seed=1))
+target = llm.target()
+print(target.path, target.reason)
+print(len(llm.generate([3, 1, 4], max_new_tokens=4, method="lookahead").tokens))
+"""
+    source = str(Path(lookahead.__file__).parents[1])
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": source}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    path, tokens = done.stdout.splitlines()
+    assert path.startswith("transformers ")
+    assert "NUMBA_DISABLE_JIT" in path
+    assert tokens == "4"
 
 
 def test_memory_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

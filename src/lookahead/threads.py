@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 
@@ -36,12 +35,10 @@ def _setter() -> Callable[[int], object]:
 
 class _Local(threading.local):
     depth = 0
-    #: What an outermost block found, where it is not to stay at one.
-    before: int | None = None
+    before: int | None = None  # what an outermost block found, where it is not to stay at one
 
 
-_local = _Local()
-_set = _setter()
+_local, _set = _Local(), _setter()
 
 
 class OneThread:
@@ -55,9 +52,7 @@ class OneThread:
                 _set(1)
         _local.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if _local.depth <= 1:
             thread_count()
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -104,7 +103,7 @@ class LLM:
             return frozenset()
         return frozenset([given] if isinstance(given, int) else given)
 
-    @cached_property
+    @property
     def path(self) -> str:
         """What evaluates steps, as ``Target.path`` names it."""
         return self.target().path

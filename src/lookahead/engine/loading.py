@@ -297,4 +297,3 @@ def refresh(model: Any) -> None:
         return
     forget(model.model)
     model.probe = probe(model.model)
-    vars(model).pop("path", None)  # found again when it is asked for

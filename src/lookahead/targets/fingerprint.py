@@ -50,29 +50,19 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         for settings in {id(config): config, id(text): text}.values():
             found.append(repr([item for item in vars(settings).items() if item[0][:1] != "_"]))
         found.append(getattr(config, "_attn_implementation", None))
-    _look_at(model, found, set())
-    return tuple(found)
-
-
-def _look_at(module: nn.Module, found: list[Any], seen: set[int]) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    attributes = vars(module)
-    found += (
-        id(module),
-        type(module).forward,
-        id(attributes.get("forward")),  # not itself, which may hold the model
-        *map(id, module._forward_hooks.values()),
-        None,
-        *map(id, module._forward_pre_hooks.values()),
-    )
-    for tensors in (module._parameters, module._buffers):
-        for tensor in tensors.values():
+    for module in model.modules():
+        attributes = vars(module)
+        found += (
+            id(module),
+            type(module).forward,
+            id(attributes.get("forward")),  # not itself, which may hold the model
+            *map(id, module._forward_hooks.values()),
+            None,
+            *map(id, module._forward_pre_hooks.values()),
+        )
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 version = 0 if tensor.is_inference() else tensor._version
                 found += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
-    found += [value for value in attributes.values() if type(value) in PLAIN]
-    for child in module._modules.values():
-        if child is not None:
-            _look_at(child, found, seen)
+        found += [value for value in attributes.values() if type(value) in PLAIN]
+    return tuple(found)

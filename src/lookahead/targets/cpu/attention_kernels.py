@@ -15,8 +15,8 @@ from numba import types
 from numba.core import cgutils
 
 from . import llvm
-from .epilogue import exponential, store_rounded
 from .execution_plan import KEY_BLOCK, SCORE_BLOCK
+from .gemm import exponential, store_rounded
 from .llvm import F32, VOID, ZEROS, call, const, load_numbers, offset
 from .microkernel import load_tile, tile
 from .numeric_format import Format
@@ -54,28 +54,23 @@ def score_of(numbers: Format) -> Any:
     size, narrow = numbers.stored.bytes, numbers.stored.is_bf16
 
     def emit(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any, count: Any) -> None:
+        row = builder.mul(head, const(4))
+
         def some(queries: int, q: Any) -> None:
             blocks = (2 if queries == 8 else 4) if LANES == 16 else 1
-            mine, line_of = offset(builder, query, (builder.mul(head, q), 4)), offset(builder, out, (line, q))
             for first in range(0, SCORE_BLOCK // KEY_BLOCK, blocks):
 
                 def parts(d: Any, first: int = first) -> list[Any]:
-                    within = offset(builder, keys, (d, KEY_BLOCK * size))
-                    starts = [
-                        offset(builder, within, (head, KEY_BLOCK * size * (first + n))) for n in range(blocks)
-                    ]
-                    vectors = [
+                    within = offset(builder, keys, (d, KEY_BLOCK * size), (head, KEY_BLOCK * size * first))
+                    starts = [offset(builder, within, (head, KEY_BLOCK * size * n)) for n in range(blocks)]
+                    places = [
                         (start, v * LANES * size) for start in starts for v in range(KEY_BLOCK // LANES)
                     ]
-                    return [load_numbers(builder, offset(builder, *place), narrow) for place in vectors]
+                    return [load_numbers(builder, offset(builder, *place), narrow) for place in places]
 
-                def factor(d: Any, q: int) -> Any:
-                    return load_numbers(builder, offset(builder, mine, (head, 4 * q), (d, 4)), False, 1)
-
-                def place(q: int, v: int, first: int = first) -> Any:
-                    return offset(builder, line_of, (line, q), 4 * (KEY_BLOCK * first + LANES * v))
-
-                llvm.accumulate(builder, queries, blocks * KEY_BLOCK // LANES, head, parts, factor, place)
+                factors = offset(builder, query, (row, q)), row
+                sums = offset(builder, out, (line, q), 4 * KEY_BLOCK * first), line
+                llvm.accumulate(builder, queries, blocks * KEY_BLOCK // LANES, head, parts, factors, sums)
 
         llvm.in_blocks(builder, count, [n for n in (8, 4, 2, 1) if n <= QUERIES], some)
 
@@ -89,27 +84,18 @@ def weighted_sum_of(numbers: Format) -> Any:
     def emit(
         builder: Any, weights: Any, line: Any, values: Any, columns: Any, out: Any, head: Any, count: Any
     ) -> None:
-        step = builder.mul(head, const(size))
+        column_bytes, row = builder.mul(head, const(size)), builder.mul(head, const(4))
 
         def wide(vectors: int, first: Any) -> None:
-            here = offset(builder, values, (first, LANES * size))
+            def parts(column: Any) -> list[Any]:
+                begin = offset(builder, values, (first, LANES * size), (column, column_bytes))
+                places = [offset(builder, begin, size * LANES * v) for v in range(vectors)]
+                return [load_numbers(builder, place, narrow) for place in places]
 
             def some(queries: int, q: Any) -> None:
-                mine, sums = offset(builder, weights, (line, q)), offset(builder, out, (first, 4 * LANES))
-                sums = offset(builder, sums, (builder.mul(head, q), 4))
-
-                def parts(column: Any) -> list[Any]:
-                    begin = offset(builder, here, (column, step))
-                    places = [offset(builder, begin, size * LANES * v) for v in range(vectors)]
-                    return [load_numbers(builder, place, narrow) for place in places]
-
-                def factor(column: Any, q: int) -> Any:
-                    return load_numbers(builder, offset(builder, mine, (line, q), (column, 4)), False, 1)
-
-                def place(q: int, v: int) -> Any:
-                    return offset(builder, sums, (head, 4 * q), 4 * LANES * v)
-
-                llvm.accumulate(builder, queries, vectors, columns, parts, factor, place, add=True)
+                factors = offset(builder, weights, (line, q)), line
+                sums = offset(builder, out, (first, 4 * LANES), (row, q)), row
+                llvm.accumulate(builder, queries, vectors, columns, parts, factors, sums, add=True)
 
             most = QUERIES if vectors > 1 else 1
             llvm.in_blocks(builder, count, [n for n in (4, 2, 1) if n <= most], some)
@@ -120,7 +106,7 @@ def weighted_sum_of(numbers: Format) -> Any:
 
 
 def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
-    largest = cgutils.alloca_once_value(builder, llvm.numbers(float("-inf")))
+    largest = cgutils.alloca_once_value(builder, llvm.lanes(float("-inf")))
     with cgutils.for_range(builder, vectors) as loop:
         value = load_numbers(builder, offset(builder, scores, (loop.index, 4 * LANES)), False)
         before = builder.load(largest)
@@ -133,7 +119,7 @@ def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
         value = builder.fsub(load_numbers(builder, place, False), top)
         power = exponential(builder, value)
         # What is too small to count is nothing at all, so that lanes behind the end are.
-        power = builder.select(builder.fcmp_ordered("<", value, llvm.numbers(-87.0)), ZEROS, power)
+        power = builder.select(builder.fcmp_ordered("<", value, llvm.lanes(-87.0)), ZEROS, power)
         llvm.store_vector(builder, power, place)
         builder.store(builder.fadd(builder.load(total), power), total)
     arguments = [ir.Constant(F32, 0.0), builder.load(total)]

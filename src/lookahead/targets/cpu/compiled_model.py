@@ -14,25 +14,15 @@ from transformers import PreTrainedModel
 
 from ...threads import thread_count
 from ..facts import ModelFacts
+from . import packed_weights as packing
 from .architectures import Linear, ModelParts, Norm, Unsupported, read_parts
-from .buffer_pool import BufferPool
 from .execution_plan import KEY_BLOCK, LAYER, PLAN, ExecutionState, Segment
 from .forward_pass import pass_address
 from .kv_cache import KVCache
 from .microkernel import GROUP
 from .numeric_format import Format, format_for
-from .packed_weights import (
-    Arena,
-    gate_and_up,
-    joined,
-    pack,
-    packed_bytes,
-    paired,
-    paired_heads,
-    round_up,
-    tile_config,
-)  # fmt: skip
-from .pass_logits import PassLogits
+from .packed_weights import Arena, round_up
+from .pass_logits import BufferPool, PassLogits
 from .rope import RotaryTable
 from .thread_pool import thread_pool
 
@@ -79,23 +69,24 @@ class CompiledModel:
         plan, size, arena = self._model[0], self.head_size, None
         for record, layer in zip(self._layers, parts.layers, strict=True):
             of, norms = layer.linears, layer.norms
-            queries, keys = paired_heads(of["query"], size), paired_heads(of["key"], size)
+            queries, keys = packing.paired_heads(of["query"], size), packing.paired_heads(of["key"], size)
             linears = {
-                "qkv": joined(queries, keys, of["value"]), "output": of["output"],
-                "gate_up": gate_and_up(of["gate"], of["up"]), "down": of["down"],
+                "qkv": packing.joined(queries, keys, of["value"]), "output": of["output"],
+                "gate_up": packing.gate_and_up(of["gate"], of["up"]), "down": of["down"],
             }  # fmt: skip
             if arena is None:  # every layer takes as much as the first
-                each = sum(round_up(packed_bytes(linear, self.numbers), 64) for linear in linears.values())
-                arena = Arena(len(parts.layers) * each + packed_bytes(parts.head, self.numbers))
+                each = sum(
+                    round_up(packing.packed_bytes(linear, self.numbers), 64) for linear in linears.values()
+                )
+                arena = Arena(len(parts.layers) * each + packing.packed_bytes(parts.head, self.numbers))
             for name, linear in linears.items():
                 record[name] = self._linear(linear, arena)
             for name in ("attention_norm", "feed_forward_norm"):
                 record[name] = self._norm(norms[name])
             if "query_norm" in norms:
                 query, key = norms["query_norm"], norms["key_norm"]
-                weights = [query.weight[paired(size)]] * self.heads + [
-                    key.weight[paired(size)]
-                ] * self.key_heads
+                order = packing.paired(size)
+                weights = [query.weight[order]] * self.heads + [key.weight[order]] * self.key_heads
                 record["head_norm"] = self._norm(Norm(torch.stack(weights), query.epsilon))
             record["window"], record["rotates"], record["scale"] = layer.window, layer.rotates, layer.scale
         assert arena is not None
@@ -120,7 +111,7 @@ class CompiledModel:
 
     def _linear(self, linear: Linear, arena: Arena, padding: float = 0.0) -> tuple[int, int, int, int, int]:
         """The record ``execution_plan.LINEAR`` of packed weights."""
-        weights, bias, steps = pack(linear, self.numbers, arena, padding)
+        weights, bias, steps = packing.pack(linear, self.numbers, arena, padding)
         self._kept += [weights, bias]
         groups, size = weights.shape
         return weights.data_ptr(), size, bias.data_ptr(), steps, groups
@@ -132,8 +123,8 @@ class CompiledModel:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
-        pair = self.numbers.key_pair
-        return KVCache(len(self._layers), self.key_heads, self.padded_head, capacity, self.dtype, pair)
+        shape = len(self._layers), self.key_heads, self.padded_head
+        return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
 
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
@@ -152,6 +143,8 @@ class CompiledModel:
         Raises:
             IndexError: a token is not in the vocabulary.
         """
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
         pool = thread_pool(thread_count())
         # Not given back where something is raised: helpers may still be at work on it after an interrupt.
         try:
@@ -167,29 +160,19 @@ class CompiledModel:
         p["peaks"] = memory.ctypes.data + len(reads) * int(p["logits_stride"])
         p["rotary"], p["cache"] = rotary.data_ptr(), cache.storage.data_ptr()
         p["cache_layer"], p["cache_slot"], p["cache_head"] = cache.strides()
-        state.tile_config[:] = tile_config(len(tokens))
+        state.tile_config[:] = packing.tile_config(len(tokens))
         state.holds = (self, memory, rotary, cache.storage)
         start = perf_counter()
         pool.run(self._job, state.address, state)
         seconds, total = perf_counter() - start, int(p["total_ticks"]) or 1
         self.last_pass = PassTime(seconds, p["gemm_ticks"] / total, p["attention_ticks"] / total)
-        state.holds = None
-        if p["unknown_token"]:
-            self._idle.append(state)
-            raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
-        best = state.winners[: len(reads)].tolist()
+        best, state.holds = state.winners[: len(reads)].tolist(), None
         self._idle.append(state)
         return PassLogits(memory, self.dtype, len(reads), self.vocabulary, best)
 
 
 def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
-    """Lay a model's weights out for compiled passes and compile these, or load them from disk.
-
-    Nothing is compared with the model's own code here; ``CpuTarget`` runs the result.
-
-    Args:
-        model: is read and not changed.
-        facts: of its transformers target.
+    """Copy a model's weights for compiled passes and compile these, or load them from disk; nothing is compared.
 
     Raises:
         Unsupported: with one line that says why; the model's own code serves then.

@@ -7,8 +7,7 @@ the same names (``llvm.record_at``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,52 +22,45 @@ KEY_BLOCK, SCORE_BLOCK = 16, 64
 QUERY_BLOCK = 16
 
 
-def _integers(names: str) -> list[tuple[str, str]]:
-    return [(name, "i8") for name in names.split()]
+def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
+    """A record of (names, type)."""
+    return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
 
 
-def _record(*fields: Any) -> np.dtype[Any]:
-    return np.dtype(list(fields), align=True)
-
-
-LINEAR = _record(*_integers("weights group_bytes bias steps groups"))
+LINEAR = _record(("weights group_bytes bias steps groups", "i8"))
 #: Of a norm over each head, weights are (H + K, D); address 0 where there is none.
 NORM = _record(("weight", "i8"), ("epsilon", "f4"))
 LAYER = _record(
-    *((name, NORM) for name in ("attention_norm", "feed_forward_norm", "head_norm")),
-    *((name, LINEAR) for name in ("qkv", "output", "gate_up", "down")),
-    *_integers("window rotates"),
+    ("attention_norm feed_forward_norm head_norm", NORM),
+    ("qkv output gate_up down", LINEAR),
+    ("window rotates", "i8"),
     ("scale", "f4"),
 )
 #: The rows of one sequence: its slot, committed tokens T, its first row in the pass, and how many; whether each row
 #: sees all rows before it, as in a prompt.
-SEGMENT = _record(*_integers("slot length first_row rows is_chain"))
+SEGMENT = _record(("slot length first_row rows is_chain", "i8"))
 PLAN = _record(
     # the model: D is the size of a head, padded_head what the cache and queries hold of it
-    *_integers("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding"),
-    *((name, NORM if "norm" in name else LINEAR) for name in ("final_norm", "lm_head")),
+    ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
+    ("final_norm", NORM),
+    ("lm_head", LINEAR),
     # buffers: rows, what gemms read and write (normed: one for each thread), queries, scratch of each thread
-    *_integers("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride"),
-    *_integers("qkv qkv_stride query scratch scratch_each score_line tile_config winners"),
+    ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
+    ("qkv qkv_stride query scratch scratch_each score_line tile_config winners", "i8"),
     # the cache, from layer to layer, slot to slot and head to head
-    *_integers("cache cache_layer cache_slot cache_head"),
+    ("cache cache_layer cache_slot cache_head", "i8"),
     # the step; a tree row's columns are path_columns[path_ends[row]:path_ends[row + 1]]
-    *_integers("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary"),
-    *_integers("logits logits_stride peaks peaks_stride"),
+    ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
+    ("logits logits_stride peaks peaks_stride", "i8"),
     # what a pass reports
-    *_integers("unknown_token gemm_ticks attention_ticks total_ticks"),
+    ("gemm_ticks attention_ticks total_ticks", "i8"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One sequence's share of a pass.
+class Segment(NamedTuple):
+    """One sequence's share of a pass: its slot in the cache, T committed tokens, and how many rows.
 
-    Attributes:
-        slot: its place in the cache.
-        length: T, committed tokens.
-        rows: how many, behind those of the segments before.
-        tree: who sees whom; None for a piece of a prompt, where each row sees all rows before it.
+    ``tree`` says who sees whom; None for a piece of a prompt, where each row sees all rows before it.
     """
 
     slot: int
@@ -98,14 +90,11 @@ class ExecutionState:
 
     def reserve(self, rows: int, length: int, threads: int) -> None:
         """Buffers for at least so many rows, over so many columns, for so many threads."""
-        wanted = (rows, length, threads)
-        if all(have >= want for have, want in zip(self._capacity, wanted, strict=True)):
+        have_rows, have_length, have_threads = self._capacity
+        if have_rows >= rows and have_length >= length and have_threads >= threads:
             return
-        rows, length = (
-            max(1 << (n - 1).bit_length(), have)
-            for n, have in zip((rows, length), self._capacity, strict=False)
-        )
-        rows, threads = max(rows, ROW_BLOCK), max(threads, self._capacity[2])
+        rows = max(1 << (rows - 1).bit_length(), have_rows, ROW_BLOCK)
+        length, threads = max(1 << (length - 1).bit_length(), have_length), max(threads, have_threads)
         self._capacity = rows, length, threads
         p = self.plan
         # Rows and columns more than are used; what lies behind the used inner numbers must stay zero.
@@ -166,4 +155,3 @@ class ExecutionState:
             p[name] = address
             address += 8 * len(part)
         p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
-        p["unknown_token"] = 0

@@ -15,15 +15,14 @@ from numba import carray, cfunc, types
 from numba.extending import overload
 
 from .attention import attention_of
-from .barrier import barrier, share
 from .execution_plan import LAYER, PLAN, SEGMENT
 from .gemm import gemm_of
 from .llvm import VOID, at, call, emitted, floats_at, integers_at, jit, record_at, ticks
 from .microkernel import GROUP
 from .numeric_format import FORMATS, Format
 from .processor import STAMP
-from .rms_norm import rms_norm_of
-from .rope import rope_of
+from .rope import rms_norm_of, rope_of
+from .thread_pool import barrier, share
 
 #: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
 FEW_ROWS = 2
@@ -35,7 +34,7 @@ release_tiles = emitted(lambda b: call(b, "llvm.x86.tilerelease", VOID, []) and 
 
 
 def _embed_of(numbers: Format) -> Any:
-    """Rows begin..end of the embedding (V, hidden), in fp32; a token that is not there is reported."""
+    """Rows begin..end of the embedding (V, hidden), in fp32."""
     weights_at, widen = numbers.stored.pointer, numbers.stored.widen
 
     def embed(p: Any, begin: int, end: int) -> None:
@@ -43,12 +42,8 @@ def _embed_of(numbers: Format) -> Any:
         weights = carray(weights_at(p.embedding), (p.vocabulary, p.hidden))
         for r in range(begin, end):
             out = carray(floats_at(p.x + p.x_stride * r), (p.hidden,))
-            token = tokens[r]
-            if token < 0 or token >= p.vocabulary:
-                p.unknown_token = 1
-                token = 0
             for i in range(p.hidden):
-                out[i] = widen(weights[token, i])
+                out[i] = widen(weights[tokens[r], i])
 
     return jit(embed, numbers.name)
 
@@ -124,7 +119,7 @@ def _best_token_of(numbers: Format) -> Any:
 
 
 def _pass_of(numbers: Format) -> Any:
-    """The pass of one thread; ``arrived`` threads were counted before it (``barrier``)."""
+    """The pass of one thread; ``arrived`` threads were counted before it (``thread_pool``)."""
     store, add, gate, keep_logits = gemm_of(numbers)
     rms_norm, embed = rms_norm_of(numbers), _embed_of(numbers)
     rotate, attend = _attention_stages(numbers)

@@ -20,8 +20,8 @@ class KVCache:
     """Preallocated keys and values of many sequences; capacity and slots grow by doubling.
 
     Args:
-        layers, key_heads, head_size: its shape; D as it is padded.
         capacity: tokens per slot to begin with.
+        head_size: D as it is padded.
         key_pair: neighbours of a key that lie together.
     """
 
@@ -31,10 +31,6 @@ class KVCache:
         self.key_heads, self.slots, self._key_pair = key_heads, 1, key_pair
         self.capacity = round_up(max(capacity, 1), SCORE_BLOCK)
         self.storage = torch.zeros(layers, 1, 2 * key_heads, self.capacity, head_size, dtype=dtype)
-
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.storage.numel() * self.storage.element_size()
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Make room for at least this many slots and tokens per slot, doubling what is too small."""
@@ -57,12 +53,9 @@ class KVCache:
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Commit: bring the pending rows ``path`` of a slot in line behind its ``length`` tokens."""
-        # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
-        start = next((i for i, row in enumerate(path) if row != i), len(path))
-        if start == len(path):
+        if list(path) == list(range(len(path))):  # they lie in place
             return
-        source = torch.tensor([length + row for row in path[start:]])
-        target = torch.arange(length + start, length + len(path))
+        source, target = torch.tensor(path) + length, torch.arange(len(path)) + length
         mine = self.storage[:, slot]
         values = mine[:, self.key_heads :]
         values[:, :, target] = values[:, :, source]

@@ -109,7 +109,7 @@ def broadcast(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, integers(0))
 
 
-def numbers(value: float) -> ir.Constant:
+def lanes(value: float) -> ir.Constant:
     """A constant in every lane."""
     return ir.Constant(VECTOR, [ir.Constant(F32, value)] * LANES)
 
@@ -128,33 +128,35 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def accumulate(
     builder: Any, rows: int, columns: int, steps: Any, parts: Callable[[Any], Sequence[Any]],
-    factor: Callable[[Any, int], Any], out: Callable[[int, int], Any], add: bool = False,
-    multiply: Any = multiply_add,
+    factors: tuple[Any, Any], out: tuple[Any, Any], add: bool = False, multiply: Any = multiply_add,
 ) -> None:  # fmt: skip
     """Sums (rows, columns) of vectors, held in registers: each step adds its parts times each row's factor.
 
     Args:
         parts: (step) -> vectors, one for each column.
-        factor: (step, row) -> a number, which goes to every lane.
-        out: (row, column) -> the address of a sum.
+        factors, out: addresses of a row's factors and sums, with the bytes from row to row.
         add: sums begin with what lies there.
     """
-    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(columns)] for _ in range(rows)]
-    places = [(r, v) for r in range(rows) for v in range(columns)]
-    for r, v in places:
-        builder.store(load_numbers(builder, out(r, v), False) if add else ZEROS, sums[r][v])
+
+    def place(r: int, v: int) -> Any:
+        return offset(builder, out[0], (out[1], r), 4 * LANES * v)
+
+    sums = {(r, v): cgutils.alloca_once(builder, VECTOR) for r in range(rows) for v in range(columns)}
+    for at_sum, total in sums.items():
+        builder.store(load_numbers(builder, place(*at_sum), False) if add else ZEROS, total)
     with cgutils.for_range(builder, steps) as loop:
         loaded = parts(loop.index)
         for r in range(rows):
-            lanes = broadcast(builder, factor(loop.index, r))
+            factor = load(builder, offset(builder, factors[0], (factors[1], r), (loop.index, 4)), F32, 4)
+            wide = broadcast(builder, factor)
             for v, part in enumerate(loaded):
-                builder.store(multiply(builder, part, lanes, builder.load(sums[r][v])), sums[r][v])
-    for r, v in places:
-        store_vector(builder, builder.load(sums[r][v]), out(r, v))
+                builder.store(multiply(builder, part, wide, builder.load(sums[r, v])), sums[r, v])
+    for at_sum, total in sums.items():
+        store_vector(builder, builder.load(total), place(*at_sum))
 
 
 def in_blocks(builder: Any, count: Any, sizes: Sequence[int], emit: Callable[[int, Any], None]) -> None:
-    """``emit(size, first)`` for ``count`` rows, as many at once as ``sizes`` (largest first, 1 last) allow."""
+    """``emit(size, first)`` for ``count`` rows in turn, as many at once as ``sizes`` allow (last is 1)."""
     first: Any = const(0)
     for size in sizes:
         blocks = builder.udiv(builder.sub(count, first), const(size))

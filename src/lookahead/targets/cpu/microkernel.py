@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from . import llvm
-from .llvm import F32, I8, I32, VECTOR, VOID, call, const, load_numbers, offset
+from .llvm import I8, I32, VECTOR, VOID, call, const, load_numbers, offset
 from .numeric_format import Format
 from .processor import LANES, REGISTERS
 
@@ -110,7 +110,8 @@ def microkernel(numbers: Format) -> Any:
     """
     if numbers.kind == "tiles":
         return llvm.emitted(_on_tiles, 6)
-    pairs, narrow = numbers.kind == "pairs", numbers.stored.is_bf16
+    pairs = numbers.kind == "pairs"
+    narrow = numbers.stored.is_bf16 and not pairs
     vector_bytes = numbers.step * numbers.stored.bytes * LANES
 
     def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
@@ -118,20 +119,13 @@ def microkernel(numbers: Format) -> Any:
             here = offset(builder, weights, (step, VECTORS * vector_bytes))
             _prefetch(builder, here, 4096, 1)
             places = [offset(builder, here, v * vector_bytes) for v in range(VECTORS)]
-            if pairs:
-                return [llvm.load(builder, place, llvm.INTEGERS, 4) for place in places]
             return [load_numbers(builder, place, narrow) for place in places]
 
-        kind = I32 if pairs else F32
-
         def some(size: int, first: Any) -> None:
-            begin, place = offset(builder, rows, (stride, first)), offset(builder, out, (first, 4 * GROUP))
-            llvm.accumulate(
-                builder, size, VECTORS, steps, parts,
-                lambda step, r: llvm.load(builder, offset(builder, begin, (stride, r), (step, 4)), kind, 4),
-                lambda r, v: offset(builder, place, 4 * (r * GROUP + v * LANES)),
-                multiply=_dot_pairs if pairs else llvm.multiply_add,
-            )  # fmt: skip
+            factors = offset(builder, rows, (stride, first)), stride
+            sums = offset(builder, out, (first, 4 * GROUP)), 4 * GROUP
+            multiply = _dot_pairs if pairs else llvm.multiply_add
+            llvm.accumulate(builder, size, VECTORS, steps, parts, factors, sums, multiply=multiply)
 
         llvm.in_blocks(builder, count, [size for size in (8, 4, 2, 1) if size <= ROWS_AT_ONCE], some)
 

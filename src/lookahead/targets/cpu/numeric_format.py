@@ -34,11 +34,6 @@ def _from_bf16(value: Any) -> Any:
     return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-@inlined
-def _fp32(value: Any) -> Any:
-    return np.float32(value)
-
-
 @dataclass(frozen=True)
 class Number:
     """A number in memory: its bytes, (address) -> pointer, and to and from fp32."""
@@ -53,7 +48,7 @@ class Number:
         return self.bytes == 2
 
 
-FP32 = Number(4, floats_at, _fp32, _fp32)
+FP32 = Number(4, floats_at, np.float32, np.float32)
 BF16 = Number(2, pointer_to(types.uint16), _to_bf16, _from_bf16)
 
 

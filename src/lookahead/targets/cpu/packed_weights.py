@@ -30,11 +30,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class Arena:
-    """One stretch of memory for many tensors, each on a cache line of its own.
-
-    Args:
-        size: bytes.
-    """
+    """One stretch of ``size`` bytes for many tensors, each on a cache line of its own."""
 
     def __init__(self, size: int) -> None:
         # Kernels read a little ahead of the last weight, never past the end of this.

@@ -1,7 +1,8 @@
-"""Logits of a pass: each row's best token came with it, the k best are found when asked for."""
+"""Logits of a pass, and their memory, which is used again: fresh pages cost more than filling them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,40 @@ from .microkernel import GROUP
 from .packed_weights import round_up
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class BufferPool:
+    """Owns the buffers that nobody uses; whoever acquires one owns it until it is released.
+
+    Args:
+        most: free buffers that are kept; the smallest goes where there are more.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    def acquire(self, size: int) -> Buffer:
+        """At least ``size`` bytes, uint8, of any contents: the smallest free buffer that fits, or a new one."""
+        with self._lock:
+            fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
+        return np.empty(1 << max(0, size - 1).bit_length(), np.uint8)
+
+    def release(self, buffer: Buffer) -> None:
+        """Give a buffer back; its owner must not touch it any more."""
+        with self._lock:
+            self._free.append(buffer)
+            if len(self._free) > self._most:
+                self._free.sort(key=len, reverse=True)
+                self._free.pop()
 
 
 class PassLogits(LogitsBatch):
-    """What one pass has read: logits (1, R, V).
+    """What one pass has read: logits (1, R, V) and each row's best token; the k best are found when asked for.
 
     Args:
         memory: (bytes,) uint8; holds the logits (R, width), then the peaks (R, width / 32) fp32.

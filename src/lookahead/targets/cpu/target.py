@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from ...core import TokenTree
 from ..facts import ModelFacts, memory_errors
-from .buffer_pool import Buffer
 from .compiled_model import CompiledModel
 from .execution_plan import Segment
-from .pass_logits import PassLogits, SegmentScores
+from .pass_logits import Buffer, PassLogits, SegmentScores
 
 #: Rows of a prompt that are evaluated together.
 PROMPT_CHUNK = 512
@@ -37,7 +36,6 @@ class CpuTarget:
         self.vocabulary: int = facts.vocabulary
         self.cache = compiled.new_cache(capacity)
         self.lengths: dict[int, int] = {}
-        self._pending: dict[int, TokenTree] = {}
         self._last: weakref.ref[PassLogits] | None = None
         self._memory: Buffer | None = None
 
@@ -52,12 +50,11 @@ class CpuTarget:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
                 for begin in range(0, len(prompt), PROMPT_CHUNK):
-                    tokens = list(prompt[begin : begin + PROMPT_CHUNK])
-                    rows = len(tokens)
-                    positions = range(begin, begin + rows)
-                    segment = Segment(slot, begin, rows, None)
-                    reads = [rows - 1] if begin + rows == len(prompt) else []
-                    logits = self.compiled.run(tokens, positions, [segment], reads, self.cache)
+                    tokens = prompt[begin : begin + PROMPT_CHUNK]
+                    end = begin + len(tokens)
+                    segment = Segment(slot, begin, len(tokens), None)
+                    reads = [len(tokens) - 1] if end == len(prompt) else []
+                    logits = self.compiled.run(tokens, range(begin, end), [segment], reads, self.cache)
                     self.compiled.buffers.release(logits.detach())  # of one row at most
             self.lengths[slot] = len(prompt)
             scores.append(SegmentScores(logits, 0, [0]))
@@ -66,52 +63,39 @@ class CpuTarget:
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[SegmentScores]:
         """One pass over all trees; their rows lie behind one another, without padding."""
         self._recycle()
-        total = sum(len(tree) for _, tree in trees)
-        with memory_errors(f"a step of {total} rows for {len(trees)} sequences"):
-            self.cache.reserve(
-                max(slot for slot, _ in trees) + 1,
-                max(self.lengths[slot] + len(tree) for slot, tree in trees),
-            )
-            tokens: list[int] = []
-            positions: list[int] = []
-            reads: list[int] = []
-            segments, nodes = [], []
-            for slot, tree in trees:
-                length = self.lengths[slot]
-                segments.append(Segment(slot, length, len(tree), tree))
-                nodes.append(tree.needs_logits_nodes())
-                reads += [len(tokens) + node for node in nodes[-1]]
-                tokens += tree.tokens
-                positions += [length + depth for depth in tree.depths]
+        tokens, positions, reads = list[int](), list[int](), list[int]()
+        segments, parts = [], []
+        for slot, tree in trees:
+            length, nodes = self.lengths[slot], tree.needs_logits_nodes()
+            segments.append(Segment(slot, length, len(tree), tree))
+            parts.append((len(reads), nodes))
+            reads += [len(tokens) + node for node in nodes]
+            tokens += tree.tokens
+            positions += [length + depth for depth in tree.depths]
+        with memory_errors(f"a step of {len(tokens)} rows for {len(trees)} sequences"):
+            room = max(segment.length + segment.rows for segment in segments)
+            self.cache.reserve(max(segment.slot for segment in segments) + 1, room)
             logits = self.compiled.run(tokens, positions, segments, reads, self.cache)
-        self._pending.update(trees)
         self._last, self._memory = weakref.ref(logits), logits.memory
-        scores, start = [], 0
-        for rows in nodes:
-            scores.append(SegmentScores(logits, start, rows))
-            start += len(rows)
-        return scores
+        return [SegmentScores(logits, start, nodes) for start, nodes in parts]
 
     def _recycle(self) -> None:
         """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
-        if self._last is None or self._memory is None:
-            return
-        logits = self._last()
+        logits = self._last() if self._last is not None else None
         if logits is not None:
             logits.detach()
-        self.compiled.buffers.release(self._memory)
+        if self._memory is not None:
+            self.compiled.buffers.release(self._memory)
         self._last = self._memory = None
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bring accepted rows in line; the cost does not depend on the context."""
         for slot, path in paths:
-            self._pending.pop(slot)
             self.cache.move(slot, self.lengths[slot], path)
             self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its room is used again."""
-        self._pending.pop(slot, None)
         self.lengths.pop(slot, None)
         if not self.lengths:
             self._recycle()
