@@ -22,8 +22,6 @@ MIN_PROBABILITY = 0.002
 FLOOR = 0.25
 #: Most edges of one node.
 MAX_EDGES = 128
-#: What ``grow`` returns where it needs no noise.
-DONE = -1
 
 
 @compiled
@@ -88,7 +86,7 @@ def _push(heap: Any, size: int, cost: float, number: int) -> None:
 
 
 @compiled
-def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -> int:
+def add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -> int:
     """A new row; returns its depth."""
     node = tree.progress[0].rows
     row = tree.nodes[node]
@@ -107,7 +105,7 @@ def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) 
 def _begin(tree: Tree, rules: Rules) -> None:
     """The root alone, to be expanded."""
     tree.progress[0].rows = 0
-    _add(tree, rules, -1, rules.tail[2], 1.0)
+    add(tree, rules, -1, rules.tail[2], 1.0)
     tree.heap[0].cost, tree.heap[0].number = -1.0, ~0
     tree.progress[0].heap = 1
 
@@ -116,7 +114,7 @@ def _begin(tree: Tree, rules: Rules) -> None:
 def _take(
     tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, rows: int, max_depth: int, stop: Any
 ) -> int:
-    """Take nodes from the heap until it is empty, or one is too unlikely. Returns what ``grow`` does."""
+    """Take nodes from the heap while they are likely enough; returns the depth of missing noise, or -1."""
     progress, nodes, heap = tree.progress[0], tree.nodes, tree.heap
     while progress.heap > 0 and progress.rows < rows:
         cost, number = heap[0].cost, heap[0].number
@@ -142,11 +140,11 @@ def _take(
             progress.heap -= 1
             _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
         row = progress.rows
-        depth = _add(tree, rules, node, token, -cost)
+        depth = add(tree, rules, node, token, -cost)
         if depth < max_depth and -cost > progress.floor:
             _push(heap, progress.heap, cost * rules.haste, ~row)
             progress.heap += 1
-    return DONE
+    return -1
 
 
 @entry
@@ -167,7 +165,7 @@ def grow(
         fresh: whether to begin; otherwise the noise that was asked for is in its place.
 
     Returns:
-        DONE, or the depth whose noise must be handed in first.
+        The depth whose noise must be handed in first, or minus the number of rows.
     """
     progress = tree.progress[0]
     if fresh:
@@ -175,7 +173,7 @@ def grow(
         _begin(tree, rules)
     while max_depth >= 1:
         depth = _take(tree, sources, calibration, rules, rows, max_depth, stop)
-        if depth != DONE:
+        if depth >= 0:
             return depth
         if progress.rows == rows or progress.floor == 0.0:
             break
@@ -184,4 +182,4 @@ def grow(
     progress.next_floor = 0.0
     if progress.rows == rows and rows > 1:
         progress.next_floor = tree.nodes[rows - 1].probability * FLOOR
-    return DONE
+    return -int64(progress.rows)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import CORPUS, SUFFIX, Calibration, Rules, Sources, Tree
-from .buckets import (
-    AGREEMENT,
-    ANSWERED_BEST,
-    ANSWERED_LATER,
-    NOTHING,
-    OTHER,
-    STATES,
-    ZONE,
-)
+from .buckets import AGREEMENT, ANSWERED_BEST, ANSWERED_LATER, NOTHING, OTHER, STATES, ZONE
 from .compiling import compiled
 from .sources.logit_cache import propose
 from .sources.suffix import match

@@ -43,11 +43,7 @@ class AdaptiveState:
     """
 
     def __init__(
-        self,
-        config: Any = None,
-        keep: bool = True,
-        times: StepTimes | None = None,
-        scope: str = "",
+        self, config: Any = None, keep: bool = True, times: StepTimes | None = None, scope: str = ""
     ) -> None:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
@@ -93,11 +89,7 @@ class AdaptiveState:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        config: Any = None,
-        times: StepTimes | None = None,
-        scope: str = "",
+        cls, path: str | Path, config: Any = None, times: StepTimes | None = None, scope: str = ""
     ) -> AdaptiveState:
         """Read what ``save`` wrote.
 

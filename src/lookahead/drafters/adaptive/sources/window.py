@@ -32,12 +32,7 @@ class WindowSource:
     """
 
     def __init__(
-        self,
-        width: int,
-        ngram_size: int,
-        source: Sequence[int],
-        eos: frozenset[int],
-        seed: int,
+        self, width: int, ngram_size: int, source: Sequence[int], eos: frozenset[int], seed: int
     ) -> None:
         rng = random.Random(seed)
         tokens = [token for token in source if token not in eos] or list(source)
