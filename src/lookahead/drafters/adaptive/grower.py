@@ -13,7 +13,7 @@ from .config import AdaptiveConfig
 from .growth import HASTE, grow
 from .learning import CREDITED, study
 from .sources.suffix import NO_TEXT, Reader
-from .tables import Tables
+from .state import Tables
 
 #: Positions ahead whose noise is kept, at first.
 POSITIONS = 32

@@ -8,8 +8,7 @@ from .arrays import ANSWERS, CORPUS, MATCHES, SUFFIX, Calibration, Rules, Source
 from .buckets import KINDS, WINDOW
 from .calibration import learn
 from .compiling import compiled, entry, int64
-from .growth import add
-from .proposals import ask, place_among
+from .growth import add, ask, place_among
 from .sources.logit_cache import write_rows
 
 #: Whose proposals are credited with accepted tokens: the sources, and the window for rows that it explored.
