@@ -24,7 +24,7 @@ from lookahead.drafters.adaptive.arrays import BUCKET
 from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, learn, load
 from lookahead.drafters.adaptive.grower import Grower
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
-from lookahead.drafters.adaptive.tables import Tables
+from lookahead.drafters.adaptive.state import Tables
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model

@@ -74,12 +74,7 @@ class AdaptiveDrafter(Drafter):
         state: what is kept from request to request; None begins cold.
     """
 
-    def __init__(
-        self,
-        config: Any = None,
-        vocabulary: int = 0,
-        state: AdaptiveState | None = None,
-    ) -> None:
+    def __init__(self, config: Any = None, vocabulary: int = 0, state: AdaptiveState | None = None) -> None:
         if state is not None and not isinstance(state, AdaptiveState):
             raise SettingsError(f"adaptive keeps an AdaptiveState across calls, got {type(state).__name__}")
         if config is None and state is not None:

@@ -10,10 +10,10 @@ import numpy as np
 from ...core import Scores, TokenTree
 from .arrays import ANSWERS, BESIDE, Calibration, Rules, Sources, Step, Tree, new_tree
 from .config import AdaptiveConfig
-from .growth import DONE, HASTE, grow
+from .growth import HASTE, grow
 from .learning import CREDITED, study
 from .sources.suffix import NO_TEXT, Reader
-from .tables import Tables
+from .state import Tables
 
 #: Positions ahead whose noise is kept, at first.
 POSITIONS = 32
@@ -57,7 +57,7 @@ class Grower:
         tables.logits.make_room(0, self.top)
         self._tree = new_tree(rows, tables.logits.width + BESIDE)
         nodes = self._tree.nodes
-        self._columns = nodes["token"], nodes["parent"], nodes["depth"], nodes["pair"], nodes["asked"]
+        self._tokens, self._parents, self._depths = nodes["token"], nodes["parent"], nodes["depth"]
         self._probabilities = nodes["probability"]
         self._answers = np.full((rows, ANSWERS), -1)
         self._noise = np.zeros((1, 0), np.float32)
@@ -76,7 +76,7 @@ class Grower:
     @property
     def depths(self) -> list[int]:
         """Of the tree's rows."""
-        depths: list[int] = self._columns[2][: len(self.tokens)].tolist()
+        depths: list[int] = self._depths[: len(self.tokens)].tolist()
         return depths
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -133,14 +133,11 @@ class Grower:
         if self.corpus is not None:
             self.corpus.catch_up()  # another text may have filled the trie
         wanted = grow(*self._arguments(), rows, max_depth, limits, True)
-        while wanted != DONE:
+        while wanted >= 0:
             self._keep_noise(int(wanted))
             wanted = grow(*self._arguments(), rows, max_depth, limits, False)
-        self._read(int(self._tree.progress[0]["rows"]))
-
-    def _read(self, count: int) -> None:
-        tokens, parents, *_ = self._columns
-        self.tokens, self.parents = tokens[:count].tolist(), parents[:count].tolist()
+        count = -wanted
+        self.tokens, self.parents = self._tokens[:count].tolist(), self._parents[:count].tolist()
         self.probabilities = self._probabilities[:count].tolist()
 
     def cut(self, rows: int) -> None:
@@ -151,16 +148,15 @@ class Grower:
 
     def adopt(self, tree: TokenTree) -> None:
         """Take over the rows that others have added to the tree."""
-        own, count = len(self.tokens), len(tree)
+        own = len(self.tokens)
         self.tokens += tree.tokens[own:]
         self.parents += tree.parents[own:]
-        tokens, parents, depths, pairs, asked = self._columns
-        tokens[own:count], parents[own:count] = tree.tokens[own:], tree.parents[own:]
-        depths[own:count] = tree.depths[own:]
-        pairs[own:count] = tokens[parents[own:count]].astype(np.int64) * self.vocabulary + tokens[own:count]
-        asked[own:count] = 0
-        self._tree.places[:, own:count] = -1
-        self._tree.progress["rows"] = count
+        for column, values in (
+            (self._tokens, tree.tokens),
+            (self._parents, tree.parents),
+            (self._depths, tree.depths),
+        ):
+            column[own : len(values)] = values[own:]
 
     def study(
         self, scores: Scores, path: Sequence[int], tokens: Sequence[int], window_start: int
@@ -183,16 +179,14 @@ class Grower:
         self._ids[:count], self._odds[:count] = np.asarray(ids)[:, :columns], np.asarray(odds)[:, :columns]
         self._path[:length], self._truths[:length] = path, tokens
         if self.noise is not None:
-            for depth in range(max(self.depths) + 1):
-                if depth >= len(self._known) or self._known[(self._position + depth) % len(self._known)] != (
-                    self._position + depth
-                ):
-                    self._keep_noise(depth)
+            for position in range(self._position, self._position + max(self.depths) + 1):
+                if self._known[position % len(self._known)] != position:
+                    self._keep_noise(position - self._position)
         if self.corpus is not None and self.corpus.catch_up():
-            self._tree.places[1, :count] = 0  # another text has filled the trie since: nothing matches
+            self._tree.places[1] = 0  # another text has filled the trie since: nothing matches
         self.tables.logits.reserve(count + length)
         step = Step(
             self._path[:length], self._truths[:length], self._ids, self._odds, self._own, self._credit
         )
-        by_window: int = study(*self._arguments(), step, window_start)
+        by_window: int = study(*self._arguments(), step, count, window_start)
         return self._own[:count].tolist(), by_window

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import Calibration, Rules, Sources, Tree
+from .arrays import CORPUS, SUFFIX, Calibration, Rules, Sources, Tree
+from .buckets import AGREEMENT, ANSWERED_BEST, ANSWERED_LATER, NOTHING, OTHER, STATES, ZONE
 from .calibration import MAX_PROBABILITY
 from .compiling import compiled, entry, int64
-from .proposals import ask
+from .sources.logit_cache import propose
+from .sources.suffix import match
 
 #: A node is expanded when its probability times this comes up; most best children are not surer.
 HASTE = 0.5
@@ -22,8 +24,77 @@ MIN_PROBABILITY = 0.002
 FLOOR = 0.25
 #: Most edges of one node.
 MAX_EDGES = 128
-#: What ``grow`` returns where it needs no noise.
-DONE = -1
+
+
+@compiled
+def place_among(tokens: Any, count: int, token: int) -> int:
+    """Place of a token among the first ``count`` records, or -1; a token -1 ends them before."""
+    for place in range(count):
+        if tokens[place].token == token:
+            return place
+        if tokens[place].token < 0:
+            break
+    return -1
+
+
+@compiled
+def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) -> int:
+    """Confidence in a token by suffix matches, here and in the corpus; -1 where neither proposes it."""
+    level = -1
+    for source in (SUFFIX, CORPUS):
+        for found in tree.matches[source, node]:
+            if found.token < 0:
+                break
+            if found.token == token:
+                level = max(level, calibration.matches[source, found.bucket].level)
+    return level
+
+
+@compiled
+def ask(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, node: int) -> None:
+    """Ask all sources: tokens of the logit cache come first, then matches, then the last step's answers."""
+    row, proposals = tree.nodes[node], tree.proposals[node]
+    zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
+    match(sources.texts[SUFFIX], tree, SUFFIX, node)
+    match(sources.texts[CORPUS], tree, CORPUS, node)
+    propose(tree, sources, rules, node)
+    best = -1
+    for source in (SUFFIX, CORPUS):
+        for found in tree.matches[source, node]:
+            if found.token < 0:
+                break
+            best = max(best, calibration.matches[source, found.bucket].level)
+    unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
+    count, uncached = row.cached, NOTHING
+    for place in range(count):
+        proposal = proposals[place]
+        confidence = calibration.logits[row.order, proposal.kind].level
+        level = _match_level(tree, calibration, node, proposal.token)
+        proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
+        if place == 0:
+            uncached = OTHER + confidence
+    for source in (SUFFIX, CORPUS):
+        for found in tree.matches[source, node]:
+            if found.token < 0:
+                break
+            if place_among(proposals, count, found.token) < 0:
+                level = _match_level(tree, calibration, node, found.token)
+                proposals[count].token = found.token
+                proposals[count].joint = zone + level * STATES + uncached
+                count += 1
+    if row.depth < len(sources.answers):
+        answered = ANSWERED_BEST
+        for token in sources.answers[row.depth]:
+            if token < 0:
+                break
+            place = place_among(proposals, count, token)
+            if place < 0:
+                place = count
+                proposals[place].token, proposals[place].joint = token, unmatched + uncached
+                count += 1
+            proposals[place].joint += answered * AGREEMENT
+            answered = ANSWERED_LATER
+    row.proposals, row.asked = count, 1
 
 
 @compiled
@@ -88,7 +159,7 @@ def _push(heap: Any, size: int, cost: float, number: int) -> None:
 
 
 @compiled
-def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -> int:
+def add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -> int:
     """A new row; returns its depth."""
     node = tree.progress[0].rows
     row = tree.nodes[node]
@@ -107,7 +178,7 @@ def _add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) 
 def _begin(tree: Tree, rules: Rules) -> None:
     """The root alone, to be expanded."""
     tree.progress[0].rows = 0
-    _add(tree, rules, -1, rules.tail[2], 1.0)
+    add(tree, rules, -1, rules.tail[2], 1.0)
     tree.heap[0].cost, tree.heap[0].number = -1.0, ~0
     tree.progress[0].heap = 1
 
@@ -116,7 +187,7 @@ def _begin(tree: Tree, rules: Rules) -> None:
 def _take(
     tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, rows: int, max_depth: int, stop: Any
 ) -> int:
-    """Take nodes from the heap until it is empty, or one is too unlikely. Returns what ``grow`` does."""
+    """Take nodes from the heap while they are likely enough; returns the depth of missing noise, or -1."""
     progress, nodes, heap = tree.progress[0], tree.nodes, tree.heap
     while progress.heap > 0 and progress.rows < rows:
         cost, number = heap[0].cost, heap[0].number
@@ -142,11 +213,11 @@ def _take(
             progress.heap -= 1
             _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
         row = progress.rows
-        depth = _add(tree, rules, node, token, -cost)
+        depth = add(tree, rules, node, token, -cost)
         if depth < max_depth and -cost > progress.floor:
             _push(heap, progress.heap, cost * rules.haste, ~row)
             progress.heap += 1
-    return DONE
+    return -1
 
 
 @entry
@@ -167,7 +238,7 @@ def grow(
         fresh: whether to begin; otherwise the noise that was asked for is in its place.
 
     Returns:
-        DONE, or the depth whose noise must be handed in first.
+        The depth whose noise must be handed in first, or minus the number of rows.
     """
     progress = tree.progress[0]
     if fresh:
@@ -175,7 +246,7 @@ def grow(
         _begin(tree, rules)
     while max_depth >= 1:
         depth = _take(tree, sources, calibration, rules, rows, max_depth, stop)
-        if depth != DONE:
+        if depth >= 0:
             return depth
         if progress.rows == rows or progress.floor == 0.0:
             break
@@ -184,4 +255,4 @@ def grow(
     progress.next_floor = 0.0
     if progress.rows == rows and rows > 1:
         progress.next_floor = tree.nodes[rows - 1].probability * FLOOR
-    return DONE
+    return -int64(progress.rows)

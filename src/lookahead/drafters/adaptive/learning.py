@@ -7,8 +7,8 @@ import numpy as np
 from .arrays import ANSWERS, CORPUS, MATCHES, SUFFIX, Calibration, Rules, Sources, Step, Tree
 from .buckets import KINDS, WINDOW
 from .calibration import learn
-from .compiling import compiled, entry
-from .proposals import ask, place_among
+from .compiling import compiled, entry, int64
+from .growth import add, ask, place_among
 from .sources.logit_cache import write_rows
 
 #: Whose proposals are credited with accepted tokens: the sources, and the window for rows that it explored.
@@ -105,14 +105,23 @@ def _keep_answers(tree: Tree, sources: Sources, step: Step) -> None:
 
 @entry
 def study(
-    tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, step: Step, window_start: int
+    tree: Tree,
+    sources: Sources,
+    calibration: Calibration,
+    rules: Rules,
+    step: Step,
+    rows: int,
+    window_start: int,
 ) -> int:
     """Learn all that a step can teach; returns tokens accepted because of the window.
 
     Args:
         step: ``own`` and ``credit`` are filled in.
+        rows: of the tree; of those that others have added, token and parent are in place.
         window_start: first row of the window.
     """
+    for node in range(tree.progress[0].rows, rows):
+        add(tree, rules, int64(tree.nodes[node].parent), int64(tree.nodes[node].token), 0.0)
     by_window = _judge(tree, sources, calibration, rules, step)
     _find_own(tree, sources, rules, step)
     if rules.use_logits:

@@ -17,19 +17,27 @@ import numpy as np
 
 from ...core import SettingsError
 from .buckets import ORDERS
-from .calibration import load
+from .calibration import load, new_calibration
 from .config import AdaptiveConfig
+from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
 from .step_times import StepTimes
-from .tables import Tables
 
 FORMAT = 2
-#: Largest file that ``load`` reads, and how many scopes ``warm_state`` keeps.
+#: Bytes that a file which ``load`` reads may unpack to, and how many scopes ``warm_state`` keeps.
 LARGEST_FILE = 1 << 30
 MAX_SCOPES = 64
 #: What is saved of a table of the logit cache, and the widest entry that is read.
 PARTS = ("keys", "ids", "odds", "origins")
 MAX_WIDTH = 64
+
+
+class Tables:
+    """What one way of decoding has taught: greedy and sampled rows keep other numbers of tokens, of other worth."""
+
+    def __init__(self, config: AdaptiveConfig, sampled: bool) -> None:
+        self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
+        self.calibration = new_calibration(sampled)
 
 
 class AdaptiveState:
@@ -43,11 +51,7 @@ class AdaptiveState:
     """
 
     def __init__(
-        self,
-        config: Any = None,
-        keep: bool = True,
-        times: StepTimes | None = None,
-        scope: str = "",
+        self, config: Any = None, keep: bool = True, times: StepTimes | None = None, scope: str = ""
     ) -> None:
         self.config = AdaptiveConfig.of(config)
         self.keep = keep
@@ -93,11 +97,7 @@ class AdaptiveState:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        config: Any = None,
-        times: StepTimes | None = None,
-        scope: str = "",
+        cls, path: str | Path, config: Any = None, times: StepTimes | None = None, scope: str = ""
     ) -> AdaptiveState:
         """Read what ``save`` wrote.
 
@@ -105,9 +105,6 @@ class AdaptiveState:
             SettingsError: the file is too large, of another format or scope, or not such a file.
         """
         state = cls(config, times=times, scope=scope)
-        size = Path(path).stat().st_size
-        if size > LARGEST_FILE:
-            raise SettingsError(f"a saved state may have {LARGEST_FILE} bytes at most, {path} has {size}")
         try:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(member.file_size for member in archive.infolist())

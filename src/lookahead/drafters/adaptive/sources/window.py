@@ -32,18 +32,12 @@ class WindowSource:
     """
 
     def __init__(
-        self,
-        width: int,
-        ngram_size: int,
-        source: Sequence[int],
-        eos: frozenset[int],
-        seed: int,
+        self, width: int, ngram_size: int, source: Sequence[int], eos: frozenset[int], seed: int
     ) -> None:
         rng = random.Random(seed)
         tokens = [token for token in source if token not in eos] or list(source)
         self._window = Window(width, ngram_size, lambda: rng.choice(tokens))
         self._eos = eos
-        self._in_tree = False
         self.credit = FIRST_CREDIT
         self.rows_used = 0
 
@@ -56,7 +50,6 @@ class WindowSource:
         """Add the window to a tree; the logits of all rows are needed."""
         self._window.add_to(tree)
         tree.needs_logits = [True] * len(tree)
-        self._in_tree = True
 
     def advance(self, root: int, answers: Sequence[int], rows: int, credited: int) -> None:
         """Take the answers under the window's rows.
@@ -65,10 +58,7 @@ class WindowSource:
             root: of the step. answers: by node. rows: of the window in the tree.
             credited: tokens accepted because of the window.
         """
-        if not self._in_tree:
-            return
-        self.credit += ((credited / rows if rows else 0.0) - self.credit) / HORIZON
-        self._in_tree = False
+        self.credit += (credited / rows - self.credit) / HORIZON
         self.rows_used += rows
         new = [answers[node] for node in self._window.newest_nodes()]
         self._window.advance(root, new, self._eos)
