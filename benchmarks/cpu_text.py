@@ -20,9 +20,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from step import DTYPES, machine
+from step import DTYPES
 
 import lookahead
+from lookahead.bench.record import environment
 from lookahead.core import Request, TokenTree
 from lookahead.drafters import METHODS, make_drafter
 from lookahead.targets.factory import make_target
@@ -126,7 +127,7 @@ def main() -> None:
             speeds[name].append(len(tokens) / (perf_counter() - start))
             texts[name].append(tokens)
             steps[name] += count
-    print(f"{machine()}\ncommand: {' '.join(sys.argv)}\n{len(prompts)} prompts, {options.dtype}\n")
+    print(f"{environment()}\ncommand: {' '.join(sys.argv)}\n{len(prompts)} prompts, {options.dtype}\n")
     print("| way | tokens/s, median | times generate | S | texts as generate's | as plain on the same path |")
     print("|---|---|---|---|---|---|")
     yardstick = "transformers generate"

@@ -5,7 +5,7 @@
 
 Random weights of known Llama shapes, so nothing is downloaded. The two paths take turns in every round, and
 medians over the rounds are printed. Two floors stand beside them, from rates measured in the same run: the
-bytes of all weights over the read bandwidth (a small model that fits the last-level cache can be below it), and
+bytes of all weights over the read bandwidth of a buffer of that size, and
 the operations of the linears over the matrix rate, which is what bounds many rows on a CPU without AMX.
 Every row of the tree is read, which is the most expensive case for the LM head. Compiled logits are compared with the
 transformers path's before anything is timed, and a wrong result is not timed.
@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -28,6 +25,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lookahead.bench.record import environment
+from lookahead.bench.step_cost import matrix_rate, read_bandwidth, sample_tree
 from lookahead.core import TokenTree
 from lookahead.targets.cpu import CpuTarget
 from lookahead.targets.factory import make_target
@@ -87,38 +86,14 @@ def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
         torch.set_default_dtype(torch.float32)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a sum over half a gigabyte, best of nine."""
-    data = torch.ones(1 << 27)
-    best = min(_seconds(data.sum) for _ in range(9))
-    return data.numel() * data.element_size() / best
-
-
-def matrix_rate(dtype: torch.dtype) -> float:
-    """Operations per second of a square product that is large enough, best of nine."""
-    size = 1536
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(9))
-
-
-def sample_tree(rows: int, vocabulary: int) -> TokenTree:
-    """Chains of up to six tokens under the root, every row read."""
-    tree = TokenTree(1)
-    parent = 0
-    for i in range(1, rows):
-        parent = tree.add((37 * i + 5) % vocabulary, 0 if i % 6 == 1 else parent, needs_logits=True)
-    return tree
-
-
-def measure(
-    shape: str, dtype: str, contexts: list[int], rows: list[int], rounds: int, bandwidth: float
-) -> list[Line]:
+def measure(shape: str, dtype: str, contexts: list[int], rows: list[int], rounds: int) -> list[Line]:
     """All cells of one model."""
     model = build(shape, DTYPES[dtype], max(contexts) + 512)
     reference, compiled = make_target(model, path="transformers"), make_target(model, path="cpu")
     assert isinstance(compiled, CpuTarget)
-    floor = sum(p.numel() * p.element_size() for p in model.parameters()) / bandwidth * 1e3
-    per_row = 2 * sum(p.numel() for p in model.parameters()) / matrix_rate(DTYPES[dtype]) * 1e3
+    elements, size = sum(p.numel() for p in model.parameters()), DTYPES[dtype].itemsize
+    floor = elements * size / read_bandwidth(elements * size, DTYPES[dtype], model.device) * 1e3
+    per_row = 2 * elements / matrix_rate(DTYPES[dtype], model.device) * 1e3
     lines = []
     for context in contexts:
         prompt = [(101 * i + 7) % compiled.vocabulary for i in range(context)]
@@ -184,12 +159,6 @@ def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> tupl
     )
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    start = perf_counter()
-    call()
-    return perf_counter() - start
-
-
 HEADER = (
     "| shape | dtype | context | rows | transformers ms | cpu ms | ratio | floor: bytes | floor: operations "
     "| cpu / floor | linears | attention | other |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -204,24 +173,6 @@ def row(line: Line) -> str:
         f"| {line.cpu / max(line.floor, line.matrix_floor):.2f} | {line.linears / line.cpu:.0%} "
         f"| {line.attention / line.cpu:.0%} | {line.other:.0%} |"
     )
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers belong to."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-        name = next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
-        flags = next(line for line in text.splitlines() if line.startswith("flags")).split()
-    except (OSError, StopIteration):
-        name, flags = platform.processor(), []
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "processor": name,
-        "features": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-    }
 
 
 def main() -> None:
@@ -246,16 +197,15 @@ def main() -> None:
         return
     if options.threads:
         torch.set_num_threads(options.threads)
-    facts = machine()
-    bandwidth = read_bandwidth()
-    print(f"{facts}\ncommand: {' '.join(sys.argv)}\nread bandwidth {bandwidth / 1e9:.1f} GB/s\n\n{HEADER}")
+    facts = environment()
+    print(f"{facts}\ncommand: {' '.join(sys.argv)}\n\n{HEADER}")
     for shape in options.shapes:
         for dtype in options.dtypes:
-            lines = measure(shape, dtype, options.contexts, options.rows, options.rounds, bandwidth)
+            lines = measure(shape, dtype, options.contexts, options.rows, options.rounds)
             if options.out:
                 with options.out.open("a") as file:
                     for line in lines:
-                        record = {**facts, "bandwidth": bandwidth, **asdict(line)}
+                        record = {**facts, **asdict(line)}
                         file.write(json.dumps(record) + "\n")
 
 

@@ -401,8 +401,6 @@ def check_step(machine: Machine) -> None:
                 free = f"{launched * 1e6:.0f} us, then {(seconds - launched) * 1e6:.0f} us free"
                 table(f"host until the step is launched, {k} rows, {context} tokens", free)
         target.release(0)
-    if target.refused:
-        table("captured passes", "capture was refused", "", False)
     plain = TransformersTarget(model, facts, max(contexts) + 512)
     for context in contexts:
         plain.prefill([(0, prompts[context])])

@@ -234,7 +234,6 @@ def test_a_kernel_that_does_not_compile_falls_back_and_says_so_once(monkeypatch)
         raise RuntimeError("no such instruction on this card")
 
     monkeypatch.setattr(module, "attend", broken)
-    monkeypatch.setattr(attention.backends, "_told", set())
     guarded = attention.get("triton")
     given = problem()
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):

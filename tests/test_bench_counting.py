@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.spec_bench import rows, write_answers
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
 from lookahead.bench.run import loop_free
-from lookahead.bench.spec_bench import rows, write_answers
 from lookahead.bench.summary import unequal_text
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lookahead.bench import KNOWN, Prompt, load_workload
-from lookahead.bench.data_sets import SOURCES
+from lookahead.bench.workloads import SOURCES
 from lookahead.core import SettingsError
 
 ROWS = {
@@ -186,29 +186,11 @@ def test_a_missing_file_says_where_to_put_it_and_where_it_comes_from(tmp_path):
         SettingsError, match=r"nothing for spec-bench lies in .*--data as spec-bench/.*Spec-Bench"
     ):
         load_workload("spec-bench", data=tmp_path)
+    with pytest.raises(
+        SettingsError, match=r"^put the file of gsm8k .*--workload gsm8k=PATH; it comes from https://github"
+    ):
+        load_workload("gsm8k")
     with pytest.raises(SettingsError, match="there is no file"):
         load_workload(f"gsm8k={tmp_path / 'absent.jsonl'}")
     with pytest.raises(SettingsError, match=r"data folder .* does not exist"):
         load_workload("gsm8k", data=tmp_path / "absent")
-
-
-def test_the_hub_is_asked_where_there_is_no_file(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def fake(repository, configuration, split):
-        asked.append((repository, configuration, split))
-        return [ROWS["gsm8k"]]
-
-    monkeypatch.setattr(datasets, "load_dataset", fake)
-    assert load_workload("gsm8k")[0].reference == "#### 4"
-    assert asked == [("openai/gsm8k", "main", "test")]
-
-    def broken(*args, **keywords):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", broken)
-    with pytest.raises(
-        SettingsError, match=r"cannot be fetched .*--workload gsm8k=PATH; it comes from https://github"
-    ):
-        load_workload("gsm8k")

@@ -20,9 +20,8 @@ import lookahead
 from lookahead.cli import app
 from lookahead.cli.options import takes
 from lookahead.drafters import METHODS
-from lookahead.engine.drafting import DraftOptions
 from lookahead.engine.fields import keywords_of, option
-from lookahead.engine.options import LoadOptions, Options
+from lookahead.engine.options import DraftOptions, LoadOptions, Options
 from lookahead.testing import tiny_model
 from toy import save
 

@@ -14,8 +14,8 @@ from lookahead.core import (
     SettingsError,
     decode,
 )
-from lookahead.core.choose import Choose, as_choose, greedy
 from lookahead.core.stats import Stats, first_divergence, timed
+from lookahead.core.verify import Choose, as_choose, greedy
 from lookahead.drafters import METHODS, AutoregressiveDrafter, JacobiDrafter, LookaheadDrafter, make_drafter
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 

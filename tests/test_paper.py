@@ -115,7 +115,7 @@ def test_rouge_where_references_exist():
 def tiny(monkeypatch):
     """The commands on a tiny model, with small grids and few draws."""
     model = ModelUnderTest.of(LLM(tiny_model(), Words(), name="tiny"))
-    monkeypatch.setattr(paper, "load_model", lambda *options: model)
+    monkeypatch.setattr(paper, "load_model", lambda *options, **more: model)
     monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))

@@ -548,8 +548,7 @@ def test_what_cannot_start_is_said():
 def test_a_missing_backend_and_a_split_model_are_refused_by_name():
     import torch
 
-    from lookahead.parallel.connect import _check_backend, _choose_backend
-    from lookahead.parallel.model_check import check_same_model
+    from lookahead.parallel.connect import _check_backend, _choose_backend, check_same_model
 
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="'nccl' needs an NVIDIA GPU"):

@@ -5,7 +5,7 @@ import torch
 
 from lookahead.core import SettingsError, TokenTree
 from lookahead.parallel import local_device, start
-from lookahead.parallel.equivalence import TOLERANCE, logits_differ
+from lookahead.parallel.target import TOLERANCE, logits_differ
 from lookahead.testing import tiny_model
 
 

@@ -36,7 +36,7 @@ def test_bits_equal_the_trees_own_mask():
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
 def test_masks_follow_logical_positions(kind):
     tree, length = branching_tree(), 4
-    kinds = LayerKinds((kind,), False, sliding_window=3, chunk=3)
+    kinds = LayerKinds((kind,), sliding_window=3, chunk=3)
     _, positions = stack_rows([tree], [length], len(tree))
     mask = attention_masks(kinds, [tree], [length], positions, torch.float32, torch.device("cpu"))
     at = [*range(length), *(length + depth for depth in tree.depths)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lookahead.bench import RunOptions, load_model
+from lookahead.cli.bench import command_line
 from lookahead.core import LookaheadError, SettingsError
 
 from . import __doc__ as about
@@ -53,17 +53,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def command_line(words: Sequence[str]) -> str:
-    """The command as it was typed, for pages that others read: of an absolute path only the last part."""
-    shown = ["python -m benchmarks.paper"]
-    for word in words:
-        name, equals, value = word.rpartition("=")
-        shown.append(
-            shlex.quote(f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word)
-        )
-    return " ".join(shown)
-
-
 def progress(done: int, total: int, what: str) -> None:
     """One line on stderr that is written over."""
     if sys.stderr.isatty():
@@ -82,7 +71,9 @@ def main(words: Sequence[str] | None = None) -> int:
             seed=given.seed,
             repeats=given.repeats,
         )
-        model = load_model(given.model, given.dtype, given.threads, None, given.device, given.path)
+        model = load_model(
+            given.model, path=given.path, dtype=given.dtype, threads=given.threads, device=given.device
+        )
         study = Study(
             model,
             tuple(given.workload),
@@ -91,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
             options,
             given.out,
             given.records or Path("bench") / given.name,
-            command_line(words),
+            command_line(list(words), "python -m benchmarks.paper"),
             progress,
             print,
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lookahead.bench.data_sets import SOURCES
 from lookahead.bench.pictures import COLOURS, label, new_figure
 from lookahead.bench.summary import LEGEND, markdown, summarise
-from lookahead.bench.workloads import find_file
+from lookahead.bench.workloads import SOURCES, find_file
 from lookahead.drafters import METHODS
 
 from .study import Study

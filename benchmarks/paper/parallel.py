@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
-from time import perf_counter
+from statistics import fmean
 from typing import Any
 
+from lookahead.bench.model import ModelUnderTest
 from lookahead.bench.pictures import colour, label, new_figure, powers_of_two
-from lookahead.bench.step_cost import sample_tree
+from lookahead.bench.step_cost import step_seconds
 from lookahead.core import LookaheadConfig, Request, Target, TokenTree, decode
 from lookahead.drafters import make_drafter
 from lookahead.parallel.shard import shard
@@ -93,24 +93,11 @@ def record(
     return sequences
 
 
-def step_times(
-    target: Target, rows: Sequence[int], context: int = 64, repeats: int = 7
-) -> Callable[[float], float]:
+def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> Callable[[float], float]:
     """t(k) in seconds, measured on this target at the given rows and interpolated between them."""
     import numpy as np
 
-    target.prefill([(0, [1 + i % 50 for i in range(context)])])
-    times = []
-    for count in rows:
-        tree = sample_tree(count, target.vocabulary)
-        spent = []
-        for _ in range(repeats):
-            start = perf_counter()
-            (scores,) = target.forward([(0, tree)])
-            scores.best(0)
-            spent.append(perf_counter() - start)
-        times.append(median(spent))
-    target.release(0)
+    times = [step_seconds(model.target, context, count, model.model.device) for count in rows]
     return lambda k: float(np.interp(k, list(rows), times))
 
 
@@ -123,7 +110,7 @@ def parallel(study: Study) -> Path:
     model = study.model
     target = model.target
     largest = LookaheadConfig(*configs[RANKS[-1]]).max_rows
-    t = step_times(target, [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest])
+    t = step_times(model, [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest])
     lines = [
         "| ranks | W, N, G | S | rows | widest shard, grown | widest shard, (15, 5, 15) | recomputed rows per rank "
         "| bytes per step | speed-up, grown, t(k) of this machine | the same, flat t(k) "

@@ -32,41 +32,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BUNDLED",
-    "LLM",
-    "METHODS",
-    "PRESETS",
-    "LookaheadConfig",
-    "LookaheadError",
-    "NGramPool",
-    "NumericalError",
-    "Options",
-    "OutOfMemory",
-    "Result",
-    "SettingsError",
-    "Stats",
-    "__version__",
-    "generate",
-    "load",
-    "refresh",
-]
-
-_LAZY = {
-    "BUNDLED": "lookahead.engine",
-    "LLM": "lookahead.engine",
-    "Options": "lookahead.engine",
-    "Result": "lookahead.engine",
-    "load": "lookahead.engine",
-    "refresh": "lookahead.engine",
-    "generate": "lookahead.hf",
-}
+    "BUNDLED", "LLM", "METHODS", "PRESETS", "LookaheadConfig", "LookaheadError", "NGramPool", "NumericalError",
+    "Options", "OutOfMemory", "Result", "SettingsError", "Stats", "__version__", "generate", "load", "refresh",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value
+    module = "lookahead.hf" if name == "generate" else "lookahead.engine"
+    value = globals()[name] = getattr(import_module(module), name)
     return value
 
 

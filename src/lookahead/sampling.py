@@ -1,31 +1,26 @@
 """The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
 
 A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that does not
-depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise``: g_p is a pure
-function of (seed, p), p the position in the text (prompt included), so a text that is continued from its first half
-with the same seed goes on as the whole did. ``GeneratorNoise``: the numbers that ``torch.multinomial`` would take
-from torch's generator, in its order.
-
-A chooser is asked exactly once per emitted token, in order, so it keeps the true prefix itself and processors that
-depend on it are exact.
+depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise`` makes g_p of a seed
+and p, the position in the text (prompt included), so a text continued with the same seed goes on as the whole did;
+``GeneratorNoise`` takes the numbers that ``torch.multinomial`` would take from torch's generator, in its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from .core.choose import Choose, greedy
-from .core.errors import NumericalError, SettingsError
-from .core.target import Scores
-from .core.tree import TokenTree
+from .core import Choose, NumericalError, Scores, SettingsError, TokenTree, greedy
 from .threads import one_thread
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Device = torch.device | str | None
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -45,27 +40,21 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def gumbel(
-    seed: int, position: int, vocabulary: int, device: torch.device | str | None = None
-) -> torch.Tensor:
+def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> torch.Tensor:
     """The noise of one position: standard Gumbel, float32, shape (V,).
 
     Entry i comes from output i of SplitMix64 started at a hash of (seed, position): whole numbers that are the
     same on every device and in every version of torch (whose own CPU generator keeps 32 bits of its seed only).
-
-    Args:
-        seed: any whole number; taken modulo 2**64.
-        position: of the drawn token in the text, prompt included, from 0.
-        vocabulary: V.
+    ``seed`` is taken modulo 2**64; ``position`` is that of the drawn token in the text, prompt included, from 0.
     """
     start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
-    if device is None or torch.device(device).type == "cpu":
+    if torch.device(device or "cpu").type == "cpu":
         return torch.from_numpy(_on_cpu(start, vocabulary))
     return _on_device(start, vocabulary, device)
 
 
 def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callable[[Any, int], Any]) -> Any:
-    """52 bits of outputs x = 1, 2, ... from ``start``, in place, in a library's own 64-bit numbers."""
+    """52 bits of outputs x = 1, 2, ... from ``start``, in place, in a library's own 64-bit ``number``."""
     x *= number(_GOLDEN)
     x += number(start)
     for shift, factor in zip((30, 27), _MIX, strict=True):
@@ -87,7 +76,7 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
     return uniform.astype(np.float32)
 
 
-def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -> torch.Tensor:
+def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
     """The same in torch's signed numbers: arithmetic wraps, but a shift to the right must not copy the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
     bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))
@@ -95,41 +84,35 @@ def _on_device(start: int, vocabulary: int, device: torch.device | str | None) -
     return uniform.log_().neg_().log_().neg_().float()  # type: ignore[no-any-return]
 
 
+@dataclass
 class SeededNoise:
     """The noise of one sequence's draws, known ahead. Fulfils ``lookahead.core.drafter.Noise``.
 
-    Args:
+    Attributes:
         seed: of the sequence.
         start: position of the first drawn token, which is the length of the prompt.
         vocabulary: V.
         temperature: by which logits are divided before the noise is added.
-        device: where the scores are.
+        device: where the scores are; None for the CPU.
+        overlaps: whether noise may be drawn while the device evaluates a step, at no cost.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        start: int,
-        vocabulary: int,
-        temperature: float = 1.0,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.seed = seed
-        self.temperature = temperature
-        #: Whether noise may be drawn while the device evaluates a step, at no cost.
-        self.overlaps = torch.device(device if device is not None else "cpu").type != "cpu"
-        self._start = start
-        self._vocabulary = vocabulary
-        self._device = device
-        self._known: dict[int, torch.Tensor] = {}
+    seed: int
+    start: int
+    vocabulary: int
+    temperature: float = 1.0
+    device: Device = None
+    overlaps: bool = field(init=False)
+    _known: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.overlaps = torch.device(self.device or "cpu").type != "cpu"
 
     def at(self, index: int) -> torch.Tensor:
         """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
-        noise = self._known.get(index)
-        if noise is None:
-            noise = gumbel(self.seed, self._start + index, self._vocabulary, self._device)
-            self._known[index] = noise
-        return noise
+        if index not in self._known:
+            self._known[index] = gumbel(self.seed, self.start + index, self.vocabulary, self.device)
+        return self._known[index]
 
     def __call__(self, index: int) -> Any:
         """The same as a numpy array, for drafters."""
@@ -141,8 +124,12 @@ class SeededNoise:
 
     def forget(self, index: int) -> None:
         """Nobody will ask for what is before ``index`` again."""
-        for old in [key for key in self._known if key < index]:
-            del self._known[old]
+        _drop_before(index, self._known)
+
+
+def _drop_before(index: int, kept: dict[int, torch.Tensor]) -> None:
+    for old in [key for key in kept if key < index]:
+        del kept[old]
 
 
 class GeneratorNoise:
@@ -179,11 +166,9 @@ class GeneratorNoise:
 
     def forget(self, step: int, furthest: int) -> None:
         """No row asks for what is before ``step`` again; ``furthest`` steps have been emitted by some row."""
-        for old in [key for key in self._noise if key < step]:
-            del self._noise[old]
+        _drop_before(step, self._noise)
         # Plain sampling draws as far as the longest row, so the state there may still be wanted.
-        for old in [key for key in self._states if key < furthest]:
-            del self._states[old]
+        _drop_before(furthest, self._states)
 
     def settle(self, steps: int) -> None:
         """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
@@ -191,20 +176,19 @@ class GeneratorNoise:
             self._generator.set_state(self._states[steps])
 
 
+@dataclass
 class RowNoise:
     """One row of a ``GeneratorNoise``, from time step ``start`` on. Fulfils ``lookahead.core.drafter.Noise``."""
 
-    overlaps = False
-
-    def __init__(self, stream: GeneratorNoise, row: int, start: int, temperature: float) -> None:
-        self.temperature = temperature
-        self._stream = stream
-        self._row = row
-        self._start = start
+    stream: GeneratorNoise
+    row: int
+    start: int
+    temperature: float
+    overlaps: ClassVar[bool] = False
 
     def at(self, index: int) -> torch.Tensor:
         """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
-        return self._stream.at(self._start + index)[self._row]
+        return self.stream.at(self.start + index)[self.row]
 
     def __call__(self, index: int) -> Any:
         """argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``."""
@@ -220,7 +204,7 @@ class RowNoise:
 
 
 class Chooser(Choose):
-    """One sequence's ``choose``, for everything that plain greedy is not.
+    """One sequence's ``choose``, for everything that plain greedy is not; it keeps the true prefix itself.
 
     Args:
         prompt: token ids before the first choice.
@@ -258,9 +242,8 @@ class Chooser(Choose):
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
-        token = int(best)
-        self._append(token)
-        return token
+        self._append(int(best))
+        return int(best)
 
     def overlap(self, tree: TokenTree) -> None:
         """Draw the noise of every position that the step may emit, while a device evaluates it."""
@@ -284,8 +267,7 @@ class Chooser(Choose):
     def _append(self, token: int) -> None:
         if self._ids is not None:
             if self._ids.shape[1] == self.position:  # room by doubling
-                room = torch.zeros_like(self._ids) if self.position else self._ids.new_zeros(1, 1)
-                self._ids = torch.cat([self._ids, room], dim=1)
+                self._ids = torch.cat([self._ids, self._ids.new_zeros(1, max(1, self.position))], dim=1)
             self._ids[0, self.position] = token
         self.position += 1
 

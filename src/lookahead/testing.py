@@ -10,10 +10,17 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .core import Decoder, Generation, OutOfMemory, Request, TokenTree
-from .core.choose import Choose, greedy
-from .core.errors import NumericalError
-from .core.stats import first_divergence
+from .core import (
+    Choose,
+    Decoder,
+    Generation,
+    NumericalError,
+    OutOfMemory,
+    Request,
+    TokenTree,
+    first_divergence,
+    greedy,
+)
 from .drafters import make_drafter
 
 
@@ -137,6 +144,7 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
     local_experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    mpt = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2}
     ntk = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     mla = {
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
@@ -179,10 +187,7 @@ def _families() -> dict[str, tuple[str, dict[str, Any]]]:
         "deepseek-v3": ("DeepseekV3", mla),
         "gpt-oss": ("GptOss", {"head_dim": 16, **local_experts, **eager, **sliding}),
         "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
-        "mpt": (
-            "Mpt",
-            {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2},
-        ),
+        "mpt": ("Mpt", mpt),
         "mamba": ("Mamba", {"state_size": 8}),
         "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     }
@@ -205,27 +210,14 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     import transformers
 
     name, special = _families()[family]
-    config: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **special,
-        **overrides,
-    }
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
     if name in ("GPT2", "GPTJ", "GPTBigCode", "Mpt", "Bloom"):  # these have names of their own for the sizes
-        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            config.pop(key)
-        config.pop("max_position_embeddings")
-        if name != "Bloom":
-            config.pop("hidden_size")
+        sizes = {"hidden_size": 64} if name == "Bloom" else {}
+    tokens = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config: dict[str, Any] = {**sizes, **tokens, "initializer_range": 0.2, **special, **overrides}
     attention = config.pop("attn_implementation", None)
     torch.manual_seed(seed)
     built = getattr(transformers, f"{name}Config")(**config)
@@ -251,7 +243,7 @@ def assert_same_as_autoregressive(
     config: Any = None,
     max_new_tokens: int = 64,
     eos: frozenset[int] = frozenset(),
-    choose: Callable[[], Choose] | None = None,
+    choose: Callable[[], Choose] = lambda: greedy,
     vocabulary: int = 0,
 ) -> list[Generation]:
     """Decode with ``method`` and plainly, compare token for token, and return the method's generations.
@@ -264,21 +256,12 @@ def assert_same_as_autoregressive(
     """
 
     def requests(name: str) -> list[Request]:
-        return [
-            Request(
-                prompt,
-                make_drafter(name, config, vocabulary),
-                max_new_tokens,
-                choose() if choose is not None else greedy,
-                eos,
-            )
-            for prompt in prompts
-        ]
+        drafters = [make_drafter(name, config, vocabulary) for _ in prompts]
+        return [Request(p, d, max_new_tokens, choose(), eos) for p, d in zip(prompts, drafters, strict=True)]
 
     drafted = run(target, requests(method))
-    for number, request in enumerate(requests("autoregressive")):
+    for number, (ours, request) in enumerate(zip(drafted, requests("autoregressive"), strict=True)):
         (plain,) = run(target, [request])
-        ours = drafted[number]
         place = first_divergence(ours.tokens, plain.tokens)
         if place is not None:
             raise AssertionError(

@@ -22,9 +22,9 @@ Row i of a step sees the committed prefix, its ancestors among the step's rows, 
     triton     no mask: the prefix in stretches, the tree part by its bits, in one kernel; NVIDIA GPUs
 """
 
-from .backends import BACKENDS, KERNELS, Attend, GuardedKernel, get, has_triton, name_of
+from .backends import BACKENDS, Attend, GuardedKernel, get, has_triton, name_of
 from .bits import pack_bits, unpack_bits
 
 __all__ = [
-    "BACKENDS", "KERNELS", "Attend", "GuardedKernel", "get", "has_triton", "name_of", "pack_bits", "unpack_bits",
+    "BACKENDS", "Attend", "GuardedKernel", "get", "has_triton", "name_of", "pack_bits", "unpack_bits",
 ]  # fmt: skip

@@ -15,9 +15,6 @@ from . import reference, sdpa
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("reference", "sdpa", "triton")
-#: Those that make no mask.
-KERNELS = ("triton",)
-_told: set[str] = set()
 
 
 def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
@@ -34,21 +31,21 @@ def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
         raise SettingsError(
             f"the attention backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
         )
-    if name == "triton":
-        if not has_triton():
-            raise SettingsError(
-                "the attention backend triton needs the package triton; pip install triton, or use sdpa"
-            )
-        from .triton import attend
+    if name != "triton":
+        return sdpa.attend if name == "sdpa" else reference.attend
+    if not has_triton():
+        raise SettingsError(
+            "the attention backend triton needs the package triton; pip install triton, or use sdpa"
+        )
+    from .triton import attend
 
-        return GuardedKernel(name, attend)
-    return sdpa.attend if name == "sdpa" else reference.attend
+    return GuardedKernel(attend)
 
 
 def name_of(attend: Attend) -> str:
     """Which backend computes: "triton", or "sdpa" where that has taken a kernel's place."""
     if isinstance(attend, GuardedKernel):
-        return attend.name if not attend.broken else "sdpa"
+        return "sdpa" if attend.broken else "triton"
     return attend.__module__.rsplit(".", 1)[-1]
 
 
@@ -64,8 +61,7 @@ class GuardedKernel:
         broken: the shapes (dtype, head sizes, key heads) that sdpa computes.
     """
 
-    def __init__(self, name: str, attend: Attend) -> None:
-        self.name = name
+    def __init__(self, attend: Attend) -> None:
         self.broken: set[tuple[Any, ...]] = set()
         self._attend = attend
 
@@ -82,18 +78,12 @@ class GuardedKernel:
                 raise
             except Exception as error:  # a compiler fails in many ways; the reason is told
                 self.broken.add(shape)
-                self._tell(query, error)
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+                warnings.warn(
+                    f"the attention kernel does not run here for head size {query.shape[-1]} in "
+                    f"{str(query.dtype).removeprefix('torch.')} ({type(error).__name__}: {reason}); "
+                    "using sdpa, with the same result",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return sdpa.attend(query, key, value, *rest, **named)
-
-    def _tell(self, query: torch.Tensor, error: Exception) -> None:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        if reason in _told:
-            return
-        _told.add(reason)
-        warnings.warn(
-            f"the attention kernel does not run here for head size {query.shape[-1]} in "
-            f"{str(query.dtype).removeprefix('torch.')} ({type(error).__name__}: {reason}); "
-            "using sdpa, with the same result",
-            RuntimeWarning,
-            stacklevel=3,
-        )

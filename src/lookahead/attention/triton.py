@@ -21,30 +21,32 @@ import triton.language as tl
 
 from .bits import check
 
-LOG2E = 1.4426950408889634
-
 
 @triton.jit
-def _absorb(scores, seen, values, best, total, acc, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of keys into the running softmax, in base 2."""
-    scores = tl.where(seen, scores, float("-inf"))
+def _absorb(  # type: ignore[no-untyped-def]
+    q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of keys into the running softmax, in base 2: exp2 of its scores is exp of what the model means."""
+    column = column.to(tl.int64)
+    k = tl.load(key + column[None, :] * k_c + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
+    v = tl.load(
+        value + column[:, None] * v_c + dv[None, :], mask=here[:, None] & (dv < DV)[None, :], other=0.0
+    )
+    if UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
     new = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen nothing yet has no finite maximum; any number does for it.
     at = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - at[:, None])
     shrink = tl.exp2(best - at)
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new, total, acc
-
-
-@triton.jit
-def _score(query, keys, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2: exp2 of them is exp of what the model means."""
-    scores = tl.dot(query, keys, input_precision=PRECISION) * scale
-    if SOFTCAP:
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-    return scores * 1.4426950408889634
 
 
 # What changes with a step's rows or a cache's room is left out of specialisation, or each bucket of rows would
@@ -87,21 +89,13 @@ def _parts(  # type: ignore[no-untyped-def]
         for first in range(start, end, BLOCK_N):
             column = first + tl.arange(0, BLOCK_N)
             here = column < end
-            k = tl.load(
-                key + column.to(tl.int64)[None, :] * k_c + d[:, None],
-                mask=here[None, :] & (d < D)[:, None], other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                value + column.to(tl.int64)[:, None] * v_c + dv[None, :],
-                mask=here[:, None] & (dv < DV)[None, :], other=0.0,
-            )  # fmt: skip
             seen = here[None, :] & live[:, None]
             if WINDOW:
                 seen = seen & (length + depth[:, None] - column[None, :] < window)
-            if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            scores = _score(q, k, scale, softcap, SOFTCAP, PRECISION)
-            best, total, acc = _absorb(scores, seen, v, best, total, acc, PRECISION)
+            best, total, acc = _absorb(
+                q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
+                D, DV, SOFTCAP, PRECISION, UPCAST,
+            )  # fmt: skip
     else:
         for word in range(0, width):
             bits = tl.load(words + (b * rows + row) * width + word, mask=live, other=0)
@@ -109,22 +103,14 @@ def _parts(  # type: ignore[no-untyped-def]
             other = word * 32 + bit
             here = other < rows
             column = length + other
-            k = tl.load(
-                key + column.to(tl.int64)[None, :] * k_c + d[:, None],
-                mask=here[None, :] & (d < D)[:, None], other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                value + column.to(tl.int64)[:, None] * v_c + dv[None, :],
-                mask=here[:, None] & (dv < DV)[None, :], other=0.0,
-            )  # fmt: skip
             seen = (((bits[:, None] >> bit[None, :]) & 1) != 0) & here[None, :]
             if WINDOW:
                 depth_there = tl.load(depths + b * rows + other, mask=here, other=0)
                 seen = seen & (depth[:, None] - depth_there[None, :] < window)
-            if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            scores = _score(q, k, scale, softcap, SOFTCAP, PRECISION)
-            best, total, acc = _absorb(scores, seen, v, best, total, acc, PRECISION)
+            best, total, acc = _absorb(
+                q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
+                D, DV, SOFTCAP, PRECISION, UPCAST,
+            )  # fmt: skip
     # A row that saw nothing here: its best is -inf, which says so, and nothing else is written.
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
@@ -184,55 +170,40 @@ def attend(
         tuning: tile sizes in place of those of ``blocks``, and "parts" in place of ``split``'s.
     """
     check(query, key, value, words)
-    batch, heads, rows, value_size = *query.shape[:3], value.shape[-1]
-    kv_heads, columns = key.shape[1], key.shape[2]
-    group = heads // kv_heads
-    block = blocks(group * rows, query.shape[-1], value_size, query.element_size()) | dict(tuning or {})
-    tiles = triton.cdiv(group * rows, block["BLOCK_M"])
-    wanted = split(columns - rows, batch * kv_heads * tiles, block["BLOCK_N"], _processors(query.device))
-    parts = block.pop("parts", wanted)
-    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=query.device)
-    scale = scale if scale is not None else query.shape[-1] ** -0.5
-    partial, totals = _launch(query, key, value, lengths, words, depths, scale, window, softcap, parts, block)
-    out = _empty((batch, heads, rows, value_size), query.dtype, query.device)
-    _merge[(group * rows, batch * kv_heads)](
-        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group,
-        rows, *out.stride()[:3],
-        DV=value_size, BLOCK_DV=_dots(value_size),
-        BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None, enable_fp_fusion=True,
-    )  # fmt: skip
-    return out
-
-
-def _launch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor,
-    words: torch.Tensor, depths: torch.Tensor, scale: float, window: int, softcap: float,
-    parts: int, block: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Every part's output (B Hkv, parts + 1, G Q, Dv) and base-2 log-sum-exp (B Hkv, parts + 1, G Q), fp32."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
     device = query.device
-    batch, heads, rows, size = query.shape
-    kv_heads, value_size = key.shape[1], value.shape[-1]
-    group = heads // kv_heads
+    (batch, heads, rows, size), value_size = query.shape, value.shape[-1]
+    kv_heads, columns = key.shape[1], key.shape[2]
+    group, pairs = heads // kv_heads, batch * kv_heads
+    block = blocks(group * rows, size, value_size, query.element_size()) | dict(tuning or {})
+    tiles = triton.cdiv(group * rows, block["BLOCK_M"])
+    wanted = split(columns - rows, pairs * tiles, block["BLOCK_N"], _processors(device))
+    parts = block.pop("parts", wanted)
+    scale = scale if scale is not None else size**-0.5
     # Only the last axis must be dense; the others are walked by stride.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
-    tiles = triton.cdiv(group * rows, block["BLOCK_M"])
-    partial = _empty((batch * kv_heads, parts + 1, group * rows, value_size), torch.float32, device)
-    totals = _empty((batch * kv_heads, parts + 1, group * rows), torch.float32, device)
-    dims = {"D": size, "DV": value_size, "BLOCK_D": _dots(size), "BLOCK_DV": _dots(value_size)}
-    _parts[(parts + 1, tiles, batch * kv_heads)](
+    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
+    # Every part's output and base-2 log-sum-exp.
+    partial = _empty((pairs, parts + 1, group * rows, value_size), torch.float32, device)
+    totals = _empty((pairs, parts + 1, group * rows), torch.float32, device)
+    out = _empty((batch, heads, rows, value_size), query.dtype, device)
+    values = {"DV": value_size, "BLOCK_DV": _dots(value_size), "enable_fp_fusion": True}
+    _parts[(parts + 1, tiles, pairs)](
         query, key, value, lengths, words, depths, partial, totals,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         scale, softcap, window, parts, kv_heads, group, rows, words.shape[2],
-        **dims, **block, WINDOW=window > 0, SOFTCAP=softcap > 0, enable_fp_fusion=True,
+        D=size, BLOCK_D=_dots(size), **values, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
     )  # fmt: skip
-    return partial, totals
+    _merge[(group * rows, pairs)](
+        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group, rows,
+        *out.stride()[:3], **values, BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
+    )  # fmt: skip
+    return out
 
 
 def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:

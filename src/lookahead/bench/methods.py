@@ -11,39 +11,38 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+import torch
+from transformers import GenerationConfig
+
 from ..core import Drafter, LookaheadConfig, NGramPool, Request, SettingsError, Stats, Target, decode
 from ..drafters import METHODS, OWN_SETTINGS, make_drafter
+from ..engine import Options
+from ..engine.llm import KEEPS_STATE
+from ..engine.processors import make_process
+from ..sampling import SeededNoise, make_choose
 from .model import ModelUnderTest
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted")
 PLAIN = "autoregressive"
-#: Methods that keep state from text to text.
-KEEPS_STATE = ("lookahead", "adaptive")
+#: Tokens that Hugging Face's prompt lookup drafts at most; the example of its documentation, and our default.
+LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How every method decodes.
+    """How every method decodes."""
 
-    Attributes:
-        max_new_tokens: at most so many tokens, at least 1.
-        temperature: 0 is greedy; otherwise tokens are drawn.
-        top_k: draw among the k likeliest only; 0 for all.
-        seed: of the draws.
-        repeats: how often every prompt is decoded.
-        warm: also measure methods that keep state with the state of the earlier prompts.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    repeats: int = 1
-    warm: bool = True
+    max_new_tokens: int = 128  # at least 1
+    temperature: float = 0.0  # 0 is greedy; otherwise tokens are drawn
+    top_k: int = 0  # draw among the k likeliest only; 0 for all
+    seed: int = 0  # of the draws
+    repeats: int = 1  # how often every prompt is decoded
+    warm: bool = True  # also measure methods that keep state with the state of the earlier prompts
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
@@ -55,20 +54,15 @@ class RunOptions:
 class Outcome:
     """One text, and what it cost.
 
-    Attributes:
-        tokens: the new tokens.
-        stats: the counts. Of Hugging Face's methods they hold the steps only: tokens that a prefill gives beyond
-            the first one, because it verified a draft too, are not in them.
-        prefill_tokens: how many of the tokens the prefill gave.
-        prefill_seconds: until those were there.
-        step_tokens, step_rows, step_seconds: per step.
+    The counts of Hugging Face's methods hold the steps only: tokens that a prefill gives beyond the first one,
+    because it verified a draft too, are not in ``stats``.
     """
 
-    tokens: list[int]
+    tokens: list[int]  # the new ones
     stats: Stats
-    prefill_tokens: int
-    prefill_seconds: float
-    step_tokens: list[int] = field(default_factory=list)
+    prefill_tokens: int  # how many of the tokens the prefill gave
+    prefill_seconds: float  # until those were there
+    step_tokens: list[int] = field(default_factory=list)  # per step, as the next two
     step_rows: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
 
@@ -77,21 +71,14 @@ def make_request(
     model: ModelUnderTest, prompt: Sequence[int], drafter: Drafter, options: RunOptions
 ) -> Request:
     """One text with our own loop; where it is sampled, the drafter is told of the noise."""
-    if not options.temperature:
-        drafter.use_noise(None)
-        return Request(prompt, drafter, options.max_new_tokens, eos=model.eos)
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
-
-    from ..sampling import SeededNoise, make_choose
-
-    heat = float(options.temperature)
-    process: Any = LogitsProcessorList([TemperatureLogitsWarper(heat)] if heat != 1.0 else [])
-    if options.top_k:
-        process.append(TopKLogitsWarper(options.top_k))
-    device = getattr(model.model, "device", None)
-    noise = SeededNoise(options.seed, len(prompt), model.target.vocabulary, heat, device)
+    noise = process = None
+    if options.temperature:
+        device = getattr(model.model, "device", None)
+        noise = SeededNoise(options.seed, len(prompt), model.target.vocabulary, options.temperature, device)
+        sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
+        process = make_process(sampling, len(prompt), model.eos, None, device)
     drafter.use_noise(noise)
-    choose = make_choose(prompt, process or None, noise)
+    choose = make_choose(prompt, process, noise)
     return Request(prompt, drafter, options.max_new_tokens, choose, model.eos)
 
 
@@ -117,17 +104,11 @@ def timed_decode(target: Target, request: Request) -> Outcome:
 
 
 class Method(ABC):
-    """Decodes one prompt after the other.
+    """Decodes one prompt after the other."""
 
-    Attributes:
-        label: name with its settings.
-        state: "cold" or "warm" where the method keeps state, else "".
-        settings: for the records.
-    """
-
-    label: str
-    state: str = ""
-    settings: dict[str, Any]
+    label: str  # name with its settings
+    state: str = ""  # "cold" or "warm" where the method keeps state
+    settings: dict[str, Any]  # for the records
 
     @abstractmethod
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
@@ -142,49 +123,98 @@ class Method(ABC):
 
 
 class Drafted(Method):
-    """One of ``lookahead.drafters.METHODS``, driven by the only loop.
+    """One of ``lookahead.drafters.METHODS``, driven by the only loop; ``config`` as ``make_drafter`` takes it."""
 
-    Args:
-        name: the method.
-        config: its settings, as ``make_drafter`` takes them.
-        label: name with its settings; the name alone where empty.
-        state: "", "cold" or "warm".
-    """
-
-    def __init__(self, name: str, config: Any, label: str = "", state: str = "") -> None:
-        self.name = name
-        self.config = config
-        self.label = label or name
-        self.state = state
-        self.settings = config.as_dict() if isinstance(config, LookaheadConfig) else dict(config or {})
+    def __init__(self, name: str, config: Any, label: str, state: str) -> None:
+        self.name, self.config, self.label, self.state = name, config, label, state
+        self.settings = asdict(config) if isinstance(config, LookaheadConfig) else dict(config or {})
         self._kept: Any = None
-        self._times: Any = None
 
     def forget(self) -> None:
         self._kept = None
 
-    def _state_to_keep(self, model: ModelUnderTest) -> Any:
+    def _new_state(self, model: ModelUnderTest) -> Any:
         """What ``make_drafter`` takes as ``pool``. Step times are of the machine: no state forgets them."""
         if self.name == "lookahead":
-            return (
-                NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
-                if self.state == "warm"
-                else None
-            )
-        from ..drafters.adaptive import AdaptiveState, measure_times, times_for
+            new = NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
+            return new if self.state == "warm" else None
+        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
 
-        if self._times is None:  # as ``lookahead.load`` does, and not counted here either
-            if model.model is not None:
-                self._times = times_for(model.model, model.target.path, lambda: model.target)
-            else:
-                self._times = measure_times(model.target, model.target.vocabulary)
-        return AdaptiveState(self.config, keep=self.state == "warm", times=self._times)
+        config, times = AdaptiveConfig.of(self.config), None
+        if config.budget and model.model is not None:
+            times = times_for(model.model, model.target.path, lambda: model.target)
+        return AdaptiveState(config, keep=self.state == "warm", times=times)
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         if self.state and self._kept is None:
-            self._kept = self._state_to_keep(model)
+            self._kept = self._new_state(model)
         drafter = make_drafter(self.name, self.config, model.target.vocabulary, self._kept)
         return timed_decode(model.target, make_request(model, prompt, drafter, options))
+
+
+class HuggingFace(Method):
+    """``model.generate`` of transformers; forward passes are counted by a hook, and tokens by a streamer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.label = name
+        self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
+
+    def comparable(self, options: RunOptions) -> bool:
+        """Only greedy texts: transformers draws from another stream of random numbers."""
+        return not options.temperature and self.name != "hf-sample"
+
+    def _config(self, model: ModelUnderTest, options: RunOptions) -> GenerationConfig:
+        eos = sorted(model.eos) or None
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=options.max_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=eos[0] if eos else 0,
+            do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
+            **self.settings,
+        )
+        if config.do_sample:
+            config.temperature, config.top_k, config.top_p = options.temperature or 1.0, options.top_k, 1.0
+        return config
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        rows: list[int] = []
+        sizes: list[int] = []
+        times: list[float] = []
+
+        class Clock:
+            def put(self, tokens: Any) -> None:
+                times.append(perf_counter())
+                sizes.append(tokens.numel())
+
+            def end(self) -> None:
+                pass
+
+        def count(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
+            rows.append(int(keywords["input_ids"].shape[1]))
+
+        ids = torch.tensor([list(prompt)], device=model.model.device)
+        more = {"assistant_model": model.draft_model} if self.name == "hf-assisted" else {}
+        more |= {"attention_mask": torch.ones_like(ids), "generation_config": self._config(model, options)}
+        torch.manual_seed(options.seed)
+        hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            start = perf_counter()
+            text = model.model.generate(ids, streamer=Clock(), **more)
+            end = perf_counter()
+        finally:
+            hook.remove()
+        tokens = text[0, len(prompt) :].tolist()
+        _, prefill, *steps = sizes  # what comes first is the prompt
+        if len(steps) + 1 != len(rows) or len(tokens) != prefill + sum(steps):
+            raise AssertionError(
+                f"{self.name}: {len(rows)} forward passes, but tokens came {len(steps) + 1} times"
+            )
+        times = [*times[1:-1], end]
+        stats = Stats(prompt_tokens=len(prompt), new_tokens=1 + sum(steps))
+        for evaluated, size in zip(rows[1:], steps, strict=True):
+            stats.count_step(evaluated, evaluated - 1, size)
+        seconds = [b - a for a, b in pairwise(times)]
+        return Outcome(tokens, stats, prefill, times[0] - start, steps, rows[1:], seconds)
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:
@@ -215,8 +245,6 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
     """
     head, *settings = name.split(":")
     if head in HUGGING_FACE:
-        from .huggingface import HuggingFace
-
         if settings:
             raise SettingsError(f"{head} takes no settings, got {name!r}")
         if model.model is None:

@@ -4,74 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import Target
-
-if TYPE_CHECKING:
-    from ..engine import LLM
+from ..engine import LLM, load
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(slots=True)
 class ModelUnderTest:
-    """A model and the target on it.
+    """A model and the target on it."""
 
-    Attributes:
-        name: for the records.
-        target: evaluates the steps of our methods.
-        model: the transformers model; None where there is only a target, and then no ``hf-`` method.
-        tokenizer: of transformers; None where prompts are tokens already.
-        eos: tokens that end a text.
-        max_positions: the longest text that the model takes, in tokens.
-        draft_model: for ``hf-assisted``.
-        dtype: for the records.
-    """
-
-    name: str
-    target: Target
-    model: Any = None
-    tokenizer: Any = None
-    eos: frozenset[int] = frozenset()
-    max_positions: int = UNLIMITED
-    draft_model: Any = None
-    dtype: str = "float32"
+    name: str  # for the records
+    target: Target  # evaluates the steps of our methods
+    model: Any = None  # of transformers; None where there is only a target, and then no ``hf-`` method
+    tokenizer: Any = None  # of transformers; None where prompts are tokens already
+    eos: frozenset[int] = frozenset()  # tokens that end a text
+    max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
+    draft_model: Any = None  # for ``hf-assisted``
+    dtype: str = "float32"  # for the records
 
     @classmethod
     def of(cls, llm: LLM, draft_model: Any = None, path: str = "auto") -> ModelUnderTest:
         """What ``lookahead.load`` gave, with a target of the given path (see ``LLM.target``)."""
-        return cls(
-            name=llm.name,
-            target=llm.target(path),
-            model=llm.model,
-            tokenizer=llm.tokenizer,
-            eos=llm.eos,
-            max_positions=llm.context or UNLIMITED,
-            draft_model=draft_model,
-            dtype=str(llm.model.dtype).removeprefix("torch."),
-        )
+        longest = llm.context or UNLIMITED
+        target = llm.target(path)
+        return cls(llm.name, target, llm.model, llm.tokenizer, llm.eos, longest, draft_model, llm.dtype)
 
 
 def load_model(
-    model: str | None = None,
-    dtype: str = "float32",
-    threads: int | None = None,
-    draft_model: str | None = None,
-    device: str | None = None,
-    path: str = "auto",
+    path_or_id: str | None = None, *, draft_model: str | None = None, path: str = "auto", **options: Any
 ) -> ModelUnderTest:
-    """Load a model by directory or hub id; the bundled one where None.
+    """The model of a directory or hub id; the bundled one where None.
+
+    Args:
+        draft_model: likewise, for ``hf-assisted``.
+        path: of the target; see ``LLM.target``.
+        **options: as ``lookahead.load`` takes them.
 
     Raises:
         SettingsError: whatever of this cannot be honoured.
     """
-    from ..engine import load
-
-    llm = load(model, dtype=dtype, threads=threads, device=device)
-    if (
-        model is not None and Path(model).exists()
-    ):  # a directory says nothing on another machine, its last part does
-        llm.name = Path(model).resolve().name
-    draft = None if draft_model is None else load(draft_model, dtype=dtype, device=device).model
+    llm = load(path_or_id, **options)
+    if path_or_id is not None and Path(path_or_id).exists():
+        llm.name = Path(path_or_id).resolve().name  # the whole path says nothing on another machine
+    draft = None if draft_model is None else load(draft_model, **options).model
     return ModelUnderTest.of(llm, draft, path)

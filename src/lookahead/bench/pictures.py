@@ -7,10 +7,8 @@ too, so that a grey copy can be read.
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ..core import SettingsError
@@ -56,9 +54,7 @@ def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
 
 def label(axes: Any, title: str, x: str, y: str = "", legend: bool = True) -> None:
     """Title, axes with their units, and a legend."""
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(title=title, xlabel=x, ylabel=y)
     if legend:
         axes.legend(fontsize=8)
 
@@ -82,15 +78,6 @@ def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
     return written
 
 
-def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by legend name, in the order of their first appearance."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: r["repeat"]):
-        state = f" ({record['state']})" if record["state"] else ""
-        groups[record["method"] + state].append(record)
-    return dict(groups)
-
-
 def tokens_per_second(records: Sequence[Record]) -> Any:
     """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
     lines = [line for line in summarise(records).lines if line.all.rate == line.all.rate]
@@ -101,12 +88,10 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     for place, line in enumerate(lines):
         figures, same = line.all, line.all.equal == line.all.compared
         shade = COLOURS[names.index(line.label) % len(COLOURS)]
-        hatch = None if same else "///"
-        axes.barh(place, figures.rate, color=shade, edgecolor="white", hatch=hatch, height=0.72)
+        axes.barh(place, figures.rate, 0.72, color=shade, edgecolor="white", hatch=None if same else "///")
         axes.plot([figures.rate_low, figures.rate_high], [place, place], color="#888888", linewidth=1.2)
-        end = (max(figures.rate, figures.rate_high), place)
-        offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        axes.annotate(f"{figures.rate:.0f}", end, **offset)
+        end = (figures.rate_high, place)
+        axes.annotate(f"{figures.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
         unequal = "" if same else f", {figures.equal} of {figures.compared} equal"
         labels.append(f"{line.workload}: " * several + line.label + unequal)
     axes.set_yticks(range(len(lines)), labels)
@@ -118,59 +103,8 @@ def tokens_per_second(records: Sequence[Record]) -> Any:
     return figure
 
 
-def step_time(records: Sequence[Record]) -> Any:
-    """Median time of a step against its rows: where the line is flat, rows are free on this machine."""
-    figure, axes = new_figure()
-    widest = 1
-    for index, (name, group) in enumerate(by_method(records).items()):
-        times: dict[int, list[float]] = defaultdict(list)
-        for record in group:
-            for rows, milliseconds in zip(record["step_rows"], record["step_ms"], strict=True):
-                times[rows].append(milliseconds)
-        points = {rows: median(values) for rows, values in sorted(times.items()) if len(values) >= 3}
-        if points:
-            axes.plot([*points], [*points.values()], label=name, linestyle="", alpha=0.8, **colour(index))
-            widest = max(widest, *points)
-    axes.set_ylim(bottom=0)
-    powers_of_two(axes, [2**power for power in range((widest - 1).bit_length() + 1)])
-    title = "Step time against rows: which rows are free here"
-    label(axes, title, "rows of the step", "time of the step (ms, median)")
-    return figure
-
-
-def acceptance(records: Sequence[Record]) -> Any:
-    """Share of steps that accepted at least 1, 2, 3, ... drafted tokens; None where none did."""
-    figure, axes = new_figure()
-    drawn = 0
-    for name, group in by_method(records).items():
-        sizes = [tokens for record in group for tokens in record["step_tokens"]]
-        if max(sizes, default=1) > 1:
-            depths = range(1, min(max(sizes), 17))
-            shares = [sum(size > depth for size in sizes) / len(sizes) * 100 for depth in depths]
-            axes.plot(depths, shares, label=name, **colour(drawn))
-            drawn += 1
-    if not drawn:
-        return None
-    axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    label(
-        axes,
-        "Acceptance by position",
-        "position in the draft (tokens after the root)",
-        "steps that accepted it (%)",
-    )
-    return figure
-
-
-FIGURES: Mapping[str, Callable[[Sequence[Record]], Any]] = {
-    "tokens-per-second": tokens_per_second,
-    "step-time": step_time,
-    "acceptance": acceptance,
-}
-
-
 def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path], int]:
-    """Draw everything that the records of a folder allow.
+    """Draw the speeds that the records of a folder say.
 
     Args:
         folder: with ``records.jsonl``.
@@ -182,16 +116,11 @@ def plot(folder: str | Path, out: str | Path | None = None) -> tuple[list[Path],
     Raises:
         SettingsError: no records, a line that is not one, or matplotlib is missing.
     """
-    records = Records(folder)
-    same, others = newest_setup(records.read())
+    same, others = newest_setup(Records(folder).read())
     measured = [record for record in same if "skipped" not in record and record["steps"]]
     if not measured:
         raise SettingsError(
-            f"{records.path} holds no measured record; run `lookahead bench --out {folder}` first"
+            f"{Records(folder).path} holds no measured record; run `lookahead bench --out {folder}` first"
         )
-    written = []
-    for name, draw in FIGURES.items():
-        figure = draw(measured)
-        if figure is not None:
-            written += save(figure, Path(out or folder) / name, describe(measured[-1]))
-    return written, others
+    figure = tokens_per_second(measured)
+    return save(figure, Path(out or folder) / "tokens-per-second", describe(measured[-1])), others

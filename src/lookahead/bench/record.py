@@ -16,11 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+from .. import __version__
 from ..core.records import RecordWriter, read_records
 
 Record = dict[str, Any]
-FILE = "records.jsonl"
-SCHEMA = 1
 #: What must be the same for two records to be drawn or averaged together.
 SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 _INSTRUCTIONS = (
@@ -31,8 +33,6 @@ _INSTRUCTIONS = (
 @lru_cache
 def machine() -> dict[str, Any]:
     """Processor, instruction sets that matter here, cores, memory, graphics card."""
-    import torch
-
     name, flags = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -72,31 +72,23 @@ def was_busy(records: Iterable[Record]) -> str:
 @lru_cache
 def commit() -> str:
     """The library's git commit, with a plus where its sources are changed; else the package's version."""
-    from .. import __version__
 
-    source = Path(__file__).resolve().parents[1]
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
-    def git(*words: str) -> str | None:
-        command = ["git", "-C", str(source), *words]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "core/tree.py") is None:
+    try:
+        git(
+            "ls-files", "--error-unmatch", "core/tree.py"
+        )  # the repository may be another one, around site-packages
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
         return f"version {__version__}"
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
-    return f"{git('rev-parse', '--short=12', 'HEAD')}{'+' if changed else ''}"
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Record:
     """What every record says about where it was made."""
-    import torch
-    import transformers
-
-    from .. import __version__
-
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -107,10 +99,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def key_of(fields: Mapping[str, Any]) -> str:
+def key_of(*fields: Any) -> str:
     """A short hash of the settings that a record was measured under."""
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
 class Records:
@@ -118,7 +109,7 @@ class Records:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.path = self.folder / FILE
+        self.path = self.folder / "records.jsonl"
 
     def read(self) -> list[Record]:
         """All finished records.
@@ -135,23 +126,21 @@ class Records:
             writer.write(record)
 
 
-def newest_setup(records: Iterable[Record]) -> tuple[list[Record], int]:
+def newest_setup(records: list[Record]) -> tuple[list[Record], int]:
     """(the records made under the same setup as the last one, how many others there are)."""
-    records = list(records)
-    setups = [key_of({name: record.get(name) for name in SETUP}) for record in records]
-    same = [record for record, setup in zip(records, setups, strict=True) if setup == setups[-1]]
+    same = [r for r in records if all(r.get(name) == records[-1].get(name) for name in SETUP)]
     return same, len(records) - len(same)
 
 
 def describe(record: Mapping[str, Any]) -> str:
     """One line on where a record was made."""
     host, threads = record["machine"], record["threads"]
+    path = f" on the {record['path']} path" if record.get("path") else ""
     parts = [
         host.get("gpu") or f"{host['processor']}, {host['cores']} cores",
         " ".join(host["instructions"]),
         f"{threads} thread{'s' if threads > 1 else ''}",
         *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit")),
-        f"{record['model']} in {record['dtype']}"
-        + (f" on the {record['path']} path" if record.get("path") else ""),
+        f"{record['model']} in {record['dtype']}{path}",
     ]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(filter(None, parts))

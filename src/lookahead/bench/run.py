@@ -7,16 +7,17 @@ the machine hits all alike. Before that, each method decodes one prompt that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
-from ..core import SettingsError
+import torch
+
 from ..core.stats import first_divergence
-from .methods import PLAIN, Method, Outcome, RunOptions, make_methods
+from .methods import PLAIN, Method, RunOptions, make_methods
 from .model import ModelUnderTest, load_model
-from .record import SCHEMA, Record, Records, environment, key_of, load_average
+from .record import Record, Records, environment, key_of, load_average
 from .workloads import Prompt
 
 #: told (records finished, records in all, what comes next)
@@ -45,14 +46,100 @@ def run(
     Raises:
         SettingsError: an unknown method, or one that lacks what it needs.
     """
-    model = model if model is not None else load_model()
-    options = options if options is not None else RunOptions()
-    made: list[Method] = []
-    for one in dict.fromkeys([PLAIN, *methods]):
-        made += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
-    several = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
+    model, options = model or load_model(dtype="float32"), options or RunOptions()
     show = progress or (lambda done, total, what: None)
-    return _Run(model, made, several, options, records, show).all()
+    chosen: list[Method] = []
+    for one in dict.fromkeys([PLAIN, *methods]):
+        chosen += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
+    several = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
+    setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
+    common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
+    common |= environment()
+    done: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
+    plan = list(_plan(several, chosen, options.repeats))
+    result: list[Record] = []
+    warmed_up = False
+    #: What a warm method must still decode before its next record: prompts whose records were there already.
+    unseen: dict[Method, list[list[int]]] = defaultdict(list)
+    for repeat, number, turn, method in plan:
+        prompt = several[number]
+        if method is chosen[0]:
+            if not turn:
+                answers: list[str] = []
+                if not number or prompt.workload != several[number - 1].workload:
+                    # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
+                    unseen.clear()
+                    for each in chosen:
+                        each.forget()
+            tokens = prompt.tokens(model.tokenizer, answers)
+            reference: list[int] | None = None
+        show(len(result), len(plan), f"{prompt.id}, {method.label} {method.state}")
+        earlier = [(p.id, p.ids) for p in several[:number] if p.workload == prompt.workload]
+        name = method.label, method.state, method.settings
+        key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
+        fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
+        record: Record | None = done.get(key)
+        if record is None:
+            if fits and not warmed_up:
+                for each in chosen:
+                    show(len(result), len(plan), f"warm-up: {each.label}")
+                    each.decode(model, tokens, options)
+                    each.forget()
+                warmed_up = True
+            record = {
+                "schema": 1,
+                "key": key,
+                "repeat": repeat,
+                "turn": turn,
+                **_about(prompt, method),
+                **common,
+            }
+            record |= {"load": load_average(), "prompt_tokens": len(tokens)}
+            if fits:
+                for missed in unseen.pop(method, []):
+                    method.decode(model, missed, options)
+                record |= _measure(model, tokens, method, options, reference)
+                record["reference"] = prompt.reference if turn == len(prompt.turns) - 1 else None
+            else:
+                record["skipped"] = (
+                    f"{len(tokens)} prompt tokens and {options.max_new_tokens} new ones do not fit in "
+                    f"{model.max_positions} positions"
+                )
+            if records is not None:
+                records.append(record)
+        elif method.state == "warm" and fits:
+            unseen[method].append(tokens)
+        result.append(record)
+        if method is chosen[0]:
+            reference = record.get("tokens", [])
+            answers.append(record.get("text", ""))
+    show(len(plan), len(plan), "")
+    return result
+
+
+def _plan(
+    prompts: Sequence[Prompt], methods: Sequence[Method], repeats: int
+) -> Iterator[tuple[int, int, int, Method]]:
+    """(repeat, number of the prompt, turn, method), in the order in which they are measured."""
+    plain, *others = methods
+    for repeat in range(repeats):
+        for number, prompt in enumerate(prompts):
+            shift = (number + repeat) % max(1, len(others))
+            for turn in range(len(prompt.turns)):
+                for method in (plain, *others[shift:], *others[:shift]):
+                    yield repeat, number, turn, method
+
+
+def _about(prompt: Prompt, method: Method) -> Record:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "workload": prompt.workload,
+        "prompt": prompt.id,
+        "category": prompt.category,
+        "method": method.label,
+        "state": method.state,
+        "settings": method.settings,
+    }
 
 
 def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
@@ -67,182 +154,42 @@ def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
     return len(set(grams)) == len(grams)
 
 
-@dataclass
-class _Run:
-    model: ModelUnderTest
-    methods: list[Method]
-    prompts: list[Prompt]
-    options: RunOptions
-    records: Records | None
-    progress: Progress
-
-    def __post_init__(self) -> None:
-        model, options = self.model, self.options
-        self.common: dict[str, Any] = {
-            "model": model.name,
-            "dtype": model.dtype,
-            "path": model.target.path,
-            **environment(),
-            "options": {
-                name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")
-            },
-        }
-        self.result: list[Record] = []
-        self.done = {record["key"]: record for record in self.records.read()} if self.records else {}
-        self.keys = {
-            (repeat, number, turn, method): self._key(number, turn, method, repeat)
-            for repeat in range(options.repeats)
-            for number, prompt in enumerate(self.prompts)
-            for turn in range(len(prompt.turns))
-            for method in self.methods
-        }
-        #: (repeat, workload, method) of which any record is missing
-        self.incomplete = {
-            (repeat, self.prompts[number].workload, method)
-            for (repeat, number, _, method), key in self.keys.items()
-            if key not in self.done
-        }
-
-    def all(self) -> list[Record]:
-        self._warm_up()
-        for repeat in range(self.options.repeats):
-            for number, prompt in enumerate(self.prompts):
-                # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
-                if not number or prompt.workload != self.prompts[number - 1].workload:
-                    for method in self.methods:
-                        method.forget()
-                self._prompt(number, repeat)
-        self.progress(len(self.keys), len(self.keys), "")
-        return self.result
-
-    def _tokens(self, prompt: Prompt, answers: list[str]) -> list[int]:
-        if prompt.ids is None and self.model.tokenizer is None:
-            raise SettingsError("texts need a tokenizer, and the model has none; pass token ids")
-        return prompt.tokens(self.model.tokenizer, answers)
-
-    def _too_long(self, tokens: list[int]) -> bool:
-        return not tokens or len(tokens) + self.options.max_new_tokens > self.model.max_positions
-
-    def _warm_up(self) -> None:
-        """Each method decodes the first prompt that fits, without a record; nothing where all records are there."""
-        for prompt in self.prompts:
-            tokens = self._tokens(prompt, [])
-            if self._too_long(tokens) or not self.incomplete:
-                continue
-            for method in self.methods:
-                self.progress(0, len(self.keys), f"warm-up: {method.label}")
-                method.decode(self.model, tokens, self.options)
-            return
-
-    def _key(self, number: int, turn: int, method: Method, repeat: int) -> str:
-        prompt, seen = self.prompts[number], None
-        if method.state == "warm":  # the prompts before this one, in order
-            seen = [(p.id, p.ids) for p in self.prompts[:number] if p.workload == prompt.workload]
-        return key_of(
-            {
-                **self.common,
-                "prompt": [
-                    prompt.workload,
-                    prompt.id,
-                    prompt.ids,
-                    prompt.plain,
-                    prompt.turns,
-                    prompt.history,
-                ],
-                "turn": turn,
-                "method": [method.label, method.state, method.settings],
-                "repeat": repeat,
-                "earlier": seen,
-            }
-        )
-
-    def _prompt(self, number: int, repeat: int) -> None:
-        prompt, answers = self.prompts[number], list[str]()
-        plain, *others = self.methods
-        shift = (number + repeat) % max(1, len(others))
-        for turn in range(len(prompt.turns)):
-            tokens = self._tokens(prompt, answers)
-            reference: list[int] | None = None
-            for method in [plain, *others[shift:], *others[:shift]]:
-                what = f"{prompt.id}, {method.label} {method.state}"
-                self.progress(len(self.result), len(self.keys), what)
-                key = self.keys[repeat, number, turn, method]
-                record = self.done.get(key)
-                if record is None:
-                    record = {"schema": SCHEMA, "key": key, "repeat": repeat, "turn": turn}
-                    record |= self._measure(prompt, turn, tokens, method, reference)
-                    if self.records is not None:
-                        self.records.append(record)
-                elif (repeat, prompt.workload, method) in self.incomplete and method.state == "warm":
-                    method.decode(
-                        self.model, tokens, self.options
-                    )  # for the state that later prompts must find
-                self.result.append(record)
-                if method is plain:
-                    reference = record.get("tokens", [])
-                    answers.append(record.get("text", ""))
-
-    def _measure(
-        self, prompt: Prompt, turn: int, tokens: list[int], method: Method, reference: list[int] | None
-    ) -> Record:
-        """The record of one text, decoded now; ``reference`` is plain decoding's, None where this is it."""
-        record = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "workload": prompt.workload,
-            "prompt": prompt.id,
-            "category": prompt.category,
-            "method": method.label,
-            "state": method.state,
-            "settings": method.settings,
-            **self.common,
-            "load": load_average(),
-            "prompt_tokens": len(tokens),
-        }
-        if self._too_long(tokens):
-            why = (
-                f"{len(tokens)} prompt tokens and {self.options.max_new_tokens} new ones do not fit in "
-                f"{self.model.max_positions} positions"
-            )
-            return {**record, "skipped": why}
-        outcome = method.decode(self.model, tokens, self.options)
-        record |= self._figures(outcome)
-        plain = outcome.tokens if reference is None else reference
-        record |= self._parity(method, tokens, outcome.tokens, plain)
-        if turn == len(prompt.turns) - 1:
-            record["reference"] = prompt.reference
-        return record
-
-    def _figures(self, outcome: Outcome) -> Record:
-        tokenizer, stats = self.model.tokenizer, outcome.stats
-        return {
-            "new_tokens": len(outcome.tokens),
-            "prefill_tokens": outcome.prefill_tokens,
-            "steps": stats.steps,
-            "rows": stats.rows,
-            "prefill_seconds": outcome.prefill_seconds,
-            "decode_seconds": sum(outcome.step_seconds),
-            "compression_ratio": stats.compression_ratio if stats.steps else None,
-            "acceptance_rate": stats.acceptance_rate if stats.drafted else None,
-            "acceptance_by_position": stats.acceptance_by_position,
-            "loop_free": loop_free(outcome.tokens),
-            "step_tokens": outcome.step_tokens,
-            "step_rows": outcome.step_rows,
-            "step_ms": [round(seconds * 1e3, 4) for seconds in outcome.step_seconds],
-            "drafter": dict(stats.drafter),
-            "tokens": outcome.tokens,
-            "text": tokenizer.decode(outcome.tokens, skip_special_tokens=True) if tokenizer else "",
-        }
-
-    def _parity(self, method: Method, prompt: list[int], tokens: list[int], plain: list[int]) -> Record:
-        """Whether the text equals that of plain decoding; where not, how near a tie the model was."""
-        if not method.comparable(self.options):
-            return {"equal": None, "first_divergence": None, "logit_gap": None}
-        place, gap = first_divergence(tokens, plain), None
-        if place is not None and place < min(len(tokens), len(plain)) and self.model.model is not None:
-            import torch
-
-            ids = torch.tensor([prompt + plain[:place]], device=self.model.model.device)
-            with torch.no_grad():
-                row = self.model.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-            gap = float(row[plain[place]] - row[tokens[place]])
-        return {"equal": place is None, "first_divergence": place, "logit_gap": gap}
+def _measure(
+    model: ModelUnderTest,
+    prompt: list[int],
+    method: Method,
+    options: RunOptions,
+    reference: list[int] | None,
+) -> Record:
+    """Decode one text now; ``reference`` is plain decoding's, None where this is it."""
+    outcome = method.decode(model, prompt, options)
+    tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
+    record = {
+        "new_tokens": len(tokens),
+        "prefill_tokens": outcome.prefill_tokens,
+        "steps": stats.steps,
+        "rows": stats.rows,
+        "prefill_seconds": outcome.prefill_seconds,
+        "decode_seconds": sum(outcome.step_seconds),
+        "compression_ratio": stats.compression_ratio if stats.steps else None,
+        "acceptance_rate": stats.acceptance_rate if stats.drafted else None,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "loop_free": loop_free(tokens),
+        "step_tokens": outcome.step_tokens,
+        "step_rows": outcome.step_rows,
+        "step_ms": [round(seconds * 1e3, 4) for seconds in outcome.step_seconds],
+        "drafter": dict(stats.drafter),
+        "tokens": tokens,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
+    }
+    comparable, plain = method.comparable(options), tokens if reference is None else reference
+    place = first_divergence(tokens, plain) if comparable else None
+    gap = None
+    if place is not None and place < min(len(tokens), len(plain)) and model.model is not None:
+        # How near a tie the model was there.
+        ids = torch.tensor([prompt + plain[:place]], device=model.model.device)
+        with torch.no_grad():
+            row = model.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        gap = float(row[plain[place]] - row[tokens[place]])
+    equal = place is None if comparable else None
+    return record | {"equal": equal, "first_divergence": place, "logit_gap": gap}

@@ -12,6 +12,7 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,15 @@ def stdlib_prompts(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         raise SettingsError(f"this Python has no library sources in {root}; use another workload")
     generator = random.Random(seed)
     generator.shuffle(files)
-    for path in files:
-        if count <= 0:
-            return
-        choices = _functions(path)
-        if choices:
-            name, head, body = generator.choice(choices)
-            count -= 1
-            yield {
-                "id": f"{path.relative_to(root).as_posix()}:{name}",
-                "turns": (f"Complete this Python function. Answer with the code only.\n\n{head}",),
-                "plain": head.rstrip(),
-                "reference": body,
-            }
+    found = ((path.relative_to(root).as_posix(), _functions(path)) for path in files)
+    for file, functions in islice(filter(lambda pair: pair[1], found), count):
+        name, head, body = generator.choice(functions)
+        yield {
+            "id": f"{file}:{name}",
+            "turns": (f"Complete this Python function. Answer with the code only.\n\n{head}",),
+            "plain": head.rstrip(),
+            "reference": body,
+        }
 
 
 def _functions(path: Path) -> list[tuple[str, str, str]]:
@@ -65,11 +62,11 @@ def _functions(path: Path) -> list[tuple[str, str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or len(node.body) < 3 or not ast.get_docstring(node):
             continue
-        middle, end = node.body[0].end_lineno, node.end_lineno
-        if middle is None or end is None or not 4 <= end - middle <= 60 or middle - node.lineno > 30:
-            continue
-        head = textwrap.dedent("".join(lines[node.lineno - 1 : middle]))
-        indent = len(lines[node.lineno - 1]) - len(lines[node.lineno - 1].lstrip())
-        body = "".join(line[indent:] if line.strip() else line for line in lines[middle:end])
-        found.append((f"{node.name}:{node.lineno}", head, body))
+        first, middle, end = node.lineno, node.body[0].end_lineno or 0, node.end_lineno or 0
+        if 4 <= end - middle <= 60 and middle - first <= 30:
+            # The indent goes: the head's common one, and as much of the body.
+            indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
+            head = textwrap.dedent("".join(lines[first - 1 : middle]))
+            body = "".join(line[indent:] if line.strip() else line for line in lines[middle:end])
+            found.append((f"{node.name}:{first}", head, body))
     return found

@@ -11,9 +11,9 @@ Definitions, the same for every method:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -25,29 +25,19 @@ NAN = float("nan")
 
 @dataclass(slots=True)
 class Figures:
-    """One method, in one state, on one set of prompts. A figure that cannot be had is NaN.
+    """One method, in one state, on one set of prompts. A figure that cannot be had is NaN."""
 
-    Attributes:
-        texts: records; steps, tokens, passes: sums over them.
-        rate, rate_low, rate_high: tokens per second: median, least and largest over repeats.
-        total, per_prompt: speed-up of totals, and the geometric mean of that per prompt.
-        s_steps, s_passes: compression ratio.
-        rows: rows per step.
-        prefill: median seconds of a prefill.
-        equal, compared: texts equal to plain decoding, of how many.
-    """
-
-    texts: int = 0
-    rate: float = NAN
+    texts: int = 0  # records
+    rate: float = NAN  # tokens per second, median over repeats; then least and largest
     rate_low: float = NAN
     rate_high: float = NAN
-    total: float = NAN
-    per_prompt: float = NAN
-    s_steps: float = NAN
+    total: float = NAN  # speed-up of totals
+    per_prompt: float = NAN  # geometric mean of that per prompt
+    s_steps: float = NAN  # compression ratio, as the next one
     s_passes: float = NAN
-    rows: float = NAN
-    prefill: float = NAN
-    equal: int = 0
+    rows: float = NAN  # per step
+    prefill: float = NAN  # seconds, median
+    equal: int = 0  # texts equal to plain decoding
     compared: int = 0
 
 
@@ -73,8 +63,8 @@ class Summary:
     """Lines, prompts left out by workload, and the texts that are not equal to plain decoding."""
 
     lines: list[Line]
-    skipped: dict[str, int] = field(default_factory=dict)
-    unequal: list[Record] = field(default_factory=list)
+    skipped: dict[str, int]
+    unequal: list[Record]
 
 
 def _text_of(record: Record) -> tuple[Any, ...]:
@@ -82,14 +72,13 @@ def _text_of(record: Record) -> tuple[Any, ...]:
     return record["workload"], record["prompt"], record["turn"], record["repeat"], heat
 
 
-def _rate(records: Iterable[Record]) -> float:
-    records = list(records)
-    seconds = sum(record["decode_seconds"] for record in records)
-    return sum(map(_decoded, records)) / seconds if seconds else NAN
-
-
 def _decoded(record: Record) -> int:
     return int(record["new_tokens"] - record["prefill_tokens"])
+
+
+def _rate(records: Sequence[Record]) -> float:
+    seconds = sum(record["decode_seconds"] for record in records)
+    return sum(map(_decoded, records)) / seconds if seconds else NAN
 
 
 def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
@@ -110,24 +99,24 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     repeats = defaultdict(list)
     for record in records:
         repeats[record["repeat"]].append(record)
-    rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)]
+    rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)] or [NAN]
     # A text of one token has no step: it says nothing of speed.
-    pairs = [(r, plain[_text_of(r)]) for r in records if _text_of(r) in plain]
-    pairs = [(ours, theirs) for ours, theirs in pairs if ours["steps"] and theirs["steps"]]
-    ratios = [_rate([ours]) / _rate([theirs]) for ours, theirs in pairs]
-    compared = [record for record in records if record["equal"] is not None]
+    pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
+    pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
+    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    compared = [record["equal"] for record in records if record["equal"] is not None]
     return Figures(
         texts=len(records),
-        rate=median(rates) if rates else NAN,
-        rate_low=min(rates, default=NAN),
-        rate_high=max(rates, default=NAN),
-        total=_rate(ours for ours, _ in pairs) / _rate(theirs for _, theirs in pairs) if pairs else NAN,
-        per_prompt=geometric_mean(ratios) if ratios else NAN,
+        rate=median(rates),
+        rate_low=min(rates),
+        rate_high=max(rates),
+        total=_rate(ours) / _rate(theirs),
+        per_prompt=geometric_mean(_rate([a]) / _rate([b]) for a, b in pairs) if pairs else NAN,
         s_steps=sum(map(_decoded, records)) / steps if steps else NAN,
         s_passes=sum(record["new_tokens"] for record in records) / (steps + len(records)),
         rows=sum(record["rows"] for record in records) / steps if steps else NAN,
         prefill=median(record["prefill_seconds"] for record in records),
-        equal=sum(record["equal"] for record in compared),
+        equal=sum(compared),
         compared=len(compared),
     )
 
@@ -135,12 +124,8 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
 def summarise(records: Iterable[Record]) -> Summary:
     """Sum up records of one setup, by workload, method and state, each in the order of first appearance."""
     records = list(records)
-    skipped: dict[str, int] = defaultdict(int)
-    for workload, *_ in dict.fromkeys(
-        (r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r
-    ):
-        skipped[workload] += 1
     measured = [record for record in records if "skipped" not in record]
+    left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r)
     plain = plain_of(measured)
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in measured:
@@ -155,6 +140,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     # The methods of a prompt come in rotating order; that of the first prompt is kept for all.
     workloads, methods = ([group[place] for group in groups] for place in (0, 1))
     lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
+    skipped = Counter(workload for workload, *_ in left_out)
     return Summary(lines, dict(skipped), [r for r in measured if r["equal"] is False])
 
 
@@ -189,6 +175,19 @@ LEGEND = (
 )
 
 
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Markdown; the first ``texts`` columns are words, the others numbers."""
+    rules = ["---"] * texts + ["---:"] * (len(headings) - texts)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rules, *rows])
+
+
+def markdown(summary: Summary) -> str:
+    """The lines as a Markdown table."""
+    columns = SPEED | COMPRESSION
+    rows = [[x.workload, f"`{x.label}`", *(text(x) for text in columns.values())] for x in summary.lines]
+    return markdown_table(["workload", "method", *columns], rows, texts=2)
+
+
 def unequal_text(record: Record) -> str:
     """One text that differs: its speed and, with it, where it differs and how near a tie the model was there."""
     gap = record["logit_gap"]
@@ -197,11 +196,3 @@ def unequal_text(record: Record) -> str:
         f"{record['workload']}/{record['prompt']} turn {record['turn']}: {record['method']} {record['state']} at "
         f"{number(_rate([record]), 1)} tokens/s is not equal from token {record['first_divergence']} on{near}"
     )
-
-
-def markdown(summary: Summary) -> str:
-    """The table as Markdown."""
-    columns = SPEED | COMPRESSION
-    rows = [["workload", "method", *columns], ["---"] * 2 + ["---:"] * len(columns)]
-    rows += [[x.workload, f"`{x.label}`", *(text(x) for text in columns.values())] for x in summary.lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -7,6 +7,7 @@ any of them.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -41,12 +42,11 @@ class Commands(TyperGroup):
             raise Interrupted("interrupted") from None
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        standalone = extra.get("standalone_mode", True)
-        extra["standalone_mode"] = False
-        if not standalone:
+        if not extra.get("standalone_mode", True):
             return super().main(*args, **extra)
+        extra["standalone_mode"] = False
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: note(f"note: {message}", "yellow")
             for category in (UserWarning, RuntimeWarning):  # a line for people, whatever -W says
                 warnings.simplefilter("default", category)
             sys.exit(self._guarded(*args, **extra))
@@ -64,7 +64,7 @@ class Commands(TyperGroup):
             note(str(error) or "interrupted", "yellow")
             return 130
         except BrokenPipeError:  # the reader of our output has left
-            sys.stdout = open("/dev/null", "w") if sys.platform != "win32" else sys.stdout  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             return 1
         except Exception as error:
             # Wrong usage: every version of typer has its own class for it, all with these two.
@@ -74,10 +74,6 @@ class Commands(TyperGroup):
                 problem(f"{error.format_message()} (--help shows what there is)")
             return int(error.exit_code)
         return status if isinstance(status, int) else 0
-
-
-def _show_warning(message: Any, *args: Any, **kwargs: Any) -> None:
-    note(f"note: {message}", "yellow")
 
 
 app = typer.Typer(

@@ -1,10 +1,12 @@
-"""The batch form of ``lookahead generate``: JSON lines in, JSON lines out, resumable."""
+"""The batch form of ``lookahead generate``: JSON lines in, JSON lines out, and an output that can be gone on with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +14,95 @@ import typer
 
 from ..core import LookaheadError, SettingsError
 from ..core.records import RecordWriter, drop_torn_line, read_records
-from .console import Interrupted, note, stderr
-from .options import dismiss, read_bytes, warm_pool
-from .output import as_record, diverged, tracing
-from .records import Job, read_jobs, still_to_do, trace_line
+from .console import Interrupted, as_record, diverged, note, stderr, trace_line, tracing
+from .options import Task, dismiss, read_bytes, warm_pool
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.results import Update
+
+KINDS = {"prompt": str, "input_ids": list, "messages": list}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One line of the input.
+
+    Attributes:
+        line: its number, from 1.
+        id: as given; the line's number where none is; None where the line is no JSON object.
+        prompt: text, token ids or chat messages.
+        error: why the line cannot be used, or None.
+    """
+
+    line: int
+    id: Any
+    prompt: Any
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Line, and id as text: 1, 1.0 and "1" are three."""
+        return self.line, _text(self.id)
+
+    def failed(self, error: str) -> dict[str, Any]:
+        """The record of a line that could not be used."""
+        return {"id": self.id, "error": error, "line": self.line}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def read_jobs(data: bytes) -> list[Job]:
+    """Every line that is not blank."""
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _job(number: int, line: bytes) -> Job:
+    try:
+        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return Job(number, None, None, f"line {number} must be JSON in UTF-8 and is not: {error}")
+    if not isinstance(value, dict):
+        return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
+    name, given = value.get("id", number), [key for key in KINDS if key in value]
+    if len(given) != 1:
+        got = " and ".join(given) or f"only {sorted(value)}"
+        wanted = " or ".join(f'"{key}"' for key in KINDS)
+        return Job(number, name, None, f"line {number} must have {wanted}, got {got}")
+    prompt, kind = value[given[0]], KINDS[given[0]]
+    wrong = f'line {number}: "{given[0]}" must be a {kind.__name__}, got {type(prompt).__name__}'
+    return Job(number, name, prompt, None if isinstance(prompt, kind) else wrong)
+
+
+def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
+    """Jobs without a record. A record belongs to the job of its line and id.
+
+    Where the input has changed since, or the record names no line, it belongs to the job of its id, if only one
+    has it; but a record without an id belongs to its line alone.
+
+    Raises:
+        SettingsError: the ids alone do not tell which jobs have records.
+    """
+    records_of = Counter((record.get("line"), _text(record["id"])) for record in records)
+    left = [job for job in jobs if not records_of.pop(job.key, 0)]
+    by_id: Counter[str] = Counter()
+    for (line, name), count in records_of.items():
+        by_id[name] += count if line is None or name != "null" else 0
+    for name, count in by_id.items():
+        lines = [job.line for job in left if job.key[1] == name]
+        if count and len(lines) > max(1, count):
+            raise SettingsError(
+                f"--resume cannot tell which of the prompts with id {name} (lines {', '.join(map(str, lines))}) "
+                f"have their results in {output}, whose records are of other lines or name none; "
+                "give every prompt an id of its own, or use --overwrite"
+            )
+    return [job for job in left if not by_id[job.key[1]]]
 
 
 class _Stdout(nullcontext[Any]):
@@ -29,70 +112,62 @@ class _Stdout(nullcontext[Any]):
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
-def run_batch(
-    load: Callable[[], LLM],
-    source: Path,
-    output: Path | None,
-    resume: bool,
-    overwrite: bool,
-    batch_size: int,
-    compare: bool,
-    trace: Path | None,
-    options: dict[str, Any],
-    warm: Path | None = None,
-) -> int:
-    """Run every prompt of ``source`` that has no result yet; the exit status."""
-    if batch_size < 1:
-        raise SettingsError(f"--batch-size must be at least 1, got {batch_size}")
+def run_batch(task: Task, load: Callable[[], LLM], options: dict[str, Any], warm: Path | None) -> int:
+    """Run every prompt of the input that has no result yet; the exit status."""
+    source, output = task.input or Path("-"), task.output
     jobs = read_jobs(read_bytes(source, "--input"))
-    earlier = _prepare(source, output, resume, overwrite)
-    todo = still_to_do(jobs, earlier, output) if output is not None else jobs
+    earlier = [] if output is None else _earlier(source, output, task)
+    todo = jobs if output is None else still_to_do(jobs, earlier, output)
+    done = len(jobs) - len(todo)
     if earlier:
-        note(f"{len(jobs) - len(todo)} of {len(jobs)} prompts have results; going on with {len(todo)}")
-    batch = _Batch(jobs, todo, compare)
-    batch.errors = sum("error" in record for record in earlier)
+        note(f"{done} of {len(jobs)} prompts have results; going on with {len(todo)}")
+    written, errors, status = 0, sum("error" in record for record in earlier), 0
+    equal: list[bool] = []
     if todo:
         llm = load()
-        sink = RecordWriter(output, append=True) if output is not None else _Stdout()
+        sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
-            with sink, tracing(trace, append=resume) as writer, warm_pool(llm, warm) as kept:
-                batch.run(llm, sink, writer, batch_size, options | kept)
+            with sink, tracing(task.trace, task.resume) as trace, warm_pool(llm, warm) as kept, _bar() as bar:
+                shown = bar.add_task("", total=len(jobs), completed=done)
+                for record in _records(llm, todo, task, options | kept, trace):
+                    sink.write(record)
+                    written += 1
+                    errors += "error" in record
+                    equal += [record["equal"]] if "equal" in record else []
+                    bar.advance(shown)
         except KeyboardInterrupt:
-            written, where = batch.written, ""
+            where = ""
             if output is not None:  # the file knows of a record whose writing was interrupted at its end
                 written = len(read_records(output, "id", "this run")) - len(earlier)
                 where = f" in {output}; the same command with --resume goes on"
-            done = len(jobs) - len(todo) + written
-            raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
-        if batch.comparisons:
-            equal = sum(c.equal for c in batch.comparisons)
-            note(f"{equal} of {len(batch.comparisons)} equal to plain decoding", "green")
-        if diverged(llm, batch.comparisons):
-            return 1
+            raise Interrupted(
+                f"interrupted: {done + written} of {len(jobs)} prompts have results{where}"
+            ) from None
+        if equal:
+            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
+        status = diverged(llm, equal)
     else:
         dismiss()
         if output is not None:
             output.touch()
-    note(f"{len(jobs)} prompts, {batch.errors} with an error" if jobs else f"{source} has no prompts")
-    return int(batch.errors > 0)
+    note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
+    return int(status or errors > 0)
 
 
-def _prepare(source: Path, output: Path | None, resume: bool, overwrite: bool) -> list[dict[str, Any]]:
-    """Make the output ready to append to; the records that are there already."""
-    if output is None:
-        return []
+def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
+    """The records that are there already, the output being made ready to append to."""
     if not output.parent.is_dir():
         raise SettingsError(f"--output must lie in a folder that exists, got {output}")
     if output.is_dir():
         raise SettingsError(f"--output must be a file, got the folder {output}")
     if output.exists() and source.exists() and output.samefile(source):
         raise SettingsError(f"--input and --output must be two files, got {output} for both")
-    if resume:
+    if task.resume:
         records = read_records(output, "id", "an earlier run, which --resume needs")
         drop_torn_line(output)
         return records
-    if output.exists() and output.stat().st_size and output.is_file():
-        if not overwrite:
+    if output.is_file() and output.stat().st_size:
+        if not task.overwrite:
             raise SettingsError(
                 f"{output} already holds results; give --resume to go on with it or --overwrite to begin anew"
             )
@@ -100,91 +175,46 @@ def _prepare(source: Path, output: Path | None, resume: bool, overwrite: bool) -
     return []
 
 
-class _Batch:
-    """The jobs of one run, in input order.
+def _records(
+    llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any], trace: RecordWriter | None
+) -> Iterator[dict[str, Any]]:
+    """A record per job as soon as it is done, that of a bad line in its place."""
+    from ..engine import compare as comparing
 
-    Attributes:
-        written: records written by this run.
-        errors: records with an error.
-        comparisons: with plain decoding, where asked.
-    """
-
-    def __init__(self, jobs: list[Job], todo: list[Job], compare: bool) -> None:
-        self._all = len(jobs)
-        self._todo = todo
-        self._compare = compare
-        self.written = 0
-        self.errors = 0
-        self.comparisons: list[Any] = []
-
-    def run(
-        self, llm: LLM, sink: Any, trace: RecordWriter | None, batch_size: int, options: dict[str, Any]
-    ) -> None:
-        bad: list[tuple[int, dict[str, Any]]] = []
-        good: list[tuple[int, Job, list[int]]] = []
-        for place, job in enumerate(self._todo):
-            try:
-                if job.error is not None:
-                    raise SettingsError(job.error)
-                good.append((place, job, llm.encode(job.prompt)))
-            except LookaheadError as error:
-                bad.append((place, job.failed(str(error))))
-        seeds = None
-        if "seed" in options:  # the line decides, so that a resumed run draws the same
-            seeds = [options["seed"] + job.line - 1 for _, job, _ in good]
-        updates = llm.run([ids for _, _, ids in good], batch_size=batch_size, seeds=seeds, **options)
-        with _progress() as progress:
-            task = progress.add_task("", total=self._all, completed=self._all - len(self._todo))
-            for update in updates:
-                place, job, ids = good[update.index]
-                if trace is not None and update.step is not None:
-                    trace.write(trace_line(job.id, update.step, update.piece))
-                if update.result is None:
-                    continue
-                while bad and bad[0][0] < place:
-                    self._write(sink, bad.pop(0)[1])
-                self._write(sink, self._record(llm, job, ids, update, options))
-                progress.update(task, completed=self._all - len(self._todo) + self.written)
-            for _, record in bad:
-                self._write(sink, record)
-            progress.update(task, completed=self._all)
-
-    def _write(self, sink: Any, record: dict[str, Any]) -> None:
-        sink.write(record)
-        self.written += 1
-        self.errors += "error" in record
-
-    def _record(
-        self, llm: LLM, job: Job, ids: list[int], update: Update, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        from ..engine.compare import compare
-
-        result = update.result
-        assert result is not None
+    bad: list[tuple[int, dict[str, Any]]] = []
+    good: list[tuple[Job, list[int]]] = []
+    for job in jobs:
+        try:
+            if job.error is not None:
+                raise SettingsError(job.error)
+            good.append((job, llm.encode(job.prompt)))
+        except LookaheadError as error:
+            bad.append((job.line, job.failed(str(error))))
+    seeds = None
+    if "seed" in options:  # the line decides, so that a resumed run draws the same
+        seeds = [options["seed"] + job.line - 1 for job, _ in good]
+    for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
+        (job, ids), result = good[update.index], update.result
+        if trace is not None and update.step is not None:
+            trace.write(trace_line(job.id, update.step, update.piece))
+        if result is None:
+            continue
+        while bad and bad[0][0] < job.line:
+            yield bad.pop(0)[1]
         if result.error is not None:
-            return job.failed(str(result.error))
+            yield job.failed(str(result.error))
+            continue
         record = {"id": job.id, "line": job.line} | as_record(result)
-        if self._compare:
-            comparison = compare(llm, result, ids, **options)
-            self.comparisons.append(comparison)
-            own = comparison.as_dict()
-            record |= {
-                key: own[key] for key in ("equal", "first_divergence", "gap", "plain_steps", "plain_seconds")
-            }
-        return record
+        if task.compare:
+            plain = comparing.decode_plainly(llm, ids, result.seed, options)
+            record |= comparing.compare(llm, result, plain).as_dict()
+        yield record
+    yield from (record for _, record in bad)
 
 
-def _progress() -> Any:
+def _bar() -> Any:
     """A bar with the time left, where stderr is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    console = stderr()
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        "left",
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=stderr(), disable=not stderr().is_terminal)

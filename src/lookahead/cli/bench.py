@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +22,10 @@ from .console import note, stderr
 from .options import numbers, quiet, takes
 
 if TYPE_CHECKING:
-    from ..bench.model import ModelUnderTest
+    from ..bench import ModelUnderTest
 
 MEASURE = "run"
+PROMPTS = "Prompts"
 
 
 class ModelOrCommand(TyperGroup):
@@ -37,10 +40,6 @@ class ModelOrCommand(TyperGroup):
 app = typer.Typer(cls=ModelOrCommand, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path, typer.Option(help="Folder for records, tables and pictures.", metavar="DIR")]
-Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel="Prompts"),
-]
 Steps = Annotated[
     str,
     typer.Option(
@@ -51,25 +50,43 @@ MORE = (
     "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
+WORKLOADS = (
+    "humaneval, gsm8k, mbpp, mt-bench, classeval, spec-bench, xsum, cnn-dailymail, stdlib, NAME=FILE, or a "
+    "JSON-lines file of prompts or messages. Several times for several. [default: stdlib]"
+)
+METHOD = (
+    f"hf-greedy, hf-sample, hf-prompt-lookup, hf-assisted, {', '.join(METHODS)}, or lookahead:W,N,G; a list, or "
+    "several times. [default: all that need nothing more]"
+)
 
 
-def _load(load: LoadOptions, path: str, dtype: str, draft_model: str | None = None) -> ModelUnderTest:
+def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
     from ..bench import load_model
 
     quiet()
-    name = None if load.path_or_id is None else str(load.path_or_id)
-    device = None if load.device is None else str(load.device)
-    return load_model(name, dtype, load.threads, draft_model, device, path)
+    return load_model(**(load.keywords() | more), path=path)
 
 
-def command_line() -> str:
+def command_line(words: list[str] | None = None, program: str = "lookahead") -> str:
     """The command as it was typed, for pages that others read: of an absolute path only the last part."""
-    words = ["lookahead"]
-    for word in sys.argv[1:]:
+    shown = [program]
+    for word in sys.argv[1:] if words is None else words:
         name, equals, value = word.rpartition("=")
-        shown = f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
-        words.append(shlex.quote(shown))
-    return " ".join(words)
+        short = f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
+        shown.append(shlex.quote(short))
+    return " ".join(shown)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr with the time left; told (finished, in all, what comes next)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    what = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), what
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
@@ -81,53 +98,35 @@ def command_line() -> str:
 def measure(
     *,
     workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="humaneval, gsm8k, mbpp, mt-bench, classeval, spec-bench, xsum, cnn-dailymail, stdlib, "
-            "NAME=FILE, or a JSON-lines file of prompts or messages. Several times for several. [default: stdlib]",
-            metavar="NAME|FILE",
-            rich_help_panel="Prompts",
-        ),
+        list[str] | None, typer.Option(help=WORKLOADS, metavar="NAME|FILE", rich_help_panel=PROMPTS)
     ] = None,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel=PROMPTS),
+    ] = None,
     limit: Annotated[
-        int, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel="Prompts")
+        int, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel=PROMPTS)
     ] = 8,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="hf-greedy, hf-sample, hf-prompt-lookup, hf-assisted, "
-            + ", ".join(METHODS)
-            + ", or lookahead:W,N,G; a list, or several times. [default: all that need nothing more]",
-            metavar="LIST",
-        ),
-    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help=METHOD, metavar="LIST")] = None,
     draft_model: Annotated[str | None, typer.Option(help="For hf-assisted.", metavar="MODEL")] = None,
     out: Out = Path("bench"),
     repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 3,
     warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
     resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
-    spec_bench: Annotated[
-        bool, typer.Option("--spec-bench", help="Write Spec-Bench's answer files, too.")
-    ] = False,
     options: Options,
     load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
     """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
-    from ..bench import Records, RunOptions, default_methods, load_workload, run, split_methods
-    from ..bench.methods import make_methods
+    from ..bench import Records, RunOptions, default_methods, load_workload, make_methods, run, split_methods
     from ..bench.report import write_report
 
-    seed = options.seed or 0
-    run_options = RunOptions(
-        options.max_new_tokens, options.temperature, options.top_k or 0, seed, repeats, warm
-    )
+    seed, top_k = options.seed or 0, options.top_k or 0
+    run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
-    prompts = [
-        prompt for name in workload or ["stdlib"] for prompt in load_workload(name, limit or None, seed, data)
-    ]
-    loaded = _load(load, path, str(load.dtype), draft_model)
+    workloads = workload or ["stdlib"]
+    prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed, data)]
+    loaded = _load(load, path, draft_model=draft_model)
     for name in names:
         make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
@@ -136,42 +135,13 @@ def measure(
             f"{records.path} is there already; choose another --out, or leave out --no-resume"
         )
     try:
-        with Bar() as bar:
-            result = run(names, prompts, loaded, run_options, records, bar.update)
+        with progress_bar() as progress:
+            result = run(names, prompts, loaded, run_options, records, progress)
     except KeyboardInterrupt:
-        note(
-            f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
-        )
+        done = len(records.read())
+        note(f"{done} finished records are in {records.path}; the same command goes on from there")
         raise
-    write_report(result, out, command_line(), spec_bench)
-
-
-class Bar:
-    """A progress bar on stderr with the time left."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=stderr(),
-            transient=True,
-        )
-        self._task = self._progress.add_task("")
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def update(self, done: int, total: int, what: str) -> None:
-        """Show that ``done`` of ``total`` are finished and ``what`` comes next."""
-        self._progress.update(self._task, completed=done, total=total, description=what)
+    write_report(result, out, command_line())
 
 
 @app.command("plot")
@@ -181,8 +151,8 @@ def plot_records(
     ],
     out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
 ) -> None:
-    """Draw the records of a folder: speed, step time by rows, acceptance by position."""
-    from ..bench.pictures import plot
+    """Draw the records of a folder: speed by method."""
+    from ..bench import plot
 
     written, others = plot(folder, out)
     for path in written:
@@ -207,28 +177,14 @@ def step_cost(
     path: Steps = "auto",
 ) -> None:
     """Measure t(k), the time of a step of k rows, with the physical floor beside it."""
-    import json
-
     from ..bench import step_cost as cost
-    from ..bench.pictures import save
-    from ..bench.record import describe
 
-    records = []
-    with Bar() as bar:
+    sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
+    with progress_bar() as progress:
         for one in dtype.split(","):
-            loaded = _load(load, path, one.strip())
-            records += cost.measure(
-                loaded, numbers(contexts, "--contexts"), numbers(rows, "--rows"), bar.update
-            )
+            records += cost.measure(_load(load, path, dtype=one.strip()), *sizes, progress)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "step-cost.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    lines = cost.findings(records)
-    page = [f"`{command_line()}`", "", describe(records[0]), "", cost.table(records), "", *lines, ""]
-    (out / "step-cost.md").write_text("\n".join(page), encoding="utf-8")
-    save(cost.figure(records), out / "step-cost", describe(records[0]))
-    typer.echo("\n".join(page[2:]))
+    typer.echo(cost.write_report(records, out, command_line()))

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import LookaheadError
-from ..engine.drafting import DraftOptions
-from ..engine.options import LoadOptions, Options
-from .console import note, problem
+from ..engine.options import DraftOptions, LoadOptions, Options
+from .console import note, problem, summary
 from .options import load_model, takes, warm_pool
-from .output import summary
 
 if TYPE_CHECKING:
     from ..engine.chat import Conversation
@@ -46,10 +44,14 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
     if not conversation.templated:
         note("this model has no chat template: it continues the text so far", "yellow")
     note(HELP)
-    while (line := _ask()) is not None:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
         command = line.strip()
         if command == "/quit":
-            break
+            return
         if command == "/reset":
             conversation = Conversation(llm, system)
         elif command == "/stats":
@@ -60,18 +62,10 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
             _answer(conversation, line, options)
 
 
-def _ask() -> str | None:
-    """A line of the user's, or None at the end of the input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
-
-
 def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> None:
     """Stream one answer. A refused or failed one is said, and the conversation goes on without it."""
+    answered = False
     try:
-        answered = False
         for piece in conversation.say(line, **options):
             answered = True
             typer.echo(piece, nl=False)

@@ -1,10 +1,22 @@
-"""Lines for people on stderr; stdout is kept for results."""
+"""What commands say: lines for people on stderr, records for machines, and the exit status of a comparison."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+from ..core import Step
+from ..core.records import RecordWriter
+
+if TYPE_CHECKING:
+    from ..engine.compare import Comparison
+    from ..engine.llm import LLM
+    from ..engine.results import Result
 
 
 class Interrupted(Exception):
@@ -23,11 +35,80 @@ def is_follower() -> bool:
 
 def note(text: str, style: str = "dim") -> None:
     """One line, never wrapped, with no markup of its own. Only rank 0 says how things go."""
-    if style != "red" and is_follower():
-        return
-    stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
+    if style == "red" or not is_follower():
+        stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
 
 
 def problem(text: str) -> None:
     """An error in one red line."""
     note(f"error: {text}", "red")
+
+
+def tracing(path: Path | None, append: bool = False) -> AbstractContextManager[RecordWriter | None]:
+    """The writer of ``--trace``, or None."""
+    return nullcontext() if path is None else RecordWriter(path, append, durable=False)
+
+
+def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
+    """One step: the tree as drafted, the path that was accepted, the tokens that were emitted."""
+    tree = step.tree
+    parts = ("tokens", "parents", "needs_logits")
+    return {
+        "id": name,
+        "step": 0 if tree is None else step.generation.stats.steps,
+        "rows": step.rows,
+        "tree": None if tree is None else {part: getattr(tree, part) for part in parts},
+        "path": step.path,
+        "tokens": step.tokens,
+        "text": piece,
+    }
+
+
+def as_record(result: Result) -> dict[str, Any]:
+    """A result in the words of the batch form; steps are forward passes after the prefill."""
+    record = {
+        "output_ids": result.tokens,
+        "text": result.text,
+        "new_tokens": len(result.tokens),
+        "steps": result.stats.steps,
+        "rows": result.stats.rows,
+        "seconds": result.seconds,
+        "finish_reason": result.finish_reason,
+    }
+    return record if result.seed is None else record | {"seed": result.seed}
+
+
+def summary(llm: LLM, result: Result) -> str:
+    """One line: tokens, steps, speed."""
+    stats = result.stats
+    words = [
+        f"{stats.new_tokens} tokens in {stats.steps} steps ({stats.compression_ratio:.2f} a step)",
+        f"{result.seconds:.2f} s",
+        f"{stats.new_tokens / max(result.seconds, 1e-9):.1f} tokens/s",
+        result.finish_reason,
+        "" if result.seed is None else f"seed {result.seed}",
+        llm.method,
+        llm.dtype,
+        stats.path and f"{stats.path} path",
+    ]
+    return " · ".join(filter(None, words))
+
+
+def compared(llm: LLM, comparison: Comparison) -> str:
+    """One line: equal or not, steps and seconds of both."""
+    ours, plain = comparison.ours, comparison.plain
+    cost = (
+        f"steps {ours.stats.steps} against {plain.stats.steps} · seconds {ours.seconds:.2f} against "
+        f"{plain.seconds:.2f} ({plain.seconds / max(ours.seconds, 1e-9):.2f}x)"
+    )
+    if comparison.equal:
+        return f"equal to plain decoding · {cost}"
+    return (
+        f"NOT equal to plain decoding from token {comparison.first_divergence} on, where the two best "
+        f"logits are {comparison.gap:.3g} apart ({llm.dtype}) · {cost}"
+    )
+
+
+def diverged(llm: LLM, equal: Sequence[bool]) -> int:
+    """Exit status: 1 where a full-precision run is not equal; in short formats near ties may flip."""
+    return int(llm.dtype in ("float32", "float64") and not all(equal))

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .. import METHODS, __version__
+from .. import __version__
+from ..drafters import METHODS
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
 PACKAGES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "typer", "rich",
-    "triton", "matplotlib", "fastapi",
-)  # fmt: skip
-#: What matters here of what a processor can do, as Linux names it.
-FLAGS = (
-    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
-    "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "numba", "typer", "rich",
+    "triton", "matplotlib",
 )  # fmt: skip
 
 
@@ -52,49 +50,19 @@ def machine() -> dict[str, Any]:
     """Processor, instruction sets, threads, memory in GiB, accelerators."""
     import torch
 
-    name, flags = _processor()
-    devices = [
-        f"cuda:{i} {torch.cuda.get_device_name(i)} "
-        f"({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
-        for i in range(torch.cuda.device_count())
-    ]
-    if torch.backends.mps.is_available():
-        devices.append("mps")
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": name,
-        "cores": os.cpu_count(),
+    from ..bench.record import machine
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    devices = [f"cuda:{i} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
+    return machine() | {
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "instruction_sets": flags,
-        "torch_capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
-        "accelerators": devices,
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "accelerators": devices + ["mps"] * torch.backends.mps.is_available(),
     }
 
 
-def _processor() -> tuple[str, list[str]]:
-    """(name, instruction sets), from /proc/cpuinfo where there is one."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line.partition(":") for line in file]
-    except OSError:
-        return platform.processor() or "unknown", []
-    fields = {key.strip(): value.strip() for key, _, value in reversed(lines)}
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    name = fields.get("model name") or platform.processor() or "unknown"
-    return name, [flag for flag in FLAGS if flag in flags]
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):  # not on this system
-        return None
-
-
-def _model(llm: Any) -> dict[str, Any]:
+def _model(llm: LLM) -> dict[str, Any]:
     target = llm.target()
     return {
         "name": llm.name,
@@ -121,7 +89,7 @@ def _show(report: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(highlight=False)
     for title, section in report.items():
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(style="dim", no_wrap=True)

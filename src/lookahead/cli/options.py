@@ -1,5 +1,6 @@
 """Options of commands, made from the dataclasses of the Python API, and loading. Imports no torch."""
 
+# ruff: noqa: RUF009
 from __future__ import annotations
 
 import inspect
@@ -7,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from ..core import SettingsError
+from ..engine.fields import Given, option
 from ..engine.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -23,15 +25,52 @@ R = TypeVar("R")
 Json = Annotated[bool, typer.Option("--json", help="One JSON object in place of text.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Given):
+    """What to complete, and how it is shown and kept. What contradicts itself is refused by name."""
+
+    prompt: str | None = option(None, "The prompt.")
+    prompt_file: Path | None = option(None, "Read the prompt from a file, as it is; - is stdin.")
+    input: Path | None = option(None, 'JSON lines of {"id", "prompt"} or {"id", "input_ids"}; - is stdin.')
+    output: Path | None = option(None, "Where the results of --input go; without it to stdout.")
+    resume: bool = option(False, "Go on with an --output begun before.")
+    overwrite: bool = option(False, "Replace an --output that exists.")
+    batch_size: int = option(1, "Prompts of --input that share forward passes.")
+    compare: bool = option(False, "Decode plainly too: equal or not, steps, seconds.")
+    color: bool = option(False, "The tokens of one step share a colour.")
+    trace: Path | None = option(None, "Write every step (tree, path, tokens) as a JSON line.")
+    json: bool = option(False, "One JSON object in place of text.")
+
+    def __post_init__(self) -> None:
+        given = self.keywords()
+        sources = [_flag(name) for name in ("prompt", "prompt_file", "input") if name in given]
+        if len(sources) != 1:
+            raise SettingsError(
+                "exactly one of --prompt, --prompt-file and --input must be given, got "
+                + (" and ".join(sources) or "none")
+            )
+        for name in ("output", "resume", "overwrite", "batch_size"):
+            if name in given and self.input is None:
+                raise SettingsError(f"{_flag(name)} goes with --input, which is not given")
+        for one, other in (("resume", "overwrite"), ("color", "input"), ("color", "json"), ("json", "input")):
+            if one in given and other in given:
+                raise SettingsError(f"--{one} and --{other} cannot be given together; use one of them")
+        if self.resume and self.output is None:
+            raise SettingsError("--resume goes on with an --output, which is not given")
+        if self.batch_size < 1:
+            raise SettingsError(f"--batch-size must be at least 1, got {self.batch_size}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def takes(
     *, only: Collection[str] = (), without: Collection[str] = ("parallel_timeout",), **defaults: Any
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator of commands: a parameter that is a dataclass of options becomes one option per field.
 
-    Args:
-        only: fields that this command offers; none named are all.
-        without: fields that it does not offer.
-        **defaults: of this command, where they are not the fields' own.
+    ``only`` these fields are offered (none named are all) and ``without`` those; ``defaults`` are the command's own.
     """
 
     def apply(command: Callable[..., R]) -> Callable[..., R]:
@@ -70,15 +109,16 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
         kind = eval(kind, vars(sys.modules[owner.__module__]))
     if default is None:
         kind = kind | None
-    info: Any
+    info: Any = typer.Argument(help=told["help"], metavar=told["metavar"])
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.
-        flag = [f"--{field.name.replace('_', '-')}"] if kind is bool else []
-        info = typer.Option(*flag, help=told["help"], metavar=told["metavar"], rich_help_panel=told["panel"])
-    else:
-        info = typer.Argument(help=told["help"], metavar=told["metavar"])
-    kind = Annotated[kind, info]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        flag = [_flag(field.name)] if kind is bool else []
+        panel = told["panel"] or options.PANEL
+        info = typer.Option(*flag, help=told["help"], metavar=told["metavar"], rich_help_panel=panel)
+    annotation = Annotated[kind, info]
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def load_model(load: LoadOptions, method: str | None = None, config: Any = None) -> LLM:
@@ -104,11 +144,7 @@ def quiet() -> None:
 
 @contextmanager
 def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not.
-
-    Raises:
-        SettingsError: the file cannot be used, or not be written.
-    """
+    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not."""
     if file is None:
         yield {}
         return
@@ -126,23 +162,17 @@ def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
             ) from None
 
 
-def follow(load: LoadOptions, method: str | None, config: Any) -> None:
-    """On any rank but 0 of those that torchrun started: work for rank 0, which alone reads and writes."""
-    if ranks() > 1 and os.environ["RANK"] != "0":
-        load_model(load, method, config)
+def ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def dismiss() -> None:
     """Let the ranks that follow go, where no model was needed."""
     if ranks() > 1:
-        from ..engine.loading import dismiss_ranks
+        from ..parallel import dismiss, start
 
-        dismiss_ranks()
-
-
-def ranks() -> int:
-    """Processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+        dismiss(start())
 
 
 def read_bytes(path: Path, option: str) -> bytes:
@@ -174,11 +204,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers with commas between, in order and each once.
-
-    Raises:
-        SettingsError: it is something else, or one is below 1.
-    """
+    """Whole numbers with commas between, in order and each once."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:

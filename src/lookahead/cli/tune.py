@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from math import inf
+from typing import Annotated
 
 import typer
 
@@ -11,15 +12,13 @@ from ..core import SettingsError
 from ..engine.options import LoadOptions
 from .options import Json, load_model, numbers, takes
 
-ROWS, CONTEXTS, BATCHES = "1,2,4,8,16,24,32,48,64,96,128", "64,512,1536", "1,2,4"
-
 
 @takes()
 def tune(
     *,
-    rows: Annotated[str, typer.Option(help="Rows of a step to measure.")] = ROWS,
-    contexts: Annotated[str, typer.Option(help="Lengths of the text before it.")] = CONTEXTS,
-    batches: Annotated[str, typer.Option(help="Sequences that share the step.")] = BATCHES,
+    rows: Annotated[str, typer.Option(help="Rows of a step to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",
+    contexts: Annotated[str, typer.Option(help="Lengths of the text before it.")] = "64,512,1536",
+    batches: Annotated[str, typer.Option(help="Sequences that share the step.")] = "1,2,4",
     repeats: Annotated[int, typer.Option(help="Steps per point; the median counts.")] = 7,
     as_json: Json = False,
     load: LoadOptions,
@@ -28,11 +27,9 @@ def tune(
 
     Without it the method measures a few points when it is used first, and goes on learning either way.
     """
-    sizes = {
-        name: numbers(text, name)
-        for name, text in (("--rows", rows), ("--contexts", contexts), ("--batches", batches))
-    }
-    if 1 not in sizes["--rows"]:
+    counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
+    sequences = numbers(batches, "--batches")
+    if 1 not in counts:
         raise SettingsError("--rows must contain 1, which is plain decoding")
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
@@ -41,32 +38,28 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from ..engine.states import keep_step_times
-
-    points: list[dict[str, Any]] = []
-
-    def note(batch: int, context: int, count: int, seconds: float) -> None:
-        points.append({"batch": batch, "context": context, "rows": count, "ms": round(seconds * 1e3, 3)})
-
-    path = keep_step_times(
-        llm.model, llm.target(), sizes["--rows"], sizes["--contexts"], sizes["--batches"], repeats, note
-    )
-    if path is None:
-        raise SettingsError("--contexts must hold a length that the model can take, got " + contexts)
-    if as_json:
-        typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
-    else:
-        _show(llm.name, path, points, sizes["--rows"])
-
-
-def _show(name: str, path: Any, points: list[dict[str, Any]], rows: list[int]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("sequences", "context", *map(str, rows), title=f"{name}: ms per step, by rows")
-    for batch, context in sorted({(point["batch"], point["context"]) for point in points}):
-        found = {p["rows"]: p["ms"] for p in points if (p["batch"], p["context"]) == (batch, context)}
-        table.add_row(str(batch), str(context), *(f"{found[count]:.2f}" for count in rows))
-    console = Console()
-    console.print(table)
-    console.print(f"kept in {path}", soft_wrap=True)
+    from ..drafters.adaptive import measure_times, model_key, save_times
+
+    found: dict[tuple[int, int, int], float] = {}
+
+    def keep(batch: int, context: int, count: int, seconds: float) -> None:
+        found[batch, context, count] = round(seconds * 1e3, 3)
+
+    target = llm.target()
+    times = measure_times(target, target.vocabulary, counts, lengths, sequences, repeats, keep, inf)
+    if not times.bins:
+        raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
+    path = save_times(model_key(llm.model, target.path), times)
+    if as_json:
+        names = ("batch", "context", "rows", "ms")
+        points = [dict(zip(names, (*place, ms), strict=True)) for place, ms in found.items()]
+        typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
+        return
+    table = Table("sequences", "context", *map(str, counts), title=f"{llm.name}: ms per step, by rows")
+    for batch, context in sorted({place[:2] for place in found}):
+        table.add_row(str(batch), str(context), *(f"{found[batch, context, n]:.2f}" for n in counts))
+    Console().print(table)
+    typer.echo(f"kept in {path}")

@@ -1,26 +1,25 @@
 """``lookahead verify``: is the output exact, here, with this model and this dtype?"""
 
+# ruff: noqa: RUF009
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..core import SettingsError
-from ..engine.drafting import TAKES, TRIPLE, DraftOptions
-from ..engine.options import LoadOptions, Options
-from .console import note
-from .options import Json, load_model, read_bytes, takes
-from .output import diverged
-from .records import read_jobs
+from ..engine.fields import Given, option
+from ..engine.options import TAKES, TRIPLE, DraftOptions, LoadOptions, Options
+from .batch import read_jobs
+from .console import diverged, note
+from .options import load_model, read_bytes, takes
 
 if TYPE_CHECKING:
     from ..engine.compare import Comparison
     from ..engine.llm import LLM
-    from ..engine.results import Result
 
 #: Built-in prompts: code, sums, prose, lists, other scripts, and text that invites loops.
 PROMPTS = (
@@ -35,33 +34,29 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Given):
+    """What to decode, and what to compare with."""
+
+    prompt: list[str] | None = option(None, "In place of the built-in ones; may be given several times.")
+    input: Path | None = option(None, 'JSON lines of {"id", "prompt"} or {"id", "input_ids"}.')
+    reference: str = option(
+        "plain",
+        "Compare with our own plain decoding, or with model.generate of transformers (greedy).",
+        metavar="plain|generate",
+    )
+    json: bool = option(False, "One JSON object in place of text.")
+
+
 @takes(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
-def verify(
-    *,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="In place of the built-in ones; may be given several times.")
-    ] = None,
-    input_: Annotated[
-        Path | None, typer.Option("--input", help='JSON lines of {"id", "prompt"} or {"id", "input_ids"}.')
-    ] = None,
-    reference: Annotated[
-        str,
-        typer.Option(
-            help="Compare with our own plain decoding, or with model.generate of transformers (greedy).",
-            metavar="plain|generate",
-        ),
-    ] = "plain",
-    as_json: Json = False,
-    options: Options,
-    draft: DraftOptions,
-    load: LoadOptions,
-) -> None:
+def verify(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
     """Decode prompts by a method and plainly, and compare token for token.
 
     Exit status 1 where float32 or float64 differs. In shorter formats rounding may flip near ties: the gap
     between the two best logits says whether it was one.
     """
-    if prompt and input_ is not None:
+    reference = task.reference
+    if task.prompt and task.input is not None:
         raise SettingsError("--prompt and --input cannot be given together; use one of them")
     if reference not in ("plain", "generate"):
         raise SettingsError(f"--reference must be plain or generate, got {reference!r}")
@@ -78,20 +73,38 @@ def verify(
     method, config = draft.resolve()
     if method == "adaptive":  # the most drafting, not what pays: it is the drafts that are examined
         config = {"budget": False} | (config or {})
-    prompts = _prompts(prompt, input_)
+    prompts = list(task.prompt or PROMPTS) if task.input is None else _read(task.input)
     llm = load_model(load, method, config)
     comparisons = [_compare(llm, item, reference, options) for item in prompts]
-    report = _report(llm, reference, comparisons)
-    if as_json:
+    runs = [
+        {key: c.as_dict()[key] for key in ("equal", "first_divergence", "gap", "steps")}
+        | {"new_tokens": len(c.ours.tokens)}
+        for c in comparisons
+    ]
+    report = {
+        "model": llm.name,
+        "dtype": llm.dtype,
+        "device": str(llm.model.device),
+        "method": llm.method,
+        "lookahead": list(llm.config.triple) if TAKES.get(llm.method, TRIPLE) == TRIPLE else None,
+        "reference": reference,
+        "probe": llm.probe.mode,
+        "equal": sum(run["equal"] for run in runs),
+        "runs": len(runs),
+        "tokens": sum(run["new_tokens"] for run in runs),
+        "prompts": runs,
+    }
+    if task.json:
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
-        _show(llm, prompts, report)
-    raise typer.Exit(diverged(llm, comparisons))
+        _show(prompts, report)
+        if llm.probe.mode != "tree":
+            note(llm.probe.reason, "yellow")
+    raise typer.Exit(diverged(llm, [run["equal"] for run in runs]))
 
 
-def _prompts(prompt: list[str] | None, source: Path | None) -> list[Any]:
-    if source is None:
-        return list(prompt or PROMPTS)
+def _read(source: Path) -> list[Any]:
+    """The prompts of a file, of which every line must be good."""
     jobs = read_jobs(read_bytes(source, "--input"))
     for job in jobs:
         if job.error is not None:
@@ -102,36 +115,16 @@ def _prompts(prompt: list[str] | None, source: Path | None) -> list[Any]:
 
 
 def _compare(llm: LLM, prompt: Any, reference: str, options: Options) -> Comparison:
-    from ..engine.compare import compare, judge, reference_tokens
+    from ..engine.compare import compare, decode_plainly, reference_tokens
 
-    ids = llm.encode(prompt)
-    ours: Result = llm.generate(ids, **options.keywords())
+    ids, given = llm.encode(prompt), options.keywords()
+    ours = llm.generate(ids, **given)
     if reference == "plain":
-        return compare(llm, ours, ids, **options.keywords())
-    return judge(llm, ours, replace(ours, tokens=reference_tokens(llm, ids, options.max_new_tokens)))
+        return compare(llm, ours, decode_plainly(llm, ids, ours.seed, given))
+    return compare(llm, ours, replace(ours, tokens=reference_tokens(llm, ids, options.max_new_tokens)))
 
 
-def _report(llm: LLM, reference: str, comparisons: list[Comparison]) -> dict[str, Any]:
-    return {
-        "model": llm.name,
-        "dtype": llm.dtype,
-        "device": str(llm.model.device),
-        "method": llm.method,
-        "lookahead": list(llm.config.triple) if TAKES.get(llm.method, TRIPLE) == TRIPLE else None,
-        "reference": reference,
-        "probe": llm.probe.mode,
-        "equal": sum(c.equal for c in comparisons),
-        "runs": len(comparisons),
-        "tokens": sum(len(c.ours.tokens) for c in comparisons),
-        "prompts": [
-            {key: c.as_dict()[key] for key in ("equal", "first_divergence", "gap")}
-            | {"new_tokens": len(c.ours.tokens), "steps": c.ours.stats.steps}
-            for c in comparisons
-        ],
-    }
-
-
-def _show(llm: LLM, prompts: list[Any], report: dict[str, Any]) -> None:
+def _show(prompts: list[Any], report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -150,11 +143,9 @@ def _show(llm: LLM, prompts: list[Any], report: dict[str, Any]) -> None:
             "" if gap is None else f"{gap:.2e}",
         )
     Console().print(table)
+    reference = "plain decoding" if report["reference"] == "plain" else "model.generate"
+    triple = f" {tuple(report['lookahead'])}" if report["lookahead"] else ""
     typer.echo(
-        f"{report['equal']} of {report['runs']} runs equal to "
-        f"{'plain decoding' if report['reference'] == 'plain' else 'model.generate'} over "
-        f"{report['tokens']} tokens: {llm.name}, {llm.dtype}, {report['device']}, {llm.method}"
-        + (f" {tuple(report['lookahead'])}" if report["lookahead"] else "")
+        f"{report['equal']} of {report['runs']} runs equal to {reference} over {report['tokens']} tokens: "
+        f"{report['model']}, {report['dtype']}, {report['device']}, {report['method']}{triple}"
     )
-    if llm.probe.mode != "tree":
-        note(llm.probe.reason, "yellow")

@@ -4,44 +4,22 @@ Letters used everywhere in the library:
     B sequences   Q rows of a step   T committed length   V vocabulary   H heads   D head size
     W window size   N n-gram size   G candidates per step (guess set size)   S compression ratio
 
-Read in this order: ``tree``, ``verify``, ``choose``, ``decode``; then ``lookahead.drafters``, one file per method.
+Read in this order: ``tree``, ``target``, ``verify``, ``drafter``, ``decode``; then ``lookahead.drafters``.
 """
 
-from .choose import Choose, greedy
 from .config import OFF, PRESETS, LookaheadConfig
 from .decode import Decoder, Generation, Request, Step, decode
-from .drafter import Drafter, Noise
+from .drafter import UNLIMITED_ROWS, Drafter, Noise
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
 from .pool import NGramPool, PoolStats
 from .stats import Stats, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
-from .verify import speculative_sample, verify
+from .verify import Choose, greedy, speculative_sample, verify
 
 __all__ = [
-    "OFF",
-    "PRESETS",
-    "Choose",
-    "Decoder",
-    "Drafter",
-    "Generation",
-    "LookaheadConfig",
-    "LookaheadError",
-    "NGramPool",
-    "Noise",
-    "NumericalError",
-    "OutOfMemory",
-    "PoolStats",
-    "Request",
-    "Scores",
-    "SettingsError",
-    "Stats",
-    "Step",
-    "Target",
-    "TokenTree",
-    "decode",
-    "first_divergence",
-    "greedy",
-    "speculative_sample",
-    "verify",
-]
+    "OFF", "PRESETS", "UNLIMITED_ROWS", "Choose", "Decoder", "Drafter", "Generation", "LookaheadConfig",
+    "LookaheadError", "NGramPool", "Noise", "NumericalError", "OutOfMemory", "PoolStats", "Request", "Scores",
+    "SettingsError", "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy",
+    "speculative_sample", "verify",
+]  # fmt: skip

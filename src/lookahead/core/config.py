@@ -47,29 +47,23 @@ class LookaheadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("window_size", "ngram_size", "guess_set_size", "seed"):
+        for name, low in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 0), ("seed", None)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise SettingsError(f"{name} must be a whole number, got {value!r}")
-        for name in ("pool_from_prompt", "pool_from_output"):
-            value = getattr(self, name)
-            if value in (0, 1):  # the authors' code writes POOL_FROM_PROMPT=1
-                object.__setattr__(self, name, bool(value))
-            else:
-                raise SettingsError(f"{name} must be true or false, got {value!r}")
-        if self.triple == (1, 1, 0):
-            return
-        for name, low in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 0)):
-            value = getattr(self, name)
-            if not low <= value <= LARGEST:
+            if low is not None and not low <= value <= LARGEST and self.triple != (1, 1, 0):
                 raise SettingsError(
                     f"{name} must be between {low} and {LARGEST}, got {value}; "
                     "to switch lookahead off use (1, 1, 0)"
                 )
-        if self.max_pool_keys is not None and (
-            not isinstance(self.max_pool_keys, int) or self.max_pool_keys < 1
-        ):
-            raise SettingsError(f"max_pool_keys must be at least 1 or None, got {self.max_pool_keys!r}")
+        for name in ("pool_from_prompt", "pool_from_output"):
+            value = getattr(self, name)
+            if value not in (0, 1):  # the authors' code writes POOL_FROM_PROMPT=1
+                raise SettingsError(f"{name} must be true or false, got {value!r}")
+            object.__setattr__(self, name, bool(value))
+        keys = self.max_pool_keys
+        if keys is not None and (not isinstance(keys, int) or keys < 1):
+            raise SettingsError(f"max_pool_keys must be at least 1 or None, got {keys!r}")
 
     @property
     def triple(self) -> tuple[int, int, int]:
@@ -111,7 +105,7 @@ class LookaheadConfig:
         elif isinstance(value, cls):
             base = value
         elif isinstance(value, str):
-            base = PRESETS[value] if value in PRESETS else cls(*_parse_triple(value))
+            base = PRESETS[value] if value in PRESETS else cls._parse(value)
         elif isinstance(value, Mapping):
             base = cls(**_resolve(value))
         elif isinstance(value, (tuple, list)) and len(value) == 3:
@@ -123,6 +117,17 @@ class LookaheadConfig:
             )
         given = {key: item for key, item in overrides.items() if item is not None}
         return replace(base, **_resolve(given)) if given else base
+
+    @classmethod
+    def _parse(cls, text: str) -> LookaheadConfig:
+        try:
+            w, n, g = map(int, text.split(","))
+        except ValueError:
+            raise SettingsError(
+                f"settings must be 'W,N,G' (three whole numbers, as in 15,5,15) or a preset "
+                f"({', '.join(PRESETS)}), got {text!r}"
+            ) from None
+        return cls(w, n, g)
 
     @classmethod
     def for_device(cls, device: str) -> LookaheadConfig:
@@ -137,17 +142,6 @@ class LookaheadConfig:
     def for_parameters(cls, parameters: float) -> LookaheadConfig:
         """The paper's choice by model size (section 5): below 10e9 parameters "7b", below 25e9 "13b", else "34b"."""
         return PRESETS["7b" if parameters < 10e9 else "13b" if parameters < 25e9 else "34b"]
-
-
-def _parse_triple(text: str) -> tuple[int, int, int]:
-    try:
-        w, n, g = (int(part) for part in text.split(","))
-    except ValueError:
-        raise SettingsError(
-            f"settings must be 'W,N,G' (three whole numbers, as in 15,5,15) or a preset "
-            f"({', '.join(PRESETS)}), got {text!r}"
-        ) from None
-    return w, n, g
 
 
 def _resolve(given: Mapping[str, Any]) -> dict[str, Any]:

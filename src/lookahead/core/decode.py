@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 
-from .choose import Choose, as_choose, greedy
 from .drafter import UNLIMITED_ROWS, Drafter
 from .errors import LookaheadError, OutOfMemory, SettingsError
 from .stats import Stats, timed
 from .target import Scores, Target
 from .tree import TokenTree
-from .verify import verify
+from .verify import Choose, as_choose, greedy, verify
 
 
 @dataclass(slots=True)
@@ -70,6 +72,28 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.choose = as_choose(self.request.choose)
+        self.stats.prompt_tokens = len(self.request.prompt)
+
+    def emit(self, token: int) -> bool:
+        """Take the next token of the text; whether it is the last one."""
+        request = self.request
+        self.tokens.append(token)
+        self.stats.new_tokens += 1
+        reason = request.finished(token) if request.finished is not None else None
+        if reason is None and token in request.eos:
+            reason = "stop"
+        if reason is None and len(self.tokens) >= request.max_new_tokens:
+            reason = "length"
+        self.finish_reason = reason
+        return reason is not None
+
+    @contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """An error in the block ends this sequence; the others of the step go on."""
+        try:
+            yield
+        except LookaheadError as error:
+            self.finish_reason, self.error = "error", error
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +119,8 @@ class Decoder:
         self.max_rows = UNLIMITED_ROWS
         self._waiting: list[Generation] = []
         self._running: list[Generation] = []
-        self._free: list[int] = []
-        self._slots = 0
+        self._free_slots: list[int] = []
+        self._new_slots = count()
 
     @property
     def busy(self) -> bool:
@@ -106,7 +130,6 @@ class Decoder:
     def add(self, request: Request) -> Generation:
         """Let a sequence join at the next step."""
         generation = Generation(request)
-        generation.stats.prompt_tokens = len(request.prompt)
         generation.stats.path = self.target.path
         self._waiting.append(generation)
         return generation
@@ -114,69 +137,61 @@ class Decoder:
     def cancel(self, generation: Generation) -> None:
         """End a sequence now; what it has emitted stays."""
         if generation.finish_reason is None:
-            self._end(generation, "cancelled")
+            generation.finish_reason = "cancelled"
             self._sweep()
 
     def step(self) -> list[Step]:
         """One prefill of those that wait, or else one forward pass for all that run."""
-        return self._prefill() if self._waiting else self._forward()
+        steps = self._prefill() if self._waiting else self._forward()
+        self._sweep()
+        return steps
 
     def _prefill(self) -> list[Step]:
         joining, self._waiting = self._waiting, []
         steps: list[Step] = []
         with timed("prefill", [g.stats for g in joining]):
             for generation in joining:
-                if not self._free:
-                    self._free.append(self._slots)
-                    self._slots += 1
-                generation.slot = self._free.pop()
+                generation.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
             self._running += joining
             try:
                 scores = self.target.prefill([(g.slot, g.request.prompt) for g in joining])
             except LookaheadError as error:
                 for generation in joining:
-                    self._end(generation, "error", error)
-            else:
-                for generation, score in zip(joining, scores, strict=True):
-                    steps += self._begin(generation, score)
-        self._sweep()
+                    generation.finish_reason, generation.error = "error", error
+                return []
+            for generation, score in zip(joining, scores, strict=True):
+                with generation.ended_by_errors():
+                    request, token = generation.request, generation.choose(score, 0)
+                    generation.emit(token)
+                    request.drafter.reset(request.prompt, token, request.eos)
+                    steps.append(Step(generation, [token], [], None))
         return steps
-
-    def _begin(self, generation: Generation, scores: Scores) -> list[Step]:
-        """The token that the prefill gives, and the drafter's start; no step where that fails."""
-        request = generation.request
-        try:
-            token = generation.choose(scores, 0)
-            self._emit(generation, token)
-            request.drafter.reset(request.prompt, token, request.eos)
-        except LookaheadError as error:
-            self._end(generation, "error", error)
-            return []
-        return [Step(generation, [token], [], None)]
 
     def _forward(self) -> list[Step]:
-        running = list(self._running)
-        stats = [g.stats for g in running]
-        evaluated = self._evaluate(running, stats) if running else None
-        steps: list[Step] = []
-        if evaluated is not None:
-            with timed("verify", stats):
-                walked = [(self._walk(g, tree, score), score) for g, tree, score in evaluated]
-                steps = [step for step, _ in walked if step is not None]
-            with timed("commit", stats):
-                if steps:
-                    self.target.commit([(step.generation.slot, step.path) for step in steps])
-            with timed("observe", stats):
-                for step, score in walked:
-                    if step is not None:
-                        self._observe(step, score)
-        self._sweep()
-        return steps
+        stats = [g.stats for g in self._running]
+        evaluated = self._evaluate(stats) if stats else []
+        steps: list[tuple[Step, TokenTree, Scores]] = []
+        with timed("verify", stats):
+            for generation, tree, scores in evaluated:
+                with generation.ended_by_errors():
+                    path, tokens = verify(tree, partial(generation.choose, scores), generation.emit)
+                    generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
+                    steps.append((Step(generation, tokens, path, tree), tree, scores))
+        with timed("commit", stats):
+            if steps:
+                self.target.commit([(step.generation.slot, step.path) for step, _, _ in steps])
+        with timed("observe", stats):
+            for step, tree, scores in steps:
+                drafter = step.generation.request.drafter
+                with step.generation.ended_by_errors():
+                    drafter.observe(tree, scores, step.path, step.tokens)
+                if step.generation.finish_reason is not None:
+                    step.generation.stats.drafter = drafter.stats()
+        return [step for step, _, _ in steps]
 
-    def _evaluate(
-        self, running: list[Generation], stats: list[Stats]
-    ) -> list[tuple[Generation, TokenTree, Scores]] | None:
-        """Draft and evaluate; a pass that does not fit is tried again with half the rows. None: none fits."""
+    def _evaluate(self, stats: list[Stats]) -> list[tuple[Generation, TokenTree, Scores]]:
+        """Draft and evaluate; a pass that does not fit is tried again with half the rows. [] where none fits."""
+        running = self._running
         while True:
             with timed("draft", stats):
                 trees = [self._draft(generation) for generation in running]
@@ -192,8 +207,8 @@ class Decoder:
                 rows = max(map(len, trees))
                 if rows == 1:
                     for generation in running:
-                        self._end(generation, "error", error)
-                    return None
+                        generation.finish_reason, generation.error = "error", error
+                    return []
                 if self.max_rows == UNLIMITED_ROWS:
                     warnings.warn(
                         f"a step of {rows} rows did not fit in memory; going on with at most half as many "
@@ -208,51 +223,12 @@ class Decoder:
         depth = min(left - 1, self.target.depth_limit(generation.slot))
         return generation.request.drafter.draft(max(0, depth), self.max_rows)
 
-    def _walk(self, generation: Generation, tree: TokenTree, scores: Scores) -> Step | None:
-        try:
-            path, tokens = verify(
-                tree,
-                lambda node: generation.choose(scores, node),
-                lambda token: self._emit(generation, token),
-            )
-        except LookaheadError as error:
-            self._end(generation, "error", error)
-            return None
-        generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
-        return Step(generation, tokens, path, tree)
-
-    def _observe(self, step: Step, scores: Scores) -> None:
-        generation, drafter = step.generation, step.generation.request.drafter
-        assert step.tree is not None
-        try:
-            drafter.observe(step.tree, scores, step.path, step.tokens)
-        except LookaheadError as error:
-            self._end(generation, "error", error)
-        if generation.finish_reason is not None:
-            generation.stats.drafter = drafter.stats()
-
-    def _emit(self, generation: Generation, token: int) -> bool:
-        request = generation.request
-        generation.tokens.append(token)
-        generation.stats.new_tokens += 1
-        reason = request.finished(token) if request.finished is not None else None
-        if reason is None and token in request.eos:
-            reason = "stop"
-        if reason is None and len(generation.tokens) >= request.max_new_tokens:
-            reason = "length"
-        generation.finish_reason = reason
-        return reason is not None
-
-    def _end(self, generation: Generation, reason: str, error: LookaheadError | None = None) -> None:
-        generation.finish_reason = reason
-        generation.error = error
-
     def _sweep(self) -> None:
         """Give back the slots of those that are done."""
         for generation in self._running:
             if generation.finish_reason is not None:
                 self.target.release(generation.slot)
-                self._free.append(generation.slot)
+                self._free_slots.append(generation.slot)
         self._running = [g for g in self._running if g.finish_reason is None]
         self._waiting = [g for g in self._waiting if g.finish_reason is None]
 

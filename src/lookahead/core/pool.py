@@ -7,7 +7,7 @@ first; optionally at most ``max_keys`` keys, first in, first out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from .errors import SettingsError
@@ -24,9 +24,6 @@ class PoolStats:
     largest_fan_out: int
     hits: int
     misses: int
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 class NGramPool:

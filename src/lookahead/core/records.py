@@ -11,12 +11,12 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-
-_BLOCK = 1 << 16
 
 
 def finite(value: Any) -> Any:
@@ -25,21 +25,19 @@ def finite(value: Any) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0.0 else value
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
     """One line of JSON in UTF-8, with its line break."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a surrogate pair, which only escapes can say
-        return json.dumps(finite(record)).encode("ascii") + b"\n"
-    except ValueError:  # NaN or an infinity
-        return as_line(finite(record))
+    except ValueError:  # NaN, an infinity, or half a surrogate pair, which only escapes can say
+        return json.dumps(finite(record)).encode() + b"\n"
 
 
-class RecordWriter:
-    """Appends records to a file, each for good.
+class RecordWriter(AbstractContextManager["RecordWriter"]):
+    """Appends records to a file, each for good; a context that closes it.
 
     Args:
         path: a file, made if need be; its folder must be there.
@@ -78,14 +76,8 @@ class RecordWriter:
                 "the records before this one are whole"
             ) from None
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, Any]]:
@@ -103,15 +95,14 @@ def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, An
     *lines, torn = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _no_record(path, number, origin, f"not JSON: {error}") from None
-        if not isinstance(record, dict) or field not in record:
-            raise _no_record(path, number, origin, f"no object with {field!r}")
-        records.append(record)
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise _no_record(path, number, origin, f"not JSON: {error}") from None
+            if not isinstance(record, dict) or field not in record:
+                raise _no_record(path, number, origin, f"no object with {field!r}")
+            records.append(record)
     if torn.strip() and not torn.startswith(b"{"):
         raise _no_record(path, len(lines) + 1, origin, "not JSON")
     return records
@@ -125,16 +116,5 @@ def _no_record(path: str | Path, line: int, origin: str, why: str) -> SettingsEr
 
 def drop_torn_line(path: str | Path) -> None:
     """Cut off a last line that has no line break, which a killed process leaves."""
-    if not Path(path).is_file():
-        return
-    with open(path, "r+b") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            end = start if found < 0 else start + found + 1
-            if found >= 0:
-                break
-        if end < size:
-            file.truncate(end)
+    if Path(path).is_file():
+        os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)

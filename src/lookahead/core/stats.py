@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
@@ -76,43 +76,27 @@ class Stats:
         return sum(self.seconds.values()) - self.seconds["prefill"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "steps": self.steps,
-            "rows": self.rows,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "compression_ratio": self.compression_ratio,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_position": self.acceptance_by_position,
-            "tokens_per_step": {str(k): v for k, v in sorted(self.tokens_per_step.items())},
-            "rows_per_step": {str(k): v for k, v in sorted(self.rows_per_step.items())},
-            "seconds": dict(self.seconds),
-            "drafter": dict(self.drafter),
-            "path": self.path,
-        }
+        """Plain values, ready for JSON: every attribute and every figure computed from them."""
+        plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("tokens_per_step", "rows_per_step"):
+            plain[name] = {str(size): steps for size, steps in sorted(plain[name].items())}
+        for name in ("seconds", "drafter"):
+            plain[name] = dict(plain[name])
+        for name in ("compression_ratio", "acceptance_rate", "acceptance_by_position"):
+            plain[name] = getattr(self, name)
+        return plain
 
 
-class timed:
+@contextmanager
+def timed(phase: str, stats: Sequence[Stats]) -> Iterator[None]:
     """``with timed("draft", stats):`` adds the block's wall time to that phase of every given ``Stats``."""
-
-    __slots__ = ("_phase", "_start", "_stats")
-
-    def __init__(self, phase: str, stats: Sequence[Stats]) -> None:
-        self._phase = phase
-        self._stats = stats
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        elapsed = perf_counter() - self._start
-        for stats in self._stats:
-            stats.seconds[self._phase] += elapsed
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        elapsed = perf_counter() - start
+        for one in stats:
+            one.seconds[phase] += elapsed
 
 
 def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -100,9 +100,9 @@ class TokenTree:
 
     def verifiable(self) -> int:
         """How many rows below the root verification can reach: they and all their ancestors have logits."""
-        without = sum(1 << node for node, needed in enumerate(self.needs_logits) if not needed)
-        if not without:
+        if all(self.needs_logits):
             return len(self) - 1
+        without = sum(1 << node for node, needed in enumerate(self.needs_logits) if not needed)
         return sum(not bits & without for bits in self.ancestors) - 1
 
     def path_tokens(self, node: int) -> list[int]:
@@ -128,11 +128,9 @@ class TokenTree:
         Raises:
             ValueError: the set is not parent-closed or not in row order.
         """
-        new_row = {-1: -1}
-        result = TokenTree(self.tokens[0])
         if not nodes or nodes[0] != 0:
             raise ValueError(f"a subtree must start with the root (row 0), got {list(nodes)[:4]}")
-        new_row[0] = 0
+        result, new_row = TokenTree(self.tokens[0]), {0: 0}
         for node in nodes[1:]:
             parent = new_row.get(self.parents[node])
             if parent is None:

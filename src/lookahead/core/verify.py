@@ -8,8 +8,45 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
+from .target import Scores
 from .tree import TokenTree
+
+
+@runtime_checkable
+class Choose(Protocol):
+    """One sequence's choice of tokens; a class that names this one as its base inherits ``overlap``."""
+
+    def __call__(self, scores: Scores, node: int) -> int:
+        """The target's own token under ``node``. Asked exactly once per emitted token, in order.
+
+        ``node`` is 0 for the first token of every step.
+        """
+        ...
+
+    def overlap(self, tree: TokenTree) -> None:
+        """Called between the launch of a step and the first read of its logits, as ``Drafter.overlap`` is."""
+        return None
+
+
+class ChooseBy(Choose):
+    """A plain function as a ``Choose``."""
+
+    def __init__(self, function: Callable[[Scores, int], int]) -> None:
+        self._function = function
+
+    def __call__(self, scores: Scores, node: int) -> int:
+        return self._function(scores, node)
+
+
+#: The token with the largest logit.
+greedy = ChooseBy(lambda scores, node: scores.best(node))
+
+
+def as_choose(choose: Choose | Callable[[Scores, int], int]) -> Choose:
+    """``choose`` itself, or a plain function made one."""
+    return choose if isinstance(choose, Choose) else ChooseBy(choose)
 
 
 def verify(
@@ -26,19 +63,16 @@ def verify(
         (path, tokens): the rows to commit, root first, and the tokens emitted; as many of the one as of
         the other, the last token being the bonus token, which has no row yet.
     """
-    node = 0
-    path = [0]
-    tokens: list[int] = []
+    path, tokens = [0], []
     while True:
-        token = choose(node)
+        token = choose(path[-1])
         tokens.append(token)
         if finished is not None and finished(token):
             return path, tokens
-        child = tree.child(node, token)
+        child = tree.child(path[-1], token)
         if child is None or not tree.needs_logits[child]:
             return path, tokens
         path.append(child)
-        node = child
 
 
 def speculative_sample(
@@ -56,25 +90,21 @@ def speculative_sample(
         probabilities: the target's distribution under a row, shape (V,), summing to 1.
         rng: the source of randomness.
     """
-    node = 0
-    path = [0]
-    tokens: list[int] = []
+    path, tokens = [0], []
     while True:
+        node = path[-1]
         p = list(probabilities(node))
-        accepted = None
         for child in range(node + 1, len(tree)):
             if tree.parents[child] != node or not tree.needs_logits[child]:
                 continue
             token = tree.tokens[child]
             if rng.random() < p[token]:
-                accepted = child
+                path.append(child)
+                tokens.append(token)
                 break
             p[token] = 0.0
             total = sum(p)
             p = [x / total for x in p]
-        if accepted is None:
+        else:
             tokens.append(rng.choices(range(len(p)), weights=p)[0])
             return path, tokens
-        tokens.append(tree.tokens[accepted])
-        path.append(accepted)
-        node = accepted

@@ -11,14 +11,6 @@ from .registry import DEFAULT_METHOD, METHODS, OWN_SETTINGS, make_drafter, metho
 from .window import Window
 
 __all__ = [
-    "DEFAULT_METHOD",
-    "METHODS",
-    "OWN_SETTINGS",
-    "AutoregressiveDrafter",
-    "JacobiDrafter",
-    "LookaheadDrafter",
-    "PromptLookupDrafter",
-    "Window",
-    "make_drafter",
-    "method_for",
-]
+    "DEFAULT_METHOD", "METHODS", "OWN_SETTINGS", "AutoregressiveDrafter", "JacobiDrafter", "LookaheadDrafter",
+    "PromptLookupDrafter", "Window", "make_drafter", "method_for",
+]  # fmt: skip

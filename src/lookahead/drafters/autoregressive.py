@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.drafter import UNLIMITED_ROWS, Drafter
-from ..core.target import Scores
-from ..core.tree import TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, Scores, TokenTree
 
 
 class AutoregressiveDrafter(Drafter):

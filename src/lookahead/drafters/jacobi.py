@@ -10,10 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..core.drafter import UNLIMITED_ROWS, Drafter
-from ..core.errors import SettingsError
-from ..core.target import Scores
-from ..core.tree import TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, Scores, SettingsError, TokenTree
 
 
 class JacobiDrafter(Drafter):

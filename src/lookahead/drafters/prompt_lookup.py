@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.drafter import UNLIMITED_ROWS, Drafter
-from ..core.errors import SettingsError
-from ..core.target import Scores
-from ..core.tree import TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, Scores, SettingsError, TokenTree
 
 
 class PromptLookupDrafter(Drafter):
@@ -26,14 +23,12 @@ class PromptLookupDrafter(Drafter):
             raise SettingsError(
                 f"max_ngram and max_drafted must be at least 1, got {max_ngram} and {max_drafted}"
             )
-        self.max_ngram = max_ngram
-        self.max_drafted = max_drafted
+        self.max_ngram, self.max_drafted = max_ngram, max_drafted
 
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        self._matches = 0
-        self._steps = 0
+        self._matches = self._steps = 0
         self._extend([*prompt, first])
 
     def _extend(self, tokens: Sequence[int]) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.config import LookaheadConfig
-from ..core.drafter import Drafter
-from ..core.errors import SettingsError
-from ..core.pool import NGramPool
+from ..core import Drafter, LookaheadConfig, NGramPool, SettingsError
 from .autoregressive import AutoregressiveDrafter
 from .jacobi import JacobiDrafter
 from .lookahead import LookaheadDrafter
@@ -31,9 +28,9 @@ METHODS: dict[str, Callable[[Any, int, Any], Drafter]] = {
     "adaptive": _adaptive,
 }
 #: Methods with settings of their own, which are not a (W, N, G) -> the names that only these have.
-OWN_SETTINGS: dict[str, frozenset[str]] = {
+OWN_SETTINGS = {
     "adaptive": frozenset(
-        {"max_rows", "budget", "sources", "suffix_order", "top", "sampled_top", "max_entries"}
+        ["max_rows", "budget", "sources", "suffix_order", "top", "sampled_top", "max_entries"]
     )
 }
 #: How to draft where neither a method nor settings are named.

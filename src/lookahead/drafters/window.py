@@ -12,9 +12,8 @@ The target's own next token under each node of the newest level closes W new n-g
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
 new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
 
-Departures from Algorithm 2: the window moves on by one column a step whatever was emitted, as the authors' code
-does, where lines 7-10 of the paper take random rows after several tokens; and the warm-up's shorter n-grams are
-returned too. docs/how-it-works.md says what they are worth.
+It moves on by one column a step whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2 take
+random rows after several tokens), and the warm-up's shorter n-grams are returned too (docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -72,17 +71,13 @@ class Window:
         """
         if not self.levels:
             return
-        last = len(self.levels) - 1
         chain = [0]
         for token in self.levels[0]:
-            chain.append(tree.add(token, chain[-1], last == 0))
+            chain.append(tree.add(token, chain[-1], len(self.levels) == 1))
         self._nodes = [chain]
-        for index in range(1, last + 1):
-            above = self._nodes[-1]
-            newest = index == last
-            self._nodes.append(
-                [tree.add(token, above[i], newest) for i, token in enumerate(self.levels[index])]
-            )
+        for index in range(1, len(self.levels)):
+            above, newest = self._nodes[-1], index == len(self.levels) - 1
+            self._nodes.append([tree.add(t, above[i], newest) for i, t in enumerate(self.levels[index])])
 
     def newest_nodes(self) -> list[int]:
         """Rows of the newest level in the tree that the window was last added to, one per column."""

@@ -1,12 +1,7 @@
 """From a model to text: loading, options, detokenisation, stop strings, streaming. Talks to targets and core.
 
-The life of a prompt:
-    loading.load          a path or hub id -> LLM (model, tokenizer, probe)
-    prompts.encode        text, chat messages or token ids -> token ids, checked
-    options.Options       sampling and length, checked; processors: -> logits processors
-    llm.LLM.run           a Decoder over a fresh target; an Update per step and prompt
-    text.TextStream       tokens -> text that is safe to show (whole characters, no stop string)
-    results.Result        text, tokens, finish reason, Stats
+``loading.load`` gives an ``llm.LLM``. Of a prompt, ``prompts.encode`` makes token ids, ``results.decode_prompts``
+drives the core's Decoder, and ``text.TextStream`` gives text that is safe to show.
 
 ``options`` and ``fields`` load no torch, so that ``--help`` does not either: names are imported when asked for.
 """

@@ -1,28 +1,31 @@
-"""Options as dataclass fields that bear their own help, and functions that take them as keywords.
+"""Options as dataclass fields that bear their own help and rule, and functions that take them as keywords.
 
-One field is one option everywhere: ``parameters_of`` and ``keywords_of`` put it into the type, the signature and
-the docstring of a function of the Python API, and ``lookahead.cli.options`` into ``--help``. Imports no torch.
+One field is one option everywhere: the types, signatures and docstrings of the Python API come from it, and so does
+``--help`` (``lookahead.cli.options``). Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+
+from ..core import SettingsError
 
 P = ParamSpec("P")
 S = TypeVar("S")
 A = TypeVar("A")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
-#: Where a docstring of a function names the fields' help.
-PLACE = "{options}"
+#: What must hold, as in "a whole number", and the test of it.
+Rule = tuple[str, Callable[[Any], bool]]
 
 
 def option(
     default: Any,
     help: str,
+    rule: Rule | None = None,
     *,
     panel: str | None = None,
     metavar: str | None = None,
@@ -33,16 +36,48 @@ def option(
     """A dataclass field with what people are told of it.
 
     Args:
-        default: its neutral value.
+        default: its neutral value; None as a default needs to keep no rule.
         help: one or two sentences, for ``--help`` and the API reference alike.
-        panel: heading of the group in ``--help``.
-        metavar: placeholder of the value there.
+        rule: for every other value.
+        panel, metavar: in ``--help``, the heading of its group (None for the dataclass's ``PANEL``) and the
+            placeholder of its value.
         kind: its type on a command line, where the field's own says more than text can.
         cli: whether it can be said on a command line at all.
         keyword: whether Python takes it by keyword only.
     """
-    metadata = {"help": help, "panel": panel, "metavar": metavar, "kind": kind, "cli": cli}
+    metadata = {"help": help, "rule": rule, "panel": panel, "metavar": metavar, "kind": kind, "cli": cli}
     return dataclasses.field(default=default, kw_only=keyword, metadata=metadata)
+
+
+class Given:
+    """What the dataclasses of options have in common."""
+
+    __slots__ = ()
+    PANEL: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, rule = getattr(self, field.name), field.metadata["rule"]
+            if rule is not None and not (value is None and field.default is None) and not rule[1](value):
+                raise SettingsError(f"{field.name} must be {rule[0]}, got {value!r}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """From keywords.
+
+        Raises:
+            SettingsError: a name that is not an option, or a value that is not allowed.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise SettingsError(f"unknown option {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**given)
+
+    def keywords(self) -> dict[str, Any]:
+        """The options that are not at their defaults, as keywords."""
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return {field.name: value for field, value in values if value != field.default}
 
 
 def documented(cls: C) -> C:
@@ -53,35 +88,25 @@ def documented(cls: C) -> C:
 
 def parameters_of(options: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """A decorator: the function has the parameters of this dataclass."""
-
-    def apply(function: Callable[..., R]) -> Callable[P, R]:
-        _declare(function, options)
-        return function
-
-    return apply
+    return lambda function: _declare(function, options)
 
 
 def keywords_of(
     options: Callable[P, object],
 ) -> Callable[[Callable[Concatenate[S, A, ...], R]], Callable[Concatenate[S, A, P], R]]:
     """A decorator: the method has, beside its first parameter, the fields of this dataclass as keywords."""
-
-    def apply(function: Callable[Concatenate[S, A, ...], R]) -> Callable[Concatenate[S, A, P], R]:
-        _declare(function, options)
-        return function
-
-    return apply
+    return lambda function: _declare(function, options)
 
 
-def _declare(function: Any, options: Any) -> None:
-    """Write the fields into the signature and the docstring, for help() and for editors."""
+def _declare(function: Any, options: Any) -> Any:
+    """Write the fields into the signature, and into the docstring in place of {options}."""
     own = inspect.signature(function)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kept = [parameter for parameter in own.parameters.values() if parameter.kind not in variable]
-    fields = inspect.signature(options).parameters.values()
-    function.__signature__ = own.replace(parameters=[*kept, *fields])
+    function.__signature__ = own.replace(parameters=[*kept, *inspect.signature(options).parameters.values()])
     if function.__doc__:
-        function.__doc__ = inspect.cleandoc(function.__doc__).replace(f"    {PLACE}", _lines(options))
+        function.__doc__ = inspect.cleandoc(function.__doc__).replace("    {options}", _lines(options))
+    return function
 
 
 def _lines(cls: Any) -> str:

@@ -7,7 +7,8 @@ several threads may call one LLM. What one call decodes together shares forward 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -15,19 +16,17 @@ import torch
 from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
+from ..targets.factory import make_target, probe
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
 from .prompts import OnePrompt, Prompt, as_list, encode
-from .results import Result, Stream, Update
-from .running import Running, decode_prompts
-from .states import cold_state, warm_state
+from .results import Entry, Result, Stream, Updates, decode_prompts
 from .text import TextStream
 
 if TYPE_CHECKING:
-    from ..drafters.adaptive import AdaptiveState, StepTimes
+    from ..drafters.adaptive import AdaptiveState
     from ..parallel import RankGroup
-    from ..targets.factory import Probe
 
 #: Methods that can go on from what an earlier call has learnt.
 KEEPS_STATE = ("lookahead", "adaptive")
@@ -41,11 +40,11 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
-        probe: what ``lookahead.targets.factory.probe`` found; None takes it now.
         name: for people.
         tokenizer_error: why there is no tokenizer.
 
     Attributes:
+        probe: what ``lookahead.targets.factory.probe`` found.
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
@@ -59,26 +58,21 @@ class LLM:
         *,
         method: str | None = None,
         config: Any = None,
-        probe: Probe | None = None,
         name: str = "",
-        tokenizer_error: str | None = None,
+        tokenizer_error: str = "none was given",
     ) -> None:
-        from ..targets.factory import probe as take_probe
-
         self.model = model
         self.tokenizer = tokenizer
-        self.tokenizer_error = tokenizer_error or "none was given"
+        self.tokenizer_error = tokenizer_error
         self.rank_group: RankGroup | None = None
-        self._path: str | None = None
+        self.name = name or type(model).__name__
         self.method = method_for(method, config)
         # Some methods have settings of their own kind; their drafter checks them.
         if self.method not in OWN_SETTINGS:
-            given = config if config is not None else LookaheadConfig.for_device(model.device.type)
-            config = LookaheadConfig.of(given)
+            config = self._triple if config is None else LookaheadConfig.of(config)
         self.config = config
         make_drafter(self.method, self.config)
-        self.probe = probe if probe is not None else take_probe(model)
-        self.name = name or type(model).__name__
+        self.probe = probe(model)
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
@@ -110,12 +104,10 @@ class LLM:
             return frozenset()
         return frozenset([given] if isinstance(given, int) else given)
 
-    @property
+    @cached_property
     def path(self) -> str:
         """What evaluates steps, as ``Target.path`` names it."""
-        if self._path is None:
-            self._path = self.target().path
-        return self._path
+        return self.target().path
 
     def target(self, path: str = "auto") -> Target:
         """A fresh target on this model; its ``path`` and ``reason`` say which kind and why.
@@ -126,8 +118,6 @@ class LLM:
         Raises:
             SettingsError: the forced path is not there for this model.
         """
-        from ..targets.factory import make_target
-
         if self.rank_group is not None and path == "auto":
             from ..parallel import ParallelTarget
 
@@ -198,7 +188,7 @@ class LLM:
         return Stream(self.run(prompts, **options))
 
     @keywords_of(BatchOptions)
-    def run(self, prompts: Sequence[Prompt], **options: Any) -> Iterator[Update]:
+    def run(self, prompts: Sequence[Prompt], **options: Any) -> Updates:
         """Decode a list of prompts and yield every step of each; what all else here is made of.
 
         At most ``batch_size`` prompts are in flight; the next one joins as soon as one is done. An error of
@@ -214,19 +204,17 @@ class LLM:
         chosen = BatchOptions.of(options)
         if isinstance(chosen.pool, NGramPool) and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
-        seeds = chosen.seeds
+        seeds: Sequence[int | None] | None = chosen.seeds
         if seeds is not None and len(seeds) != len(prompts):
             raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
-        if seeds is None:
-            first = chosen.seed
-            if first is None:  # greedy must not touch torch's generator
-                first = int(torch.randint(2**62, ())) if chosen.sampled else 0
+        if not chosen.sampled:  # greedy must not touch torch's generator
+            seeds = [None] * len(prompts)
+        elif seeds is None:
+            first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        waiting = [
-            self._begin(i, prompt, chosen, seeds[i] if chosen.sampled else None)
-            for i, prompt in enumerate(prompts)
-        ]
-        return decode_prompts(self.target, waiting, chosen.batch_size or 1)
+        numbered = enumerate(zip(prompts, seeds, strict=True))
+        entries = [self._begin(i, prompt, chosen, seed) for i, (prompt, seed) in numbered]
+        return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
         """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
@@ -238,16 +226,24 @@ class LLM:
         Raises:
             SettingsError: the file is of another model, or no such file.
         """
+        return self._state(config, keep=True, file=file)
+
+    def _state(self, config: Any, keep: bool, file: str | os.PathLike[str] | None = None) -> AdaptiveState:
+        """What adaptive learns into, with the step times of this model here: kept ones, or measured now."""
+        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
+
         text = self.model.config.get_text_config(decoder=True)
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
-        times = self._step_times if self.probe.mode == "tree" else lambda: None
-        return warm_state(self._config_of("adaptive", config), times, scope, file)
+        settings = AdaptiveConfig.of(self._config_of("adaptive", config))
+        wanted = settings.budget and self.probe.mode == "tree"
+        times = times_for(self.model, self.path, self.target) if wanted else None
+        if file is not None and os.path.exists(file):
+            return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
+        return AdaptiveState(settings, keep, times, scope)
 
-    def _step_times(self) -> StepTimes:
-        """Kept ones, or measured now, once."""
-        from ..drafters.adaptive import times_for
-
-        return times_for(self.model, self.path, self.target)
+    @property
+    def _triple(self) -> LookaheadConfig:
+        return LookaheadConfig.for_device(self.model.device.type)
 
     def _method_of(self, options: Options) -> str:
         """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
@@ -260,41 +256,35 @@ class LLM:
 
     def _config_of(self, method: str, given: Any) -> Any:
         """Settings for a method: those of the call, or else those of ``load`` where they are of its kind."""
-        if given is not None or method == self.method:
-            return self.config if given is None else given
-        if method in OWN_SETTINGS:
-            return None
-        if isinstance(self.config, LookaheadConfig):
+        if given is not None:
+            return given
+        if (method in OWN_SETTINGS) == (self.method in OWN_SETTINGS):
             return self.config
-        return LookaheadConfig.for_device(self.model.device.type)
+        return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Running:
+    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
-        ids = self.encode(prompt)
+        ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
         if self.context is not None:
             length = min(length, self.context - len(ids))
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
-        process = make_process(options, len(ids), eos, self.tokenizer, self.model.device)
-        method = self._method_of(options)
-        if options.pool is not None and method not in KEEPS_STATE:
+        process = make_process(options, len(ids), eos, self.tokenizer, device)
+        method, pool = self._method_of(options), options.pool
+        if pool is not None and method not in KEEPS_STATE:
             raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
-        config = self._config_of(method, options.config)
-        pool = options.pool
-        if pool is None and method == "adaptive" and self.probe.mode == "tree":
-            pool = cold_state(config, self._step_times)
-        drafter = make_drafter(method, config, self.vocabulary, pool)
+        if pool is None and method == "adaptive":
+            pool = self._state(options.config, keep=False)
+        drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
         if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:
-            noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, self.model.device)
+            noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
             drafter.use_noise(noise)
-        request = Request(ids, drafter, length, make_choose(ids, process, noise), eos)
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, ids, options.stops)
-        entry = Running(index, request, text, seed)
-        if options.stops:
-            request.finished = entry.finished
-        return entry
+        text = TextStream(self.tokenizer, ids, options.stops)
+        finished = (lambda token: "stop" if text.push(token) else None) if options.stops else None
+        request = Request(ids, drafter, length, make_choose(ids, process, noise), eos, finished)
+        return Entry(index, request, text, seed)

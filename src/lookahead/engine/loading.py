@@ -6,6 +6,7 @@ model cannot be used is found here, before the first token, and said in one line
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import warnings
@@ -14,10 +15,9 @@ from typing import Any
 
 import torch
 
-from ..core import LookaheadError, SettingsError
+from ..core import SettingsError
 from ..drafters import make_drafter, method_for
-from ..targets.factory import make_target, probe
-from .checkpoints import check_directory
+from ..targets.factory import make_target
 from .fields import parameters_of
 from .llm import LLM
 from .options import LoadOptions
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
 )  # fmt: skip
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 @parameters_of(LoadOptions)
@@ -46,7 +46,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     # What is wrong with these is an error before anything is read.
     make_drafter(method_for(chosen.method, chosen.config), chosen.config)
     connections, device = _start_ranks(chosen.parallel, chosen.device, chosen.parallel_timeout)
-    wanted_dtype, wanted_device = _dtype(chosen.dtype), _device(device)
+    dtype, device = _dtype(chosen.dtype), _device(device)
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
     name, local = _locate(chosen.path_or_id)
@@ -57,33 +57,20 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     }
     if local:
         check_directory(Path(name))
-    model = _read_model(name, wanted_dtype, chosen.attention, common).to(wanted_device).eval()
+    model = _read_model(name, dtype, chosen.attention, common).to(device).eval()
     _check_causal(model, name)
-    found = probe(model)
-    if found.mode != "tree":
-        warnings.warn(found.reason, UserWarning, stacklevel=2)
     tokenizer, missing = _read_tokenizer(name, local, common)
+    shown = name if chosen.path_or_id is not None else "bundled"
     llm = LLM(
-        model,
-        tokenizer,
-        method=chosen.method,
-        config=chosen.config,
-        probe=found,
-        name=name if chosen.path_or_id is not None else "bundled",
-        tokenizer_error=missing,
+        model, tokenizer, method=chosen.method, config=chosen.config, name=shown, tokenizer_error=missing
     )
+    if llm.probe.mode != "tree":
+        warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
 
         llm.rank_group = join(lambda: make_target(model), connections, model)
     return llm
-
-
-def dismiss_ranks() -> None:
-    """Let the ranks that wait for a model go, where rank 0 needs none."""
-    from ..parallel import dismiss, start
-
-    dismiss(start())
 
 
 def _start_ranks(parallel: str | None, device: Any, timeout: float | None) -> tuple[Any, Any]:
@@ -104,10 +91,9 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
     name = str(dtype).removeprefix("torch.")
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-    name = short.get(name, name)
-    if name not in DTYPES:
-        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    name = DTYPES.get(name, name)
+    if name not in DTYPES.values():
+        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES.values())}, got {dtype!r}")
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -119,10 +105,9 @@ def _device(device: str | torch.device | None) -> torch.device:
         result = torch.device(device)
         torch.zeros(1, device=result)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0]
+        known = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         raise SettingsError(
-            f"device must be one that torch can use here (cpu"
-            f"{', cuda' if torch.cuda.is_available() else ''}), got {str(device)!r} ({first_line})"
+            f"device must be one that torch can use here ({known}), got {str(device)!r} ({_first_line(error)})"
         ) from None
     return result
 
@@ -149,25 +134,85 @@ def _hub_reachable() -> bool:
         return True
     from huggingface_hub import constants
 
-    host = constants.ENDPOINT.split("//")[-1].split("/")[0].split(":")[0]
     try:
-        socket.getaddrinfo(host, 443)
+        socket.getaddrinfo(constants.ENDPOINT.split("//")[-1].split("/")[0].split(":")[0], 443)
     except OSError:
         return False
     return True
 
 
+def check_directory(path: Path) -> None:
+    """Say what a model directory lacks, or what in it is damaged, before anything heavy is read."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (path / "config.json").is_file():
+        raise SettingsError(
+            f"a model directory must hold config.json and *.safetensors; {path} has no config.json"
+        )
+    _read_json(path / "config.json", "config.json must be JSON")
+    index = path / "model.safetensors.index.json"
+    found = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        suffixes = (".bin", ".pt", ".pth", ".gguf")
+        others = sorted(file.name for file in path.iterdir() if file.suffix in suffixes)
+        raise SettingsError(
+            f"a model directory must hold its weights as *.safetensors; {path} has "
+            + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
+        )
+    for shard in found:
+        try:
+            with safe_open(str(shard), framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise SettingsError(
+                f"weights must be whole safetensors files; {shard} ({shard.stat().st_size} bytes) cannot be read "
+                f"({error}); copy or download it again"
+            ) from None
+
+
+def _read_json(path: Path, rule: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingsError(f"{rule}; {path} is not ({error})") from None
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index of weights names."""
+    rule = "an index of weights must be an index of safetensors shards"
+    content = _read_json(index, rule)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise SettingsError(f"{rule}; {index} has no weight_map")
+    shards = [index.parent / name for name in sorted(set(names.values()))]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise SettingsError(
+            f"every shard named in {index.name} must be there; {index.parent} lacks {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            + "; copy or download the model again"
+        )
+    return shards
+
+
 def _read_model(name: str, dtype: Any, attention: str | None, common: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    _check_kind(_from_hub(AutoConfig, name, common), name)
+    config = _from_hub(AutoConfig, name, common)
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote
+    if not known or getattr(config, "is_encoder_decoder", False):
+        raise SettingsError(
+            f"lookahead decoding needs a decoder-only language model; {name} is of type "
+            f"{config.model_type!r}, which is not"
+        )
     keywords = dict(common, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if attention is not None:
         keywords["attn_implementation"] = attention
     model, info = _from_hub(AutoModelForCausalLM, name, keywords)
     missing = sorted(info["missing_keys"])
-    if missing:
-        # transformers would fill these at random and go on.
+    if missing:  # transformers would fill these at random and go on
         raise SettingsError(
             f"the weights must hold every parameter of {type(model).__name__}; {name} lacks {len(missing)}, "
             f"the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
@@ -175,39 +220,24 @@ def _read_model(name: str, dtype: Any, attention: str | None, common: dict[str, 
     return model
 
 
-def _check_kind(config: Any, name: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if getattr(config, "is_encoder_decoder", False) or (
-        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote
-    ):
-        raise SettingsError(
-            f"lookahead decoding needs a decoder-only language model; {name} is of type "
-            f"{config.model_type!r}, which is not"
-        )
-
-
 def _from_hub(auto: Any, name: str, keywords: dict[str, Any]) -> Any:
     """``auto.from_pretrained`` with its many ways to fail said in one line."""
     try:
         return auto.from_pretrained(name, **keywords)
-    except LookaheadError:
-        raise
+    except torch.OutOfMemoryError:
+        raise SettingsError(f"{name} did not fit in memory; take a smaller dtype or model") from None
     except ImportError as error:
         raise SettingsError(f"{name} needs a package that is not installed: {_first_line(error)}") from None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise SettingsError(f"{name} did not fit in memory; take a smaller dtype or model") from None
-        if not Path(name).is_dir():
-            offline = (
-                " (no network, so only the local cache was searched)" if keywords["local_files_only"] else ""
-            )
-            raise SettingsError(
-                f"a model must be a directory that exists or a hub id that can be fetched, got {name!r}"
-                f"{offline}: {_first_line(error)}"
-            ) from None
-        raise SettingsError(f"{name} cannot be loaded: {_first_line(error)}") from None
+        if Path(name).is_dir():
+            raise SettingsError(f"{name} cannot be loaded: {_first_line(error)}") from None
+        offline = (
+            " (no network, so only the local cache was searched)" if keywords["local_files_only"] else ""
+        )
+        raise SettingsError(
+            f"a model must be a directory that exists or a hub id that can be fetched, got {name!r}"
+            f"{offline}: {_first_line(error)}"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -231,14 +261,14 @@ def _check_causal(model: Any, name: str) -> None:
         )
 
 
-def _read_tokenizer(name: str, local: bool, common: dict[str, Any]) -> tuple[Any, str | None]:
-    """(tokenizer, None), or (None, why there is none): token ids work without."""
+def _read_tokenizer(name: str, local: bool, common: dict[str, Any]) -> tuple[Any, str]:
+    """(tokenizer, ""), or (None, why there is none): token ids work without."""
     if local and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return None, f"{name} has no tokenizer files"
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, **common), None
+        return AutoTokenizer.from_pretrained(name, **common), ""
     except Exception as error:  # tokenizers fail in many ways; the reason is kept and shown when text comes
         return None, f"the tokenizer of {name} cannot be loaded ({_first_line(error)})"
 
@@ -252,11 +282,12 @@ def refresh(model: Any) -> None:
     Args:
         model: a transformers model, or an ``LLM``.
     """
-    from ..targets.equivalence import forget
     from ..targets.factory import probe
+    from ..targets.fingerprint import forget
 
-    llm = model if isinstance(model, LLM) else None
-    model = model if llm is None else llm.model
-    forget(model)
-    if llm is not None:
-        llm.probe, llm._path = probe(model), None
+    if not isinstance(model, LLM):
+        forget(model)
+        return
+    forget(model.model)
+    model.probe = probe(model.model)
+    vars(model).pop("path", None)  # found again when it is asked for

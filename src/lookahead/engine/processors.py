@@ -21,6 +21,20 @@ from ..core import SettingsError
 from ..sampling import Process
 from .options import Options
 
+#: Option, its type there, the value that changes nothing, and what applies it.
+Row = tuple[str, type, float, Callable[..., Any]]
+PENALTIES: tuple[Row, ...] = (
+    ("repetition_penalty", float, 1, RepetitionPenaltyLogitsProcessor),
+    ("no_repeat_ngram_size", int, 0, NoRepeatNGramLogitsProcessor),
+)
+WARPERS: tuple[Row, ...] = (
+    ("temperature", float, 1, TemperatureLogitsWarper),
+    ("top_k", int, 0, TopKLogitsWarper),
+    ("top_p", float, 1, TopPLogitsWarper),
+    ("min_p", float, 0, MinPLogitsWarper),
+    ("typical_p", float, 1, TypicalLogitsWarper),
+)
+
 
 def make_process(
     options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
@@ -37,47 +51,27 @@ def make_process(
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.
     """
-    steps: list[Callable[..., Any]] = []
-    if options.repetition_penalty is not None and options.repetition_penalty != 1:
-        steps.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
-    if options.no_repeat_ngram_size:
-        steps.append(NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
+    ends, low = sorted(eos), options.min_new_tokens
+    steps = _made(PENALTIES, options)
     if options.bad_words:
-        steps.append(NoBadWordsLogitsProcessor(_bad_words(options.bad_words, tokenizer), sorted(eos)))
-    if options.min_new_tokens and eos:
-        ends = sorted(eos)
-        steps.append(
-            MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, ends, device=str(device))
-        )
+        steps.append(NoBadWordsLogitsProcessor(_bad_words(options.bad_words, tokenizer), ends))
+    if low is not None and ends:
+        steps.append(MinNewTokensLengthLogitsProcessor(prompt_length, low, ends, device=str(device)))
     steps += options.processors
     if options.sampled:
-        steps += _warpers(options)
-    if not steps:
-        return None
+        steps += _made(WARPERS, options)
 
     def process(ids: Any, scores: Any) -> Any:
         for step in steps:
             scores = step(ids, scores)
         return scores
 
-    return process
+    return process if steps else None
 
 
-def _warpers(options: Options) -> list[Callable[..., Any]]:
-    """What cuts the probabilities of a draw; neutral values need none."""
-    steps: list[Callable[..., Any]] = []
-    if options.temperature != 1:
-        steps.append(TemperatureLogitsWarper(float(options.temperature)))
-    if options.top_k is not None:
-        steps.append(TopKLogitsWarper(options.top_k))
-    for p, neutral, warper in (
-        (options.top_p, 1, TopPLogitsWarper),
-        (options.min_p, None, MinPLogitsWarper),
-        (options.typical_p, 1, TypicalLogitsWarper),
-    ):
-        if p is not None and p != neutral:
-            steps.append(warper(float(p)))
-    return steps
+def _made(rows: Sequence[Row], options: Options) -> list[Callable[..., Any]]:
+    given = [(getattr(options, name), *rest) for name, *rest in rows]
+    return [make(kind(value)) for value, kind, neutral, make in given if value not in (None, neutral)]
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[list[int]]:

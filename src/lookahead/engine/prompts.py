@@ -15,23 +15,25 @@ Prompt = Any
 
 def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
     """(prompts, whether a list of them was given)."""
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
+    prompt = _plain(prompt)
     if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence):
         return [prompt], False
-    items = [item.tolist() if hasattr(item, "tolist") else item for item in prompt]
-    if not items or all(isinstance(item, int) for item in items) or _is_messages(items):
+    items = [_plain(item) for item in prompt]
+    if all(isinstance(item, int) for item in items) or _all_are(items, Mapping):
         return [items], False
     return items, True
 
 
-def _is_messages(value: Any) -> bool:
-    return bool(value) and isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
+def _plain(value: Any) -> Any:
+    """A tensor or an array as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def encode(
-    prompt: Prompt, tokenizer: Any, missing: str | None, vocabulary: int, context: int | None
-) -> list[int]:
+def _all_are(value: Any, kind: type) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
+
+
+def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, context: int | None) -> list[int]:
     """Token ids of one prompt.
 
     Args:
@@ -52,21 +54,15 @@ def encode(
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
         ids = list(tokenizer(prompt).input_ids)
-    elif _is_messages(prompt):
+    elif _all_are(prompt, Mapping) and len(prompt):
         ids = _from_messages(prompt, tokenizer, missing)
-    elif isinstance(prompt, Sequence) and all(
-        isinstance(item, int) and not isinstance(item, bool) for item in prompt
-    ):
+    elif _all_are(prompt, int) and not any(isinstance(item, bool) for item in prompt):
         ids = list(prompt)
     else:
         raise SettingsError(
             "a prompt must be a text, a list of chat messages or a list of token ids, "
             f"got {type(prompt).__name__}: {str(prompt)[:60]!r}"
         )
-    return _checked(ids, vocabulary, context)
-
-
-def _checked(ids: list[int], vocabulary: int, context: int | None) -> list[int]:
     if not ids:
         raise SettingsError("the prompt must have at least one token, got none")
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -83,9 +79,9 @@ def _checked(ids: list[int], vocabulary: int, context: int | None) -> list[int]:
     return ids
 
 
-def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str | None) -> list[int]:
+def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str) -> list[int]:
     for message in messages:
-        if "role" not in message or "content" not in message:
+        if not {"role", "content"} <= message.keys():
             raise SettingsError(
                 f'a chat message must be {{"role": ..., "content": ...}}, got {dict(message)!r}'
             )
@@ -99,13 +95,7 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
     from jinja2 import TemplateError
 
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        )
+        chat = [dict(message) for message in messages]
+        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
     except (TemplateError, TypeError, ValueError) as error:
         raise SettingsError(f"the model's chat template refuses these messages: {error}") from None

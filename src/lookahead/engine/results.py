@@ -1,11 +1,13 @@
-"""What decoding a prompt gives: updates while it runs, and a result at the end."""
+"""What decoding prompts gives: an update per step while it runs, and a result at the end of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from ..core import LookaheadError, Stats, Step
+from ..core import Decoder, Generation, LookaheadError, Request, Stats, Step, Target
+from .text import TextStream
 
 
 @dataclass(slots=True)
@@ -55,25 +57,27 @@ class Update:
     result: Result | None
 
 
+Updates = Generator[Update, None, None]
+
+
 class Stream:
     """Pieces of text; iterate once. ``result`` is there when the iteration is over.
 
     Closing it (or leaving a ``with`` block) ends the generation.
     """
 
-    def __init__(self, updates: Iterator[Update]) -> None:
+    def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self.result: Result | None = None
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
         for update in self._updates:
-            if update.result is not None:
-                self.result = update.result
-                if update.result.error is not None:
-                    raise update.result.error
+            self.result = update.result
+            if update.result is not None and update.result.error is not None:
+                raise update.result.error
             if update.piece:
                 return update.piece
         raise StopIteration
@@ -86,6 +90,52 @@ class Stream:
 
     def close(self) -> None:
         """End the generation; what has been shown stays."""
-        close = getattr(self._updates, "close", None)
-        if close is not None:
-            close()
+        self._updates.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One prompt of a list, ready to be decoded."""
+
+    index: int
+    request: Request
+    text: TextStream
+    seed: int | None
+
+    def update(self, generation: Generation, step: Step | None) -> Update:
+        """What a step gave, with the result where it was the last one."""
+        done, text = generation.finish_reason, self.text
+        if step is not None and self.request.finished is None:  # which is told of each token at once
+            for token in step.tokens:
+                text.push(token)
+        if done is not None:
+            text.finish()
+        piece = text.drain()
+        if done is None:
+            return Update(self.index, step, piece, None)
+        prompt, error = list(self.request.prompt), generation.error
+        tokens, stats = generation.tokens, generation.stats
+        result = Result(text.text, tokens, done, stats, prompt, self.seed, text.stopped, error)
+        return Update(self.index, step, piece, result)
+
+
+def decode_prompts(make_target: Callable[[], Target], entries: Iterable[Entry], batch_size: int) -> Updates:
+    """Every step of every prompt; at most ``batch_size`` share a forward pass, and the next joins when one ends."""
+    decoder = Decoder(make_target())
+    waiting = iter(entries)
+    running: list[tuple[Entry, Generation]] = []
+    try:
+        while True:
+            joining = islice(waiting, batch_size - len(running))
+            running += [(entry, decoder.add(entry.request)) for entry in joining]
+            if not running:
+                return
+            steps = {id(step.generation): step for step in decoder.step()}
+            for entry, generation in running:
+                step = steps.get(id(generation))
+                if step is not None or generation.finish_reason is not None:
+                    yield entry.update(generation, step)
+            running = [one for one in running if one[1].finish_reason is None]
+    finally:  # also where the caller stops listening
+        for _, generation in running:
+            decoder.cancel(generation)

@@ -95,8 +95,8 @@ def generate(
         raise SettingsError(f"max_new_tokens must be at least 1, got room for {limit}")
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
-    keeps = batch == 1 and found.facts is not None and (returns or getattr(cache, "_is_user_defined", False))
-    target: Target = _Keeping(model, found.facts) if keeps else make_target(model)
+    keeps = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
+    target: Target = _Keeping(model, found.facts) if keeps and found.facts else make_target(model)
     if found.mode == "plain":  # one row a step, so there is nothing to draft
         make_drafter(name, settings, target.vocabulary)  # refuses settings that it cannot take, as elsewhere
         name, settings = "autoregressive", None
@@ -104,21 +104,18 @@ def generate(
         pool = _cold_state(model, settings, target.path)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
+    temperature = float(config.temperature or 1.0)
+
+    def collected(wanted: bool | None) -> list[torch.Tensor] | None:
+        return [] if returns and wanted else None
+
     rows = [
         Row(
-            b,
-            input_ids[b],
-            limit,
-            row_processors(processors, b, batch),
-            criteria,
-            noise,
-            float(config.temperature or 1.0),
-            returns and bool(config.output_scores),
-            returns and bool(config.output_logits),
-            streamer,
+            b, input_ids[b], limit, row_processors(processors, b, batch), criteria, noise, temperature,
+            collected(config.output_scores), collected(config.output_logits), streamer,
         )
         for b in range(batch)
-    ]
+    ]  # fmt: skip
 
     def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         """Decode rows together; ``texts`` are their tokens so far without padding."""
@@ -200,11 +197,9 @@ def _carried_on(rows: list[Row], longest: int, fill: int | None) -> list[Row]:
 
     Padding by itself needs no model; scores of padded places do.
     """
-    early = [row for row in rows if row.emitted < longest]
-    if fill is not None:
-        early = [row for row in early if row.scores is not None or row.logits is not None]
+    early = [row for row in rows if row.emitted < longest and (fill is None or row.records)]
     for row in early:
-        row.pad_with(fill)
+        row.fill = fill
     return early
 
 

@@ -14,14 +14,24 @@ from transformers.generation.logits_process import (
 
 from ..core import SettingsError
 
-#: Keywords that transformers prepares itself and that need nothing more from us.
-PREPARED = {
+#: Model inputs that transformers prepares itself and that need nothing more from us.
+PREPARED = (
     "attention_mask",
     "position_ids",
     "past_key_values",
     "use_cache",
     "logits_to_keep",
     "cache_params",
+)
+#: Options that are refused by their own name alone, with a remark where the name needs one.
+UNSUPPORTED = {
+    "penalty_alpha": " (contrastive search)",
+    "dola_layers": "",
+    "constraints": "",
+    "force_words_ids": "",
+    "prefill_chunk_size": "",
+    "output_attentions": "",
+    "output_hidden_states": "",
 }
 
 
@@ -34,25 +44,22 @@ def refuse(
     model_kwargs: dict[str, Any],
     given: dict[str, Any],
 ) -> None:
-    """Name every option that this loop cannot honour."""
+    """Raise SettingsError for the first option that this loop cannot honour; arguments as of ``generate``.
+
+    ``given``: what ``caller_arguments`` found.
+    """
     batch = input_ids.shape[0]
     plain = "leave it out, or call model.generate without custom_generate"
     refused = [
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams} (beam search)", "use num_beams=1"),
         (given.get("assistant_model") is not None, "assistant_model", "lookahead needs no draft model"),
         (bool(config.prompt_lookup_num_tokens), "prompt_lookup_num_tokens", 'use method="prompt-lookup"'),
-        (bool(getattr(config, "penalty_alpha", None)), "penalty_alpha (contrastive search)", plain),
-        (bool(getattr(config, "dola_layers", None)), "dola_layers", plain),
-        (bool(getattr(config, "constraints", None)), "constraints", plain),
-        (bool(getattr(config, "force_words_ids", None)), "force_words_ids", plain),
+        *((bool(getattr(config, key, None)), key + remark, plain) for key, remark in UNSUPPORTED.items()),
         (
             config.cache_implementation in ("quantized", "offloaded", "offloaded_static", "paged"),
             f"cache_implementation={config.cache_implementation!r}",
             "lookahead keeps a cache of its own; leave it out",
         ),
-        (bool(getattr(config, "prefill_chunk_size", None)), "prefill_chunk_size", plain),
-        (bool(config.output_attentions), "output_attentions", plain),
-        (bool(config.output_hidden_states), "output_hidden_states", plain),
         (bool(synced_gpus), "synced_gpus", plain),
         (streamer is not None and batch > 1, f"streamer with {batch} sequences", "stream one sequence"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds", "pass input_ids"),
@@ -65,22 +72,15 @@ def refuse(
             refused.append((True, "a SynthID watermark for several sequences", "pass one sequence"))
     cache = model_kwargs.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
-        refused.append(
-            (
-                cache.get_seq_length() > 0,
-                f"past_key_values that hold {cache.get_seq_length()} tokens",
-                "pass the whole prompt",
-            )
-        )
-        refused.append((batch > 1, "past_key_values for several sequences", "pass one sequence"))
-        refused.append(
-            (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain)
-        )
+        length = cache.get_seq_length()
+        refused += [
+            (length > 0, f"past_key_values that hold {length} tokens", "pass the whole prompt"),
+            (batch > 1, "past_key_values for several sequences", "pass one sequence"),
+            (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
+        ]
+    supported = "only input_ids and attention_mask are supported"
     for key, value in model_kwargs.items():
-        if key not in PREPARED and value is not None and key != "inputs_embeds":
-            refused.append(
-                (True, f"the model input {key}", "only input_ids and attention_mask are supported")
-            )
+        refused.append((key not in PREPARED and value is not None, f"the model input {key}", supported))
     for condition, what, cure in refused:
         if condition:
             raise SettingsError(f"lookahead.generate cannot honour {what}; {cure}")

@@ -6,6 +6,7 @@ Knows logits processors and stopping criteria; knows nothing of trees or models.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,98 +14,91 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..core.choose import Choose
+from ..core.verify import Choose
 from ..sampling import GeneratorNoise, RowNoise, make_choose
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
+@dataclass(eq=False)
 class Row:
     """One sequence of the batch: what it has emitted, what is recorded of it, and when it ends.
 
-    Args:
+    Attributes:
         index: place in the batch.
-        ids: the prompt as transformers sees it, padding included, shape (L,).
+        prompt: token ids as transformers sees them, padding included, shape (L,).
         length: tokens that may be emitted.
         processors: applied to the logits with the true prefix; None for none.
         criteria: that end the sequence.
-        noise: of the batch, for sampling; None for greedy.
+        stream: the noise of the batch, for sampling; None for greedy.
         temperature: of the sampling.
-        keep_scores, keep_logits: collect what output_scores and output_logits return.
+        scores, logits: collect what output_scores and output_logits return; None where that is not asked for.
         streamer: is told of every token; None for none.
+        ended: whether criteria have ended the sequence: then it is carried on to the length of the longest one.
+        fill: the padding token that alone it goes on with then, for the scores under it; None: its own text.
     """
 
-    def __init__(
-        self,
-        index: int,
-        ids: torch.Tensor,
-        length: int,
-        processors: LogitsProcessorList | None,
-        criteria: Criteria,
-        noise: GeneratorNoise | None,
-        temperature: float,
-        keep_scores: bool,
-        keep_logits: bool,
-        streamer: BaseStreamer | None,
-    ) -> None:
-        self.index = index
-        self._ids = torch.empty(1, len(ids) + length, dtype=torch.long, device=ids.device)
-        self._ids[0, : len(ids)] = ids
-        self._prompt = self._end = len(ids)
-        self._processors = processors
-        self._criteria = criteria
-        self._stream = noise
-        self._temperature = temperature
-        self._streamer = streamer
-        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-        self.logits: list[torch.Tensor] | None = [] if keep_logits else None
-        #: Whether criteria have ended the sequence: then it is carried on to the length of the longest one.
-        self.ended = False
-        self._fill: int | None = None
+    index: int
+    prompt: torch.Tensor
+    length: int
+    processors: LogitsProcessorList | None
+    criteria: Criteria
+    stream: GeneratorNoise | None
+    temperature: float
+    scores: list[torch.Tensor] | None
+    logits: list[torch.Tensor] | None
+    streamer: BaseStreamer | None
+    ended: bool = False
+    fill: int | None = None
+
+    def __post_init__(self) -> None:
+        self._end = len(self.prompt)
+        self._ids = self.prompt.new_empty(1, self._end + self.length)
+        self._ids[0, : self._end] = self.prompt
 
     @property
     def emitted(self) -> int:
         """Tokens so far."""
-        return self._end - self._prompt
+        return self._end - len(self.prompt)
+
+    @property
+    def records(self) -> bool:
+        """Whether scores or logits are collected."""
+        return self.scores is not None or self.logits is not None
 
     @property
     def draws(self) -> bool:
         """Whether the sequence may still need noise; padding draws nothing."""
-        return not (self.ended and self._criteria.pads)
+        return not (self.ended and self.criteria.pads)
 
     def tokens(self) -> torch.Tensor:
         """The tokens emitted."""
-        return self._ids[0, self._prompt : self._end]
+        return self._ids[0, len(self.prompt) : self._end]
 
     def noise(self) -> RowNoise | None:
         """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
-        if self._stream is None or self._fill is not None:
+        if self.stream is None or self.fill is not None:
             return None
-        return RowNoise(self._stream, self.index, self.emitted, self._temperature)
+        return RowNoise(self.stream, self.index, self.emitted, self.temperature)
 
     def choose(self) -> Choose:
         """Chooses the tokens from here on, by the processors, the noise and the true prefix."""
-        kept = self.scores is not None or self.logits is not None
-        process = self._process if kept or self._processors is not None else None
+        process = self._process if self.records or self.processors is not None else None
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
-
-    def pad_with(self, token: int | None) -> None:
-        """Go on with this token only, for the scores under it; None: with the sequence's own text."""
-        self._fill = token
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) from logits (1, V), and the record of both."""
         if self.logits is not None:
             self.logits.append(values.clone())
-        if self._processors is not None:
-            values = self._processors(ids, values)  # type: ignore[arg-type]  # asks for a LongTensor
+        if self.processors is not None:
+            values = self.processors(ids, values)  # type: ignore[arg-type]  # asks for a LongTensor
         if self.scores is not None:
             self.scores.append(values)
-        if self._fill is not None:
+        if self.fill is not None:
             values = torch.full_like(values, float("-inf"))
-            values[0, self._fill] = 0
-        elif self._stream is None:  # transformers takes the first token where all are excluded
+            values[0, self.fill] = 0
+        elif self.stream is None:  # transformers takes the first token where all are excluded
             values = values.clamp(min=torch.finfo(values.dtype).min)
         return values
 
@@ -112,12 +106,12 @@ class Row:
         """Take an emitted token; a finish reason where the stopping criteria end the sequence after it."""
         self._ids[0, self._end] = token
         self._end += 1
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
         if self.ended:
             return None
         scores = tuple(self.scores) if self.scores is not None else None
-        reason = self._criteria.reason(self._ids[:, : self._end], token, scores)
+        reason = self.criteria.reason(self._ids[:, : self._end], token, scores)
         self.ended = reason is not None
         return reason
 

@@ -12,13 +12,11 @@ Every process runs the same program:
 
 from __future__ import annotations
 
-from .connect import TIMEOUT, Connections, local_device, start, started_by_torchrun
-from .errors import DivergenceError, RankError
-from .model_check import dismiss
-from .rank_group import RankGroup
+from .connect import TIMEOUT, Connections, dismiss, local_device, start, started_by_torchrun
+from .rank_group import RankGroup, join
 from .shard import Shards, shard
 from .target import ParallelTarget
-from .worker import join
+from .wire import DivergenceError, RankError
 
 __all__ = [
     "TIMEOUT", "Connections", "DivergenceError", "ParallelTarget", "RankError", "RankGroup", "Shards", "dismiss",

@@ -1,4 +1,4 @@
-"""Starting: the processes that torchrun made find each other and their devices."""
+"""Starting: the processes that torchrun made find each other and their devices, and see that they hold one model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..core import LookaheadError, SettingsError
-from .errors import first_line
-from .wire import Link
+from ..core import LookaheadError, SettingsError, Target
+from .wire import Link, first_line
 
 #: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
 TIMEOUT = 120.0
@@ -63,8 +63,10 @@ def local_device(device: str | torch.device | None = None) -> str:
         return str(device)
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        what = f"every rank needs a GPU of its own, and local rank {index} finds {count}"
-        raise SettingsError(f"{what}; start at most {count} processes per node, or use device 'cpu'")
+        raise SettingsError(
+            f"every rank needs a GPU of its own, and local rank {index} finds {count}; "
+            f"start at most {count} processes per node, or use device 'cpu'"
+        )
     return f"cuda:{index}"
 
 
@@ -97,8 +99,7 @@ def start(
         except (RuntimeError, ValueError) as error:
             what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
             raise LookaheadError(f"{what}: {first_line(error)}") from error
-    rank, size = dist.get_rank(), dist.get_world_size()
-    place = torch.device(local_device(device))
+    rank, size, place = dist.get_rank(), dist.get_world_size(), torch.device(local_device(device))
     if place.type == "cuda":
         torch.cuda.set_device(place)  # nccl takes the current device, which is the first one until now
     backend = _choose_backend(backend, _gather(_device_id(place)))
@@ -118,10 +119,8 @@ def _device_id(device: torch.device) -> list[int]:
     """What tells one rank's device from another's: (whether nccl could be used, GPU)."""
     if device.type != "cuda":
         return [0, 0]
-    return [
-        int(dist.is_nccl_available()),
-        zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()),
-    ]
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return [int(dist.is_nccl_available()), zlib.crc32(uuid.encode())]
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
@@ -158,4 +157,86 @@ def _check_backend(backend: str | None) -> None:
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise SettingsError(
             "backend 'nccl' needs an NVIDIA GPU and a CUDA build of torch; use 'gloo' on a CPU"
+        )
+
+
+def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
+    """Refuse to decode unless every rank holds the same; arguments as of ``join``.
+
+    Raises:
+        SettingsError: on every rank, naming the rank that differs and in what.
+    """
+    model = model if model is not None else getattr(target, "model", None)
+    _refuse_split_models(model)
+    facts = _facts(target, model)
+    problem = ""
+    if connections.rank:
+        link = connections.links[0]
+        link.send("facts", facts=facts)
+        answer = link.receive()
+        if answer["kind"] == "stop":
+            raise SystemExit(0)  # rank 0 had nothing to decode
+        problem = answer["problem"]
+    else:
+        for rank, link in connections.links.items():
+            theirs = link.receive()["facts"]
+            differ = [name for name in facts if facts[name] != theirs[name]]
+            if differ and not problem:  # other facts tell more than a checksum that differs because of them
+                problem = (
+                    f"every rank must hold the same model on the same kind of device, and rank {rank} "
+                    f"differs from rank 0 in: {', '.join(differ[1:] or differ)}; "
+                    "load the same files with the same settings"
+                )
+        for link in connections.links.values():
+            link.send("model_check", problem=problem)
+        for link in connections.links.values():
+            link.flush()
+    if problem:
+        raise SettingsError(problem)
+
+
+def dismiss(connections: Connections) -> None:
+    """On rank 0, in place of ``join``: there is nothing to decode, the other ranks may leave."""
+    for link in connections.links.values():
+        link.receive()
+        link.send("stop")
+        link.flush()
+    connections.close()
+
+
+def _facts(target: Target, model: Any) -> dict[str, int | str]:
+    """What two ranks must have in common, the checksum first."""
+    tensors = list(model.parameters()) if model is not None else []
+    first = tensors[0] if tensors else torch.empty(0)
+    return {
+        "model checksum": _checksum(tensors),
+        "parameters": sum(tensor.numel() for tensor in tensors),
+        "vocabulary": target.vocabulary,
+        "dtype": str(first.dtype),
+        "device type": first.device.type,
+        "target": type(target).__name__,
+    }
+
+
+def _checksum(tensors: list[torch.Tensor]) -> int:
+    """Of the tensors' bits, from one pass over each on its own device."""
+    total = 0
+    for number, tensor in enumerate(tensors, 1):
+        whole_numbers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
+        bits = tensor.detach().contiguous().view(-1).view(whole_numbers)
+        # Of the first half twice, so that where the bits stand counts too.
+        both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
+        total = (total * 31 + both * number) % ((1 << 61) - 1)
+    return total
+
+
+def _refuse_split_models(model: Any) -> None:
+    split = getattr(model, "tp_size", None) or 1
+    for parameter in model.parameters() if isinstance(model, torch.nn.Module) else ():
+        mesh = getattr(parameter, "device_mesh", None)  # of a distributed tensor
+        split = max(split, mesh.size() if mesh is not None else 1)
+    if split > 1:
+        raise SettingsError(
+            f"lookahead parallelism needs the whole model on every rank, and this one is split over {split} "
+            "ranks by tensor parallelism; use one or the other"
         )

@@ -12,11 +12,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..core import Target, TokenTree
-from .scores import ShardScores
+import torch
+
+from ..core import NumericalError, Scores, Target, TokenTree
 
 _MODULUS = (1 << 61) - 1
+Top = tuple[list[list[int]], list[list[float]]]
+
+
+@dataclass(slots=True)
+class ShardScores:
+    """This rank's shard: its row i is row ``offset + i`` of the pass ``scores``, below missing rows."""
+
+    scores: Scores
+    offset: int
+
+    def best(self, node: int) -> int:
+        return self.scores.best(self.offset + node)
+
+    def best_or_nan(self, node: int) -> int:
+        """The argmax, or -1 for NaN."""
+        try:
+            return self.best(node)
+        except NumericalError:
+            return -1
+
+    def row(self, node: int) -> Any:
+        return self.scores.row(self.offset + node)
+
+    def row_tensor(self, node: int) -> torch.Tensor:
+        """The logits under ``node``, shape (V,); float64 where the target gives lists."""
+        row = self.row(node)
+        return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
+
+    def top(self, nodes: Sequence[int], k: int) -> Top:
+        both = self.scores.top([self.offset + node for node in nodes], k)
+        ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in both)
+        return ids, log_odds
 
 
 @dataclass(slots=True)

@@ -1,11 +1,11 @@
-"""All ranks, seen from rank 0: send, receive, heartbeat, and ending all of them when one fails."""
+"""All ranks together: seen from rank 0 (send, receive, heartbeat, one end for all), and the work of the others."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ..core import Target
-from .connect import Connections
-from .errors import RankError
-from .model_check import check_same_model
-from .wire import Message
+from ..core import OutOfMemory, Target, TokenTree
+from .connect import Connections, check_same_model
+from .executor import RankExecutor
+from .wire import Link, Message, RankError, first_line
 
 #: Seconds that each rank is given to take the message why all must end.
 SHUTDOWN_TIMEOUT = 5.0
@@ -137,3 +136,84 @@ class RankGroup:
                     return  # kept, and raised by the next step
                 finally:
                     self.lock.release()
+
+
+def join(
+    make_target: Callable[[], Target], connections: Connections, model: Any = None, check_every: int = 16
+) -> RankGroup:
+    """On rank 0 the group of all ranks; the other ranks work for it until it ends.
+
+    Then they leave with ``SystemExit(0)``: on any rank but 0 this does not return.
+
+    Args:
+        make_target: makes a fresh inner target on this rank's model.
+        connections: from ``start``.
+        model: the torch module behind the targets; None takes their attribute ``model``.
+        check_every: steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
+
+    Raises:
+        SettingsError: the ranks do not hold the same model.
+        RankError: on the other ranks, naming the rank that died, hangs or failed.
+    """
+    if connections.rank == 0:
+        return RankGroup(make_target, connections, model, check_every)
+    check_same_model(connections, make_target(), model)
+    _serve(connections.links[0], make_target)
+    connections.close()
+    raise SystemExit(0)
+
+
+def _serve(link: Link, make_target: Callable[[], Target]) -> None:
+    """Do what rank 0 asks for, until it says stop."""
+    executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
+    while (message := link.receive())["kind"] != "stop":
+        if message["kind"] == "failed":
+            raise RankError(message["rank"], message["text"])
+        try:
+            _execute(link, executors, message)
+        except RankError:
+            raise
+        except BaseException as error:
+            if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
+                link.send("no_memory", text=first_line(error))
+                continue
+            link.send("failed", text=f"{type(error).__name__}: {first_line(error, 400)}")
+            link.flush()
+            raise
+
+
+def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -> None:
+    if message["kind"] == "heartbeat":
+        return
+    if message["kind"] == "retire":
+        executors.pop(message["target"], None)
+        return
+    executor = executors[message["target"]]
+    answer: dict[str, Any] = {}
+    row = None
+    match message["kind"]:
+        case "commit":
+            return executor.commit(message["accepted"])
+        case "release":
+            return executor.release(message["slot"])
+        case "prefill":
+            answer["best"] = [[one.best_or_nan(0)] for one in executor.prefill(message["prompts"])]
+        case "forward":
+            trees = []
+            for slot, tokens, parents, needs_logits in message["trees"]:
+                trees.append((slot, TokenTree.of(tokens, parents)))
+                trees[-1][1].needs_logits = needs_logits
+            answer["best"] = [
+                [one.best_or_nan(node) if needed else -1 for node, needed in enumerate(tree.needs_logits)]
+                for one, (_, tree) in zip(executor.forward(trees), trees, strict=True)
+            ]
+        case "row":
+            row = executor.scores[message["b"]].row_tensor(message["row"])
+        case "top":
+            scores = executor.scores[message["b"]]
+            answer["ids"], answer["log_odds"] = scores.top(message["rows"], message["k"])
+        case kind:
+            raise AssertionError(f"rank 0 sent {kind!r}, which no rank knows")
+    link.send("done", checksum=executor.checksum, **answer)
+    if row is not None:
+        link.send_row(row)

@@ -25,6 +25,12 @@ class Shards:
     rows: list[list[int]]
     owner: list[int]
 
+    def part(self, tree: TokenTree, rank: int) -> TokenTree:
+        """A rank's rows as a tree in which only its own rows need logits, and the root, for the comparison."""
+        part = tree.subtree(self.rows[rank])
+        part.needs_logits = [row == 0 or self.owner[node] == rank for row, node in enumerate(self.rows[rank])]
+        return part
+
     @property
     def widest(self) -> int:
         """Rows of the largest shard: what the step waits for."""

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and one other rank: JSON in tensors of bytes, never pickled objects.
+"""Messages between rank 0 and one other rank (JSON in tensors of bytes, never pickled objects), and their errors.
 
 A message (docs/parallel.md lists them) travels by gloo in a tensor of ``FRAME`` bytes that begins with its length;
 where it is longer, the rest follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own,
@@ -17,13 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import RankError, first_line
+from ..core import LookaheadError
 
 #: Bytes of a message's first tensor, and of the length at its beginning.
 FRAME = 4096
 HEAD = 8
 
 Message = dict[str, Any]
+
+
+class RankError(LookaheadError):
+    """A rank died, did not answer in time, or failed; decoding cannot go on.
+
+    Attributes:
+        rank: the rank at fault, which the message names too.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class DivergenceError(RankError):
+    """A rank holds other tokens or computes other logits than rank 0."""
+
+
+def first_line(error: BaseException, longest: int = 200) -> str:
+    """The first line of an error's message, at most ``longest`` characters."""
+    return (str(error).splitlines() or [""])[0][:longest]
 
 
 class Link:

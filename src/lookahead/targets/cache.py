@@ -1,6 +1,6 @@
 """The KV cache of the transformers target: rows are written in place, a commit moves only accepted rows.
 
-All layers of one shape share one tensor (layers, S slots, heads, C capacity, head size), so that a commit
+All keys and values of one shape share one tensor (count, S slots, heads, C capacity, head size), so that a commit
 is one gather and one scatter however many layers there are, and costs the same at any context length.
 Capacity and slots grow by doubling. Layers with a sliding window are kept whole; the mask does the rest.
 """
@@ -9,46 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-
-class KVStorage(Protocol):
-    """Keys and values of many sequences, written in place. Every target's cache fulfils it.
-
-    Attributes:
-        slots: sequences that there is room for.
-        capacity: tokens per slot that there is room for.
-    """
-
-    slots: int
-    capacity: int
-
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
-        ...
-
-    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
-        ...
-
-    def nbytes(self) -> int:
-        """Bytes held."""
-        ...
-
-
-def doubled(size: int, wanted: int) -> int:
-    """``size``, doubled until it holds ``wanted``."""
-    while size < wanted:
-        size *= 2
-    return size
-
-
-def rows_in_place(path: Sequence[int]) -> int:
-    """How many rows at the head of a path already lie where a commit would put them."""
-    return next((i for i, row in enumerate(path) if row != i), len(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +50,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write rows (B, heads, Q, head size); return (B, heads, width, head size) for both."""
-        return (
-            self.cache.write(self.index, 0, key_states),
-            self.cache.write(self.index, 1, value_states),
-        )
+        return self.cache.write(self.index, 0, key_states), self.cache.write(self.index, 1, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.cache.placement.lengths) + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         return max(self.cache.placement.lengths)
@@ -119,34 +79,30 @@ class TreeCache(Cache):
         capacity: int = 256,
     ) -> None:
         super().__init__(layers=[TreeLayer(self, i) for i in range(len(shapes))])
-        self.dtype = dtype
         self.device = device
         self.capacity = capacity
         self.slots = 1
         self.placement = Placement([0], [0], 0, None, 0)
-        # Keys and values of one (heads, head size) share a tensor; entry: (layer, 0 or 1) -> (group, place).
+        # (layer, 0 for keys or 1 for values) -> ((heads, head size), place among those of this shape)
         self._place: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         counts: dict[tuple[int, int], int] = {}
         for layer, shape in enumerate(shapes):
-            if shape is None:
-                continue
-            heads, key_size, value_size = shape
-            for which, size in ((0, key_size), (1, value_size)):
-                group = (heads, size)
-                self._place[layer, which] = (group, counts.setdefault(group, 0))
-                counts[group] += 1
+            for which, size in enumerate(shape[1:] if shape is not None else ()):
+                group = (shape[0], size)  # type: ignore[index]
+                self._place[layer, which] = group, counts.get(group, 0)
+                counts[group] = counts.get(group, 0) + 1
         self._storage = {
             (heads, size): torch.zeros(count, 1, heads, capacity, size, dtype=dtype, device=device)
             for (heads, size), count in counts.items()
         }
 
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(s.numel() * s.element_size() for s in self._storage.values())
-
     def reserve(self, slots: int, capacity: int) -> None:
         """Make room for at least this many slots and tokens per slot, doubling what is too small."""
-        new_slots, new_capacity = doubled(self.slots, slots), doubled(self.capacity, capacity)
+        new_slots, new_capacity = self.slots, self.capacity
+        while new_slots < slots:
+            new_slots *= 2
+        while new_capacity < capacity:
+            new_capacity *= 2
         if (new_slots, new_capacity) == (self.slots, self.capacity):
             return
         for group, old in self._storage.items():
@@ -161,38 +117,35 @@ class TreeCache(Cache):
         for storage in self._storage.values():
             storage.zero_()
 
-    def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Placement:
+    def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
         """Say where the next pass writes; reserves the room."""
         self.reserve(max(slots) + 1, max(lengths) + rows)
         index = None
         if len(slots) > 1:
             first = torch.tensor(lengths, device=self.device)[:, None]
-            index = (
-                torch.tensor(slots, device=self.device)[:, None],
-                first + torch.arange(rows, device=self.device)[None],
-            )
+            columns = first + torch.arange(rows, device=self.device)[None]
+            index = torch.tensor(slots, device=self.device)[:, None], columns
         self.placement = Placement(list(slots), list(lengths), rows, index, max(lengths) + rows)
-        return self.placement
 
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
         """Put rows (B, heads, Q, size) in place; return the slots' (B, heads, width, size)."""
-        group, place = self._place[layer, which]
-        storage = self._storage[group][place]
+        storage = self._of(layer, which)
         at = self.placement
         if at.index is None:
             slot, length = at.slots[0], at.lengths[0]
             storage[slot, :, length : length + at.rows] = states[0]
-            return storage[slot : slot + 1, :, : at.width]
-        storage[at.index[0], :, at.index[1]] = states.transpose(1, 2)
+        else:
+            storage[at.index[0], :, at.index[1]] = states.transpose(1, 2)
         low, high = min(at.slots), max(at.slots)
         if at.slots == list(range(low, high + 1)):
             return storage[low : high + 1, :, : at.width]
+        assert at.index is not None
         return storage[at.index[0][:, 0], :, : at.width]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Commit: bring the pending rows ``path`` of a slot in line behind its ``length`` tokens."""
-        # Path is increasing, so nothing is overwritten too early.
-        start = rows_in_place(path)
+        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
+        # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
+        start = next((i for i, row in enumerate(path) if row != i), len(path))
         if start == len(path):
             return
         source = torch.tensor([length + row for row in path[start:]], device=self.device)
@@ -207,9 +160,11 @@ class TreeCache(Cache):
             if (layer, 0) not in self._place:
                 layers.append(None)
                 continue
-            pair = []
-            for which in (0, 1):
-                group, place = self._place[layer, which]
-                pair.append(self._storage[group][place][slot : slot + 1, :, :length].clone())
-            layers.append((pair[0], pair[1]))
+            keys, values = (self._of(layer, which)[slot : slot + 1, :, :length] for which in (0, 1))
+            layers.append((keys.clone(), values.clone()))
         return layers
+
+    def _of(self, layer: int, which: int) -> torch.Tensor:
+        """A layer's keys (0) or values (1), (S, heads, C, size)."""
+        group, place = self._place[layer, which]
+        return self._storage[group][place]

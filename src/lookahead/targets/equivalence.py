@@ -1,4 +1,4 @@
-"""Does a path compute what the model computes? One check for every path: tree steps, compiled, captured, ranks.
+"""Does a path compute what the model computes? One check for every path: tree steps, compiled and captured passes.
 
 A path evaluates a fixed trial (two prompts, two token trees each with a commit between them, single rows), and each
 row of logits x is compared with the model's own causal pass over the same text. The distance is the relative L2
@@ -14,26 +14,26 @@ distance, both sides centred, since softmax knows no constant:
 
 Beside it stands a negative control, through the same path: a tree in which two rows have one wrong ancestor and one
 row is one position off. These rows must stand out by ``MARGIN`` times the difference found, or the trial could not
-have shown such an error. Where a trial does not settle it, more trials with longer prompts are run, and each row's
-median counts: a router of experts that tips over in one text is no error of the path, an error of the path is in all.
+have shown such an error. Where a trial fails, others with longer prompts are run, and one that passes is enough: a
+router of experts that tips over in one text is no error of the path, an error of the path is in all.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..core import Target
 from .attention_hook import with_masks
 from .facts import ModelFacts
-from .fingerprint import fingerprint
-from .float32 import HALF, in_float32
+from .fingerprint import remember
 from .trial import LENGTHS, WRONG_ANCESTOR, WRONG_POSITION, Trial
 
 #: Largest relative distance in float32 and float64.
@@ -44,25 +44,8 @@ FACTOR = 3.0
 FACTOR_OF_ALL = 1.5
 #: How far the control must stand out, in differences.
 MARGIN = 2.0
-
-_Found = TypeVar("_Found")
-_memo: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-
-
-def remember(model: Any, name: str, key: Any, find: Callable[[], _Found]) -> _Found:
-    """What ``find`` returns, found once per model and name as long as ``key`` stays the same."""
-    known = _memo.setdefault(model, {})
-    if name not in known or known[name][0] != key:
-        known[name] = key, find()
-    found: _Found = known[name][1]
-    return found
-
-
-def forget(model: Any, names: str = "") -> None:
-    """Drop what is remembered of a model; with ``names`` only what begins so."""
-    known = _memo.get(model, {})
-    for name in [name for name in known if name.startswith(names)]:
-        del known[name]
+#: Dtypes that are judged by the model's own rounding error.
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +55,7 @@ class Equivalence:
     Attributes:
         ok: the path may be used.
         difference: of the worst row: in 16 bits the factor over the model's own error, else the relative L2
-            distance. NaN where nothing could be compared.
+            distance.
         control: the same of the weaker of the two deliberate errors.
         limit: what ``difference`` may be.
         noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
@@ -92,55 +75,13 @@ class Equivalence:
         return self.control / max(self.difference, 1e-12)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A trial's right logits (rows, V), and the distance that counts as 1 for each row."""
-
-    rows: torch.Tensor
-    unit: torch.Tensor
-    noise: float
-
-
-def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> _Reference:
-    own = trial.causal(model)
-    if not half:
-        return _Reference(own, torch.ones(len(own), dtype=torch.float64), 0.0)
-    other = trial.causal(model, halves=True)
-    try:
-        with in_float32(model):
-            exact = trial.causal(model)
-        errors = torch.maximum(distance(own, exact), distance(other, exact))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # Quantised weights, say: what is left is how far two right evaluations are apart.
-        exact = own
-        errors = 2 * distance(other, own)
-        errors = errors.new_full(errors.shape, float(errors.max()))
-    unit = torch.maximum(errors, errors.median()).clamp(min=1e-6)
-    return _Reference(exact, unit, float(errors.pow(2).mean().sqrt()))
-
-
-def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """e of each row, (rows,) float64; infinite where a logit is NaN."""
-    found = []
-    for x, r in zip(rows, exact, strict=True):
-        apart, size = (x - r).double(), r.double()
-        apart, size = apart - apart.mean(), size - size.mean()
-        found.append(apart.norm() / size.norm().clamp(min=1e-30))
-    return torch.stack(found).nan_to_num(nan=torch.inf)
-
-
 def compare(
-    model: PreTrainedModel,
-    facts: ModelFacts,
-    make_target: Callable[[], Target],
-    together: bool = True,
-    widened: bool = False,
+    model: PreTrainedModel, facts: ModelFacts, make_target: Callable[[], Target], widened: bool = False
 ) -> Equivalence:
     """Compare a path with the model's own causal passes.
 
     Args:
         make_target: a fresh target of the path, for each trial.
-        together: see ``Trial.run``.
         widened: the model is inside ``in_float32``, so it is judged as in float32.
 
     Raises:
@@ -148,48 +89,95 @@ def compare(
     """
     half = model.dtype in HALF and not widened
     limit = FACTOR if half else STRICT
-    rows: list[torch.Tensor] = []
-    controls: list[torch.Tensor] = []
-    noise = 0.0
     for number in range(len(LENGTHS)):
         trial = Trial(facts, number, model.device.type)
         name = f"trial {number}{' widened' if widened else ''}"
         with with_masks(model):
-            reference = remember(model, name, fingerprint(model), partial(_reference, model, trial, half))
-        noise = max(noise, reference.noise)
-        found, wrong = trial.run(make_target(), together)
-        rows.append(distance(found, reference.rows) / reference.unit)
+            exact, unit, noise = remember(model, name, partial(_reference, model, trial, half))
+        found, wrong = trial.run(make_target())
+        errors = distance(found, exact) / unit
         behind = slice(len(trial.prompts), len(trial.prompts) + len(wrong))
-        controls.append(distance(wrong, reference.rows[behind]) / reference.unit[behind])
-        # The median of two or four is a smaller one: only odd numbers of trials settle it.
-        both = [torch.stack(several).median(dim=0).values for several in (rows, controls)]
-        difference = float(both[0].max())
-        control = min(float(both[1][list(wrong)].max()) for wrong in (WRONG_ANCESTOR, WRONG_POSITION))
-        of_all = float(both[0].square().mean().sqrt())
+        controls = distance(wrong, exact[behind]) / unit[behind]
+        control = min(float(controls[list(rows)].max()) for rows in (WRONG_ANCESTOR, WRONG_POSITION))
+        difference, of_all = float(errors.max()), float(errors.square().mean().sqrt())
         ok = difference <= limit and control >= MARGIN * difference and (of_all <= FACTOR_OF_ALL or not half)
-        if ok and number % 2 == 0:
+        if ok:
             break
-    unit = " times the model's own error" if half else ""
-    beside = f" of {noise:.1e} in {str(model.dtype).removeprefix('torch.')}" if half else ""
-    reason = (
-        f"difference {difference:.2g}{unit}{beside}, {limit:g} allowed"
-        f"{f', {of_all:.2g} over all rows, {FACTOR_OF_ALL:g} allowed' if half else ''}; "
-        f"a wrong ancestor or position shows as {control:.2g}"
-    )
+    reason = f"difference {difference:.2g}, {limit:g} allowed"
+    if half:
+        dtype = str(model.dtype).removeprefix("torch.")
+        reason = (
+            f"difference {difference:.2g} times the model's own error of {noise:.1e} in {dtype}, {limit:g} allowed, "
+            f"{of_all:.2g} over all rows, {FACTOR_OF_ALL:g} allowed"
+        )
+    reason += f"; a wrong ancestor or position shows as {control:.2g}"
     return Equivalence(ok, difference, control, limit, noise, reason)
 
 
-def compare_rows(ours: torch.Tensor, theirs: torch.Tensor, noise: float | None = None) -> Equivalence:
-    """Compare two right evaluations of one row of logits (V,), those of two ranks for instance.
+def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A trial's right logits (rows, V), the distance that counts as 1 for each row, and ``Equivalence.noise``."""
+    own = trial.causal(model)
+    if not half:
+        return own, torch.ones(len(own), dtype=torch.float64), 0.0
+    other = trial.causal(model, halves=True)
+    try:
+        with in_float32(model):
+            exact = trial.causal(model)
+        errors = torch.maximum(distance(own, exact), distance(other, exact))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        # Quantised weights, say: what is left is how far two right evaluations are apart.
+        exact, errors = own, 2 * distance(other, own)
+        errors = errors.new_full(errors.shape, float(errors.max()))
+    unit = torch.maximum(errors, errors.median()).clamp(min=1e-6)
+    return exact, unit, float(errors.square().mean().sqrt())
 
-    Args:
-        noise: ``Equivalence.noise`` of the model; where it is not known, 16 bits are allowed 0.25.
+
+def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """e of each row, (rows,) float64; infinite where a logit is NaN."""
+    apart, size = (rows - exact).double(), exact.double()
+    apart, size = (x - x.mean(dim=-1, keepdim=True) for x in (apart, size))
+    found: torch.Tensor = apart.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-30)
+    return found.nan_to_num(nan=torch.inf)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes with its own weights in float32, without a second copy of it. One thread at a time.
+
+    Each module's weights are widened for the length of its own call and then dropped. Embeddings look up in their
+    own dtype, and the rows are widened after.
     """
-    half = ours.dtype in HALF
-    limit = STRICT if not half else 0.25 if noise is None else 2 * FACTOR * noise
-    apart = float(distance(ours[None], theirs[None].to(ours.device)))
-    reason = f"relative distance {apart:.2g}, {limit:.2g} allowed"
-    return Equivalence(apart <= limit, apart, float("nan"), limit, noise or 0.0, reason)
+    narrow: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+
+    def widen(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        narrow.append((module, dict(module._parameters)))
+        for name, weight in narrow[-1][1].items():
+            if weight is not None and weight.dtype in HALF:
+                module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
+        return tuple(map(_float, args)), {name: _float(value) for name, value in named.items()}
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        # Modules return in the reverse order of their calls.
+        module._parameters.update(narrow.pop()[1])
+
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            hooks.append(module.register_forward_hook(lambda module, args, output: _float(output)))
+        elif any(weight is not None for weight in module._parameters.values()):
+            hooks.append(module.register_forward_pre_hook(widen, with_kwargs=True))
+            hooks.append(module.register_forward_hook(restore))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, weights in reversed(narrow):  # a call that raised
+            module._parameters.update(weights)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if torch.is_tensor(value) and value.dtype in HALF else value
 
 
 def first_line(error: BaseException) -> str:

@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
 from .cpu.architectures import Unsupported
-from .cpu.compile import compile_model
-from .cpu.compiled_model import CompiledModel
+from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
-from .equivalence import Equivalence, compare, first_line, forget, remember
+from .equivalence import HALF, Equivalence, compare, first_line, in_float32
 from .facts import ModelFacts
-from .fingerprint import fingerprint
-from .float32 import in_float32
+from .fingerprint import forget, remember
 from .plain import PlainTarget
 from .transformers import TransformersTarget
 
@@ -68,7 +66,7 @@ def probe(model: PreTrainedModel, again: bool = False) -> Probe:
         )
     if again:
         forget(model)
-    return remember(model, "probe", fingerprint(model), lambda: _probe(model))
+    return remember(model, "probe", lambda: _probe(model))
 
 
 def _probe(model: PreTrainedModel) -> Probe:
@@ -77,7 +75,7 @@ def _probe(model: PreTrainedModel) -> Probe:
         with with_masks(model):
             facts = ModelFacts(model)
         found = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
-        if not found.ok and found.difference <= found.limit:
+        if not found.ok and found.difference <= found.limit and model.dtype in HALF:
             found = _widened(model, facts, found)
     except OutOfMemory:
         raise
@@ -124,9 +122,9 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
 
         attention, reason = captured_attention(model, facts, say=path == "auto")
         if attention is not None:
-            return CudaGraphTarget(model, facts, max(capacity, CAPACITY), attention, reason)
+            return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
     elif path != "transformers":
-        compiled, reason = remember(model, "cpu", fingerprint(model), lambda: _compiled(model, facts))
+        compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
     if path in ("cpu", "cuda-graph"):

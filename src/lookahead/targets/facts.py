@@ -11,8 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory
-from .alibi import AlibiBias
-from .masks import LayerKinds
+from .masks import AlibiBias, LayerKinds
 
 #: More positions than any text has: the limit of a model that has none.
 NO_LIMIT = 1 << 30
@@ -67,12 +66,11 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
     several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     for entry in several:
         kind = entry.get("rope_type") or entry.get("type") or ""
-        if kind in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            if kind == "dynamic":
-                original = config.max_position_embeddings
+        if kind == "dynamic":
+            return kind, int(config.max_position_embeddings)
+        if kind == "longrope":
+            name = "original_max_position_embeddings"
+            original = entry.get(name) or getattr(config, name, None)
             return kind, int(original or config.max_position_embeddings)
     return "", NO_LIMIT
 
@@ -86,12 +84,10 @@ def memory_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         text = str(error).lower()
         named = "can't allocate memory" in text or "out of memory" in text
-        if isinstance(error, OutOfMemory) or not (
-            named or isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        ):
+        if isinstance(error, OutOfMemory) or not (named or isinstance(error, MemoryError)):
             raise
         raise OutOfMemory(
             f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "

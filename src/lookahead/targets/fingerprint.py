@@ -1,4 +1,5 @@
-"""What can be seen cheaply of a change to a model: where its weights lie, who wrote to them, and who is called.
+"""What is found out of a model once, and what can be seen cheaply of a change to it: where its weights lie, who wrote
+to them, and who is called.
 
 Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no
 trace; ``lookahead.refresh`` is for these.
@@ -6,12 +7,32 @@ trace; ``lookahead.refresh`` is for these.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
+_Found = TypeVar("_Found")
+_memo: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, name: str, find: Callable[[], _Found]) -> _Found:
+    """What ``find`` returns, found once per model and name until a change of the model is seen."""
+    known, key = _memo.setdefault(model, {}), fingerprint(model)
+    if name not in known or known[name][0] != key:
+        known[name] = key, find()
+    found: _Found = known[name][1]
+    return found
+
+
+def forget(model: nn.Module, names: str = "") -> None:
+    """Drop what is remembered of a model; with ``names`` only what begins so."""
+    known = _memo.get(model, {})
+    for name in [name for name in known if name.startswith(names)]:
+        del known[name]
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:

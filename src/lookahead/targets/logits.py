@@ -9,20 +9,32 @@ import numpy as np
 import torch
 
 from ..core.errors import NumericalError
+from .top import top_of_rows
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit of every row, the first of equals; -1 where a logit is NaN."""
+    values, tokens = logits.max(dim=-1)
+    return tokens.masked_fill(values.isnan(), -1)  # NaN wins every max
 
 
 class LogitsBatch:
-    """Logits (B, R, V) of the rows that need them; what is asked of them comes to the host in one copy."""
+    """Logits (B, R, V) of the rows that need them; what is asked of them comes to the host in one copy.
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    Args:
+        tokens: ``best_tokens`` of them (B, R), where these are known.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         self.logits = logits
+        self._tokens = tokens
         self._best: list[list[int]] | None = None
         self._top: tuple[np.ndarray, np.ndarray] | None = None
 
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
         if self._best is None:
-            self._best = self.all_best().tolist()
+            self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
         token = self._best[b][r]
         if token < 0:
             raise NumericalError(
@@ -31,28 +43,19 @@ class LogitsBatch:
             )
         return token
 
-    def all_best(self) -> torch.Tensor:
-        """The best token of every row, (B, R); -1 for NaN."""
-        values, tokens = self.logits.max(dim=-1)
-        return tokens.masked_fill(values.isnan(), -1)  # NaN wins every max
-
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best tokens of every row and their log-odds against the best, both (B, R, min(k, V))."""
-        logits = self.logits.detach()
         if self._top is None or self._top[0].shape[-1] < k:
+            logits = self.logits.detach()
             batch, rows, vocabulary = logits.shape
             k = min(k, vocabulary)
             if logits.device.type == "cpu":
-                from .top import top_of_rows
-
                 ids, odds = top_of_rows(logits.reshape(batch * rows, vocabulary), k)
             else:
                 values, tokens = logits.topk(k, dim=-1)
                 # Token ids are whole only up to 2 ** 24 as floats, so they travel as bits.
-                both = torch.stack(
-                    (tokens.int().view(torch.float32), values.float() - values[..., :1].float())
-                )
-                packed = both.cpu().numpy()
+                odds_there = values.float() - values[..., :1].float()
+                packed = torch.stack((tokens.int().view(torch.float32), odds_there)).cpu().numpy()
                 ids, odds = packed[0].view(np.int32), packed[1]
             self._top = ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
         ids, odds = self._top
@@ -83,7 +86,5 @@ class LogitsRows:
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays; one host copy for the pass."""
         ids, odds = self._batch.top(k)
-        if self._row is None and nodes == range(len(nodes)):
-            return ids[self._b, : len(nodes)], odds[self._b, : len(nodes)]
         rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]
         return ids[self._b, rows], odds[self._b, rows]

@@ -7,19 +7,19 @@ that somebody reads. A single row of a single sequence goes the model's ordinary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..core import Scores, SettingsError, TokenTree
-from .attention_hook import enabled, with_masks
+from .attention_hook import with_masks
 from .cache import TreeCache
 from .facts import ModelFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows
-from .masks import attention_masks, key_positions, stack_rows, visible
+from .masks import attention_masks, key_positions, stack_rows
 
 
 class TransformersTarget:
@@ -38,26 +38,23 @@ class TransformersTarget:
     def __init__(
         self,
         model: PreTrainedModel,
-        facts: ModelFacts | None = None,
+        facts: ModelFacts,
         capacity: int = 256,
         reason: str = "",
         cache: TreeCache | None = None,
     ) -> None:
         self.model = model
         self.reason = reason
-        self.facts = facts if facts is not None else ModelFacts(model)
-        self.vocabulary = self.facts.vocabulary
-        if cache is None:
-            cache = TreeCache(self.facts.shapes, self.facts.dtype, model.device, capacity)
-        self.cache = cache
+        self.facts = facts
+        self.vocabulary = facts.vocabulary
+        self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity) if cache is None else cache
         self.lengths: dict[int, int] = {}
-        self._pending: dict[int, TokenTree] = {}
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position, or up to where its rotary base changes with the length."""
         length, facts = self.lengths[slot], self.facts
         limit = facts.max_positions - 1 - length
-        if facts.rope_type and length < facts.rope_boundary:
+        if length < facts.rope_boundary:
             limit = min(limit, facts.rope_boundary - 1 - length)
         elif facts.rope_type == "dynamic":
             limit = 0  # the base now changes with every token, so no two depths share one
@@ -79,22 +76,18 @@ class TransformersTarget:
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """One pass over all trees; one pass each where the model's bias has no batch axis."""
         rows = max(len(tree) for _, tree in trees)
-        alibi = self.facts.alibi
-        if self.facts.rope_type and len(trees) > 1:
-            self._refuse_shared_rope([slot for slot, _ in trees])
-        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
-            if alibi is not None and alibi.one_sequence_only and len(trees) > 1:
-                return [self._pass([pair])[0] for pair in trees]
-            return self._pass(trees)
-
-    def _refuse_shared_rope(self, slots: Sequence[int]) -> None:
-        """One rotary base serves a whole pass, so sequences on both sides of its change cannot share one."""
-        longest = max(self.lengths[slot] for slot in slots)
-        if longest + 1 >= self.facts.rope_boundary:
+        longest = max(self.lengths[slot] for slot, _ in trees)
+        if len(trees) > 1 and longest + 1 >= self.facts.rope_boundary:
+            # One rotary base serves a whole pass, so sequences on both sides of its change cannot share one.
             raise SettingsError(
                 f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
             )
+        alibi = self.facts.alibi
+        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+            if alibi is not None and alibi.one_sequence_only:
+                return [self._pass([pair])[0] for pair in trees]
+            return self._pass(trees)
 
     def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]
@@ -104,24 +97,27 @@ class TransformersTarget:
         self.cache.place(slots, lengths, rows)
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
-        dtype, device = self.facts.dtype, self.model.device
-        alibi, mask = self.facts.alibi, None
-        bias: AbstractContextManager[None] = nullcontext()
-        tree_attention = enabled(self.model)
-        if tree_attention is not None:  # ancestor bits in place of a mask
-            depths = positions - torch.tensor(lengths)[:, None]
-            bias = tree_attention.step([tree.ancestors for tree in only_trees], depths, lengths, device)
-        elif rows > 1 or len(trees) > 1:
-            mask = attention_masks(self.facts.kinds, only_trees, lengths, positions, dtype, device)
-            if alibi is not None:
-                keys = key_positions(positions, lengths, visible(only_trees, lengths, rows).shape[2])
-                bias, mask = alibi.at(mask, keys), None
-        with bias:
+        with self._visibility(only_trees, lengths, positions) as mask:
             logits = self._call(ids, positions, mask, nodes)
-        self._pending.update(trees)
         batch = LogitsBatch(logits)
         row_of = None if len(nodes) == rows else nodes
         return [LogitsRows(batch, b, row_of) for b in range(len(trees))]
+
+    @contextmanager
+    def _visibility(
+        self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
+    ) -> Iterator[Any]:
+        """For one pass: which keys the rows see, as the mask to hand over or by other means with none."""
+        if positions.numel() == 1:
+            yield None
+            return
+        facts, device = self.facts, self.model.device
+        mask = attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
+        if facts.alibi is None:
+            yield mask
+        else:
+            with facts.alibi.at(mask, key_positions(positions, lengths)):
+                yield None
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int]) -> torch.Tensor:
         """Logits (B, len(nodes), V) of the given rows."""
@@ -137,18 +133,14 @@ class TransformersTarget:
             keywords["logits_to_keep"] = keep
         with torch.no_grad(), with_masks(self.model):
             logits: torch.Tensor = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
-        if everything or self.facts.takes_rows:
-            return logits
-        return logits[:, keep]
+        return logits if everything or self.facts.takes_rows else logits[:, keep]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bring accepted rows in line; the cost does not depend on the context."""
         for slot, path in paths:
-            self._pending.pop(slot)
             self.cache.move(slot, self.lengths[slot], path)
             self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its room is used again."""
-        self._pending.pop(slot, None)
         self.lengths.pop(slot, None)

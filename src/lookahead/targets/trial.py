@@ -15,10 +15,9 @@ from ..core import Target, TokenTree
 from .facts import ModelFacts
 
 #: Prompt lengths (slots 0 and 1) of one trial after the other.
-LENGTHS = ((6, 4), (9, 5), (14, 3), (4, 7), (20, 10))
-#: Sliding windows and chunks up to this size are outgrown by the first prompt, on a CPU and elsewhere.
-LONGEST_WINDOW = {"cpu": 128}
-LONGEST_WINDOW_ELSEWHERE = 8192
+LENGTHS = ((6, 4), (9, 5), (14, 3))
+#: Sliding windows and chunks up to this size are outgrown by every trial's first prompt.
+LONGEST_WINDOW = {"cpu": 128, "cuda": 8192}
 
 
 def trial_tree(token: int, vocabulary: int) -> TokenTree:
@@ -68,8 +67,8 @@ class Trial:
         generator = torch.Generator().manual_seed(number)
         first, second = LENGTHS[number]
         span = max(facts.kinds.sliding_window, facts.kinds.chunk)
-        longest = LONGEST_WINDOW.get(device, LONGEST_WINDOW_ELSEWHERE)
-        if not number and span <= min(longest, facts.max_positions - 16, facts.rope_boundary - 16):
+        longest = min(LONGEST_WINDOW.get(device, 8192), facts.max_positions - 16, facts.rope_boundary - 16)
+        if span <= longest:
             first = max(first, span + 2)
         low = min(3, vocabulary - 1)  # the first tokens of a vocabulary are often special
         self.prompts = [
@@ -90,32 +89,25 @@ class Trial:
             texts = [text + [tree.tokens[n] for n in PATH] for text, tree in zip(texts, trees, strict=True)]
         return found + [texts[0] + self.singles[: i + 1] for i in range(len(self.singles))]
 
-    def run(self, target: Target, together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """The path's logits: (rows, V) as in ``texts``, and (8, V) of the wrong tree in the first turn, slot 0.
 
-        Args:
-            together: both sequences in one pass; else each in its own.
+        Both sequences share the first turn's pass; in the second turn each has its own.
         """
-        rows = [scores.row(0).float().cpu() for scores in target.prefill(list(enumerate(self.prompts)))]
-        wrong = self._forward(target, [(0, _wrong_tree(self.trees[0][0], self.vocabulary))], together)
-        for trees in self.trees:
-            rows += self._forward(target, list(enumerate(trees)), together)
-            target.commit([(b, PATH) for b in range(len(trees))])
+        prompts = list(enumerate(self.prompts))
+        rows = [scores.row(0).float().cpu() for scores in target.prefill(prompts)]
+        wrong = _forward(target, [(0, _wrong_tree(self.trees[0][0], self.vocabulary))])
+        first, second = (list(enumerate(trees)) for trees in self.trees)
+        rows += _forward(target, first)
+        target.commit([(slot, PATH) for slot, _ in prompts])
+        rows += [row for pair in second for row in _forward(target, [pair])]
+        target.commit([(slot, PATH) for slot, _ in prompts])
         for token in self.singles:
-            rows += self._forward(target, [(0, TokenTree(token))], together)
+            rows += _forward(target, [(0, TokenTree(token))])
             target.commit([(0, [0])])
-        for slot in range(len(self.prompts)):
+        for slot, _ in prompts:
             target.release(slot)
         return torch.stack(rows), torch.stack(wrong)
-
-    @staticmethod
-    def _forward(target: Target, trees: list[tuple[int, TokenTree]], together: bool) -> list[torch.Tensor]:
-        passes = [trees] if together else [[pair] for pair in trees]
-        rows = []
-        for several in passes:
-            for scores, (_, tree) in zip(target.forward(several), several, strict=True):
-                rows += [scores.row(node).float().cpu() for node in tree.needs_logits_nodes()]
-        return rows
 
     def causal(self, model: PreTrainedModel, halves: bool = False) -> torch.Tensor:
         """The same rows by the model's own passes: no cache, no mask, short texts padded behind their end.
@@ -138,3 +130,10 @@ class Trial:
                     if leaf[: len(text)] == text:
                         found[text] = row[len(text) - 1].float().cpu()
         return torch.stack([found[text] for text in texts])
+
+
+def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.Tensor]:
+    rows = []
+    for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):
+        rows += [scores.row(node).float().cpu() for node in tree.needs_logits_nodes()]
+    return rows

@@ -6,8 +6,7 @@ a row has the same bits in any tree. The user's model is read and never changed.
 """
 
 from .architectures import REGISTRY, Spec, Unsupported, register
-from .compile import compile_model
-from .compiled_model import CompiledModel
+from .compiled_model import CompiledModel, compile_model
 from .target import CpuTarget
 
 __all__ = ["REGISTRY", "CompiledModel", "CpuTarget", "Spec", "Unsupported", "compile_model", "register"]

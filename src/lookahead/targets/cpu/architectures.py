@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,18 +17,12 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 #: Rotary types whose angles depend on the position alone.
 FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+NORMS = ("attention_norm", "query_norm", "key_norm", "feed_forward_norm")
 
 
 class Unsupported(Exception):
     """Why a model cannot be compiled, in one line for people."""
-
-
-def _never(config: Any, layer: int) -> int:
-    return 0
-
-
-def _always(config: Any, layer: int) -> bool:
-    return True
 
 
 def _window_everywhere(config: Any, layer: int) -> int:
@@ -38,11 +32,7 @@ def _window_everywhere(config: Any, layer: int) -> int:
 def _window_by_type(config: Any, layer: int) -> int:
     types = getattr(config, "layer_types", None)
     sliding = types is not None and types[layer] == "sliding_attention"
-    return (getattr(config, "sliding_window", None) or 0) if sliding else 0
-
-
-def _rotates_by_list(config: Any, layer: int) -> bool:
-    return bool(config.no_rope_layers[layer])
+    return _window_everywhere(config, layer) if sliding else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +62,8 @@ class Spec:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    window: Callable[[Any, int], int] = _never
-    rotates: Callable[[Any, int], bool] = _always
+    window: Callable[[Any, int], int] = lambda config, layer: 0
+    rotates: Callable[[Any, int], bool] = lambda config, layer: True
 
 
 REGISTRY: dict[str, Spec] = {
@@ -83,7 +73,9 @@ REGISTRY: dict[str, Spec] = {
     "Qwen3ForCausalLM": Spec(
         query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", window=_window_by_type
     ),
-    "SmolLM3ForCausalLM": Spec(window=_window_by_type, rotates=_rotates_by_list),
+    "SmolLM3ForCausalLM": Spec(
+        window=_window_by_type, rotates=lambda config, layer: bool(config.no_rope_layers[layer])
+    ),
 }
 
 
@@ -92,8 +84,14 @@ def register(name: str, spec: Spec) -> None:
     REGISTRY[name] = spec
 
 
-@dataclass(frozen=True, slots=True)
-class NormParts:
+class Linear(NamedTuple):
+    """Weight (out, in) and bias (out,) or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Norm(NamedTuple):
     """Weight (n,) and epsilon of an RMS norm."""
 
     weight: torch.Tensor
@@ -101,28 +99,11 @@ class NormParts:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearParts:
-    """Weight (out, in) and bias (out,) or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One block."""
+    """One block; linears and norms by the names that ``Spec`` has for them."""
 
-    attention_norm: NormParts
-    query: LinearParts
-    key: LinearParts
-    value: LinearParts
-    output: LinearParts
-    query_norm: NormParts | None
-    key_norm: NormParts | None
-    feed_forward_norm: NormParts
-    gate: LinearParts
-    up: LinearParts
-    down: LinearParts
+    linears: dict[str, Linear]
+    norms: dict[str, Norm]
     window: int
     rotates: bool
     scale: float
@@ -134,8 +115,8 @@ class ModelParts:
 
     embedding: torch.Tensor
     layers: list[LayerParts]
-    norm: NormParts
-    head: LinearParts
+    norm: Norm
+    head: Linear
     rotary: nn.Module
     heads: int
     key_heads: int
@@ -155,17 +136,18 @@ def read_parts(model: nn.Module, config: Any) -> ModelParts:
     _check(model, config)
     try:
         layers = list(model.get_submodule(spec.layers).children())
-        parts = [_layer(layer, spec, config, index) for index, layer in enumerate(layers)]
         attention: Any = layers[0].get_submodule(spec.attention)
+        parts = [_layer(layer, spec, config, index) for index, layer in enumerate(layers)]
         size = int(attention.head_dim)
+        heads, key_heads = (len(parts[0].linears[kind].weight) // size for kind in ("query", "key"))
         return ModelParts(
-            embedding=_plain(model.get_submodule(spec.embedding), nn.Embedding).weight,
+            embedding=_plain(model, spec.embedding, nn.Embedding).weight,
             layers=parts,
-            norm=_norm(model.get_submodule(spec.norm)),
-            head=_linear(model.get_submodule(spec.head)),
+            norm=_norm(model, spec.norm),
+            head=_linear(model, spec.head),
             rotary=model.get_submodule(spec.rotary),
-            heads=parts[0].query.weight.shape[0] // size,
-            key_heads=parts[0].key.weight.shape[0] // size,
+            heads=heads,
+            key_heads=key_heads,
             head_size=size,
         )
     except AttributeError as error:
@@ -194,42 +176,26 @@ def _check(model: nn.Module, config: Any) -> None:
 
 
 def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
-    def norm(path: str) -> NormParts | None:
-        return _norm(layer.get_submodule(path)) if path else None
-
-    def linear(path: str) -> LinearParts:
-        return _linear(layer.get_submodule(path))
-
+    linears = {name: _linear(layer, getattr(spec, name)) for name in LINEARS}
+    norms = {name: _norm(layer, getattr(spec, name)) for name in NORMS if getattr(spec, name)}
     attention: Any = layer.get_submodule(spec.attention)
-    return LayerParts(
-        attention_norm=_norm(layer.get_submodule(spec.attention_norm)),
-        query=linear(spec.query),
-        key=linear(spec.key),
-        value=linear(spec.value),
-        output=linear(spec.output),
-        query_norm=norm(spec.query_norm),
-        key_norm=norm(spec.key_norm),
-        feed_forward_norm=_norm(layer.get_submodule(spec.feed_forward_norm)),
-        gate=linear(spec.gate),
-        up=linear(spec.up),
-        down=linear(spec.down),
-        window=spec.window(config, index),
-        rotates=spec.rotates(config, index),
-        scale=float(attention.scaling),
-    )
+    scale = float(attention.scaling)
+    return LayerParts(linears, norms, spec.window(config, index), spec.rotates(config, index), scale)
 
 
-def _plain(module: nn.Module, kind: type[nn.Module]) -> Any:
-    """The module, if it is exactly of this kind: an adapter or a quantised layer computes something else."""
-    if type(module) is not kind:
-        raise Unsupported(f"a part of the model is {type(module).__name__}, not a plain {kind.__name__}")
-    return module
+def _plain(module: nn.Module, path: str, kind: type[nn.Module]) -> Any:
+    """The part, if it is exactly of this kind: an adapter or a quantised layer computes something else."""
+    part = module.get_submodule(path)
+    if type(part) is not kind:
+        raise Unsupported(f"a part of the model is {type(part).__name__}, not a plain {kind.__name__}")
+    return part
 
 
-def _linear(module: nn.Module) -> LinearParts:
-    linear = _plain(module, nn.Linear)
-    return LinearParts(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+def _linear(module: nn.Module, path: str) -> Linear:
+    linear = _plain(module, path, nn.Linear)
+    return Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
-def _norm(module: Any) -> NormParts:
-    return NormParts(module.weight.detach(), float(module.variance_epsilon))
+def _norm(module: nn.Module, path: str) -> Norm:
+    norm: Any = module.get_submodule(path)
+    return Norm(norm.weight.detach(), float(norm.variance_epsilon))

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from .attention_kernels import score_of, weighted_sum_of
+from .attention_kernels import scaled_output, score_of, softmax, weighted_sum_of
 from .execution_plan import QUERY_BLOCK, SCORE_BLOCK
 from .llvm import floats_at, inlined, integers_at, jit
 from .numeric_format import Format
 from .processor import LANES
-from .softmax import clear, scaled_output, softmax
 
 
 @inlined
@@ -87,7 +86,7 @@ def attention_of(numbers: Format) -> Any:
                 factors[q] = softmax(scratch + q * line + 4 * (here - start), vectors)
                 for j in range(begin - start, min(here, shared) - start):
                     scores[j] = 0
-            clear(sums_at, count * head // LANES)
+            sums[:count] = 0
             if shared > begin:
                 weights, block = scratch + 4 * (begin - start), values + begin * head * stored
                 weighted_sum(weights, line, block, shared - begin, sums_at, head, count)
@@ -99,9 +98,8 @@ def attention_of(numbers: Format) -> Any:
                 if chain:
                     skip = max(0, min(seen, length + r) - shared)
                     block = values + (shared + skip) * head * stored
-                    weighted_sum(
-                        weights + 4 * skip, line, block, length + r + 1 - shared - skip, mine, head, 1
-                    )
+                    columns = length + r + 1 - shared - skip
+                    weighted_sum(weights + 4 * skip, line, block, columns, mine, head, 1)
                 else:
                     t = bounds[r] + max(0, seen - shared)
                     while t < bounds[r + 1]:

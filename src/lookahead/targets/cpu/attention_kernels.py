@@ -1,20 +1,23 @@
-"""The two products of attention, in LLVM's vectors: queries by keys, and weights by values.
+"""Attention's inner loops, in LLVM's vectors: queries by keys, softmax, and weights by values.
 
 Keys of 16 columns lie side by side, (column / 16, D, 16), so that a vector holds one dimension of many columns, or
 for tiles (column / 16, D / 2, 16, 2); values lie as (column, D), so that a vector holds many dimensions of one
 column. D is rounded up to whole vectors and tiles. A score is one chain of sums over the head; values are added
-column after column.
+column after column. Softmax leaves exponentials and one over their sum, which the output is multiplied by.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from . import llvm
+from .epilogue import exponential, store_rounded
 from .execution_plan import KEY_BLOCK, SCORE_BLOCK
-from .llvm import VOID, call, const, load_numbers, offset
+from .llvm import F32, VOID, ZEROS, call, const, load_numbers, offset
 from .microkernel import load_tile, tile
 from .numeric_format import Format
 from .processor import LANES, REGISTERS
@@ -24,38 +27,8 @@ QUERIES = 8 if LANES == 16 else 2
 VALUES = 4 if REGISTERS == 32 or LANES == 8 else 2
 
 
-def _scores(queries: int, narrow: bool) -> Any:
-    """Dot products of some queries with a score block; ``line`` is bytes from query to query of ``out``."""
-    blocks = {8: 2, 4: 4, 2: 4, 1: 4}[queries] if LANES == 16 else 1
-    count = blocks * KEY_BLOCK // LANES
-    size = 2 if narrow else 4
-
-    def emit(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any) -> None:
-        for first in range(0, SCORE_BLOCK // KEY_BLOCK, blocks):
-            sums = llvm.zero_vectors(builder, queries, count)
-            with cgutils.for_range(builder, head) as loop:
-                within = offset(builder, keys, (loop.index, KEY_BLOCK * size))
-                parts = []
-                for block in range(first, first + blocks):
-                    here = offset(builder, within, (head, KEY_BLOCK * size * block))
-                    for v in range(KEY_BLOCK // LANES):
-                        parts.append(load_numbers(builder, offset(builder, here, v * LANES * size), narrow))
-                for q in range(queries):
-                    place = offset(builder, query, (head, 4 * q), (loop.index, 4))
-                    factor = llvm.broadcast(builder, load_numbers(builder, place, False, 1))
-                    for v, part in enumerate(parts):
-                        total = llvm.multiply_add(builder, part, factor, builder.load(sums[q][v]))
-                        builder.store(total, sums[q][v])
-            for q in range(queries):
-                for v in range(count):
-                    place = offset(builder, out, (line, q), 4 * (KEY_BLOCK * first + LANES * v))
-                    llvm.store_vector(builder, builder.load(sums[q][v]), place)
-
-    return llvm.emitted(emit, 5)
-
-
-def _scores_on_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any) -> None:
-    """Dot products of 16 queries (bf16) with a score block; tiles 2-3 hold sums, 5 queries, 6-7 keys."""
+def _scores_on_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any, count: Any) -> None:
+    """Of 16 queries (bf16), wanted or not; tiles 2-3 hold sums, 5 queries, 6-7 keys."""
     steps, stride = builder.lshr(head, const(5)), builder.mul(head, const(2))
     for first in range(0, SCORE_BLOCK // KEY_BLOCK, 2):
         for n in (2, 3):
@@ -72,60 +45,39 @@ def _scores_on_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, h
 
 
 def score_of(numbers: Format) -> Any:
-    """(keys, query, out, line, head, count): scores of some queries with a score block; tiles write 16 lines."""
+    """(keys, query, out, line, head, count): dot products of queries with a score block; tiles write 16 lines.
+
+    ``line`` is bytes from query to query of ``out``.
+    """
     if numbers.kind == "tiles":
-        on_tiles = llvm.emitted(_scores_on_tiles, 5)
+        return llvm.emitted(_scores_on_tiles, 6)
+    size, narrow = numbers.stored.bytes, numbers.stored.is_bf16
 
-        def score_tiles(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-            on_tiles(keys, query, out, line, head)
+    def emit(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any, count: Any) -> None:
+        def some(queries: int, q: Any) -> None:
+            blocks = (2 if queries == 8 else 4) if LANES == 16 else 1
+            mine, line_of = offset(builder, query, (builder.mul(head, q), 4)), offset(builder, out, (line, q))
+            for first in range(0, SCORE_BLOCK // KEY_BLOCK, blocks):
 
-        return llvm.jit(score_tiles, numbers.name)
-    one, two, four, eight = (_scores(n, numbers.stored.is_bf16) for n in (1, 2, 4, 8))
+                def parts(d: Any, first: int = first) -> list[Any]:
+                    within = offset(builder, keys, (d, KEY_BLOCK * size))
+                    starts = [
+                        offset(builder, within, (head, KEY_BLOCK * size * (first + n))) for n in range(blocks)
+                    ]
+                    vectors = [
+                        (start, v * LANES * size) for start in starts for v in range(KEY_BLOCK // LANES)
+                    ]
+                    return [load_numbers(builder, offset(builder, *place), narrow) for place in vectors]
 
-    def score(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-        q = 0
-        while QUERIES >= 8 and count - q >= 8:
-            eight(keys, query + 4 * head * q, out + line * q, line, head)
-            q += 8
-        while QUERIES >= 4 and count - q >= 4:
-            four(keys, query + 4 * head * q, out + line * q, line, head)
-            q += 4
-        while count - q >= 2:
-            two(keys, query + 4 * head * q, out + line * q, line, head)
-            q += 2
-        if count > q:
-            one(keys, query + 4 * head * q, out + line * q, line, head)
+                def factor(d: Any, q: int) -> Any:
+                    return load_numbers(builder, offset(builder, mine, (head, 4 * q), (d, 4)), False, 1)
 
-    return llvm.jit(score, numbers.name)
+                def place(q: int, v: int, first: int = first) -> Any:
+                    return offset(builder, line_of, (line, q), 4 * (KEY_BLOCK * first + LANES * v))
 
+                llvm.accumulate(builder, queries, blocks * KEY_BLOCK // LANES, head, parts, factor, place)
 
-def _weighted(queries: int, count: int, narrow: bool) -> Any:
-    """Add the values of ``columns`` columns, weighted, to the sums of some queries; ``count`` vectors of a head."""
-    size = 2 if narrow else 4
-
-    def emit(builder: Any, weights: Any, line: Any, values: Any, columns: Any, out: Any, head: Any) -> None:
-        sums = llvm.zero_vectors(builder, queries, count)
-        places = [
-            [offset(builder, out, (head, 4 * q), 4 * LANES * v) for v in range(count)] for q in range(queries)
-        ]
-        for q in range(queries):
-            for v in range(count):
-                builder.store(load_numbers(builder, places[q][v], False), sums[q][v])
-        step = builder.mul(head, const(size))
-        with cgutils.for_range(builder, columns) as loop:
-            here = offset(builder, values, (loop.index, step))
-            parts = [
-                load_numbers(builder, offset(builder, here, size * LANES * v), narrow) for v in range(count)
-            ]
-            for q in range(queries):
-                place = offset(builder, weights, (line, q), (loop.index, 4))
-                factor = llvm.broadcast(builder, load_numbers(builder, place, False, 1))
-                for v in range(count):
-                    total = llvm.multiply_add(builder, parts[v], factor, builder.load(sums[q][v]))
-                    builder.store(total, sums[q][v])
-        for q in range(queries):
-            for v in range(count):
-                llvm.store_vector(builder, builder.load(sums[q][v]), places[q][v])
+        llvm.in_blocks(builder, count, [n for n in (8, 4, 2, 1) if n <= QUERIES], some)
 
     return llvm.emitted(emit, 6)
 
@@ -133,28 +85,74 @@ def _weighted(queries: int, count: int, narrow: bool) -> Any:
 def weighted_sum_of(numbers: Format) -> Any:
     """(weights, line, values, columns, out, head, count): out (count, D) += weights (count, columns) values."""
     size, narrow = numbers.stored.bytes, numbers.stored.is_bf16
-    one, two, four = (_weighted(n, VALUES, narrow) for n in (1, 2, 4))
-    rest = _weighted(1, 1, narrow)
-    wide = VALUES * LANES
 
-    def weighted_sum(
-        weights: int, line: int, values: int, columns: int, out: int, head: int, count: int
+    def emit(
+        builder: Any, weights: Any, line: Any, values: Any, columns: Any, out: Any, head: Any, count: Any
     ) -> None:
-        d = 0
-        while head - d >= wide:
-            q = 0
-            while QUERIES >= 4 and count - q >= 4:
-                four(weights + q * line, line, values + d * size, columns, out + 4 * (q * head + d), head)
-                q += 4
-            while count - q >= 2:
-                two(weights + q * line, line, values + d * size, columns, out + 4 * (q * head + d), head)
-                q += 2
-            if count > q:
-                one(weights + q * line, line, values + d * size, columns, out + 4 * (q * head + d), head)
-            d += wide
-        while head - d > 0:
-            for q in range(count):
-                rest(weights + q * line, line, values + d * size, columns, out + 4 * (q * head + d), head)
-            d += LANES
+        step = builder.mul(head, const(size))
 
-    return llvm.jit(weighted_sum, numbers.name)
+        def wide(vectors: int, first: Any) -> None:
+            here = offset(builder, values, (first, LANES * size))
+
+            def some(queries: int, q: Any) -> None:
+                mine, sums = offset(builder, weights, (line, q)), offset(builder, out, (first, 4 * LANES))
+                sums = offset(builder, sums, (builder.mul(head, q), 4))
+
+                def parts(column: Any) -> list[Any]:
+                    begin = offset(builder, here, (column, step))
+                    places = [offset(builder, begin, size * LANES * v) for v in range(vectors)]
+                    return [load_numbers(builder, place, narrow) for place in places]
+
+                def factor(column: Any, q: int) -> Any:
+                    return load_numbers(builder, offset(builder, mine, (line, q), (column, 4)), False, 1)
+
+                def place(q: int, v: int) -> Any:
+                    return offset(builder, sums, (head, 4 * q), 4 * LANES * v)
+
+                llvm.accumulate(builder, queries, vectors, columns, parts, factor, place, add=True)
+
+            most = QUERIES if vectors > 1 else 1
+            llvm.in_blocks(builder, count, [n for n in (4, 2, 1) if n <= most], some)
+
+        llvm.in_blocks(builder, builder.udiv(head, const(LANES)), (VALUES, 1), wide)
+
+    return llvm.emitted(emit, 7)
+
+
+def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
+    largest = cgutils.alloca_once_value(builder, llvm.numbers(float("-inf")))
+    with cgutils.for_range(builder, vectors) as loop:
+        value = load_numbers(builder, offset(builder, scores, (loop.index, 4 * LANES)), False)
+        before = builder.load(largest)
+        builder.store(builder.select(builder.fcmp_ordered(">", value, before), value, before), largest)
+    top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [builder.load(largest)], ("nnan",))
+    top = llvm.broadcast(builder, top)
+    total = cgutils.alloca_once_value(builder, ZEROS)
+    with cgutils.for_range(builder, vectors) as loop:
+        place = offset(builder, scores, (loop.index, 4 * LANES))
+        value = builder.fsub(load_numbers(builder, place, False), top)
+        power = exponential(builder, value)
+        # What is too small to count is nothing at all, so that lanes behind the end are.
+        power = builder.select(builder.fcmp_ordered("<", value, llvm.numbers(-87.0)), ZEROS, power)
+        llvm.store_vector(builder, power, place)
+        builder.store(builder.fadd(builder.load(total), power), total)
+    arguments = [ir.Constant(F32, 0.0), builder.load(total)]
+    summed = call(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", F32, arguments, ("reassoc",))
+    return builder.fdiv(ir.Constant(F32, 1.0), summed)
+
+
+def scaled_output(narrow: bool) -> Any:
+    """(sums, factor, out, vectors): sums times the fp32 number at an address, as bf16 where ``narrow``."""
+
+    def emit(builder: Any, sums: Any, factor: Any, out: Any, vectors: Any) -> None:
+        scale = llvm.broadcast(builder, load_numbers(builder, factor, False, 1))
+        with cgutils.for_range(builder, vectors) as loop:
+            value = load_numbers(builder, offset(builder, sums, (loop.index, 4 * LANES)), False)
+            line = offset(builder, out, (loop.index, (2 if narrow else 4) * LANES))
+            store_rounded(builder, builder.fmul(value, scale), line, 0, narrow)
+
+    return llvm.emitted(emit, 4)
+
+
+#: (scores, vectors) -> one over the sum: exponentials of scores against their largest, in place.
+softmax = llvm.emitted(_softmax, 2, types.float32)

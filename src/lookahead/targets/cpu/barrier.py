@@ -12,7 +12,6 @@ from typing import Any
 from numba import types
 
 from .llvm import I32, atomic_load, call, emitted, exchange, fetch_add, inlined, jump, on_disk, pause
-from .processor import STAMP
 
 # The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
 # each rank whether it sleeps and the last job that it has seen. Words that many threads look at have a cache line.
@@ -50,51 +49,47 @@ def barrier(control: int, arrived: int, size: int) -> int:
 
 
 @inlined
+def share(count: int, rank: int, size: int) -> tuple[int, int]:
+    """The part of ``range(count)`` that is this thread's."""
+    return count * rank // size, count * (rank + 1) // size
+
+
+@inlined
 def _do_job(control: int, rank: int) -> None:
     size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
     jump(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
 
 
-def helper_code() -> Any:
-    """serve(control, rank): do the pool's jobs until none has come for a while."""
-    return _serve(STAMP)
+def pool_code(stamp: int) -> tuple[Any, Any, Any]:
+    """serve(control, rank): do the pool's jobs until none has come for a while.
+    post(control, job, argument) -> bits of the sleepers to wake.
+    lead(control): do the leader's part of a job that was posted and not led.
 
+    Where ``control`` is compared with the stamp, which it never is, that names the code on disk.
+    """
 
-def leader_code() -> tuple[Any, Any]:
-    """post(control, job, argument) -> bits of the sleepers to wake; lead(control) does the leader's part of a
-    job that was posted and not led."""
-    return _post(STAMP), _lead(STAMP)
-
-
-def _serve(stamp: int) -> Any:
     def serve(control: int, rank: int) -> None:
-        if control == stamp:  # never so: the stamp is here, and below, to name the code on disk
-            return
         asleep = control + RANKS + RANK_BYTES * rank
         exchange(asleep, 0)
         spins = 0
-        while True:
+        while control != stamp:
             number = atomic_load(control + JOB_NUMBER)
             if number != atomic_load(asleep + SEEN):
                 exchange(asleep + SEEN, number)
                 _do_job(control, rank)
                 spins = 0
-            else:
-                pause()
-                spins += 1
-                if spins > SPINS:
-                    yield_core()
-                if spins > SPINS_AWAKE:
-                    exchange(asleep, 1)
-                    # A job may have come by now; whose flag is gone has been sent for.
-                    if atomic_load(control + JOB_NUMBER) == number or exchange(asleep, 0) == 0:
-                        return
-                    spins = 0
+                continue
+            pause()
+            spins += 1
+            if spins > SPINS:
+                yield_core()
+            if spins > SPINS_AWAKE:
+                exchange(asleep, 1)
+                # A job may have come by now; whose flag is gone has been sent for.
+                if atomic_load(control + JOB_NUMBER) == number or exchange(asleep, 0) == 0:
+                    return
+                spins = 0
 
-    return on_disk(serve, types.void(types.int64, types.int64))
-
-
-def _post(stamp: int) -> Any:
     def post(control: int, job: int, argument: int) -> int:
         exchange(control + JOB, job)
         exchange(control + ARGUMENT, argument)
@@ -106,14 +101,15 @@ def _post(stamp: int) -> Any:
                 sleepers |= exchange(control + RANKS + RANK_BYTES * rank, 0) << rank
         return sleepers
 
-    return on_disk(post, types.int64(types.int64, types.int64, types.int64))
-
-
-def _lead(stamp: int) -> Any:
     def lead(control: int) -> None:
         number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + SEEN
         if control != stamp and number != atomic_load(seen):
             exchange(seen, number)
             _do_job(control, 0)
 
-    return on_disk(lead, types.void(types.int64))
+    word = types.int64
+    return (
+        on_disk(serve, types.void(word, word)),
+        on_disk(post, word(word, word, word)),
+        on_disk(lead, types.void(word)),
+    )

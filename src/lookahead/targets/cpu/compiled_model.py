@@ -1,4 +1,4 @@
-"""A model's weights as compiled code wants them, and its passes."""
+"""A model's weights as compiled code wants them, and its passes; ``compile_model`` is the way into this package."""
 
 from __future__ import annotations
 
@@ -8,18 +8,32 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
+import torch
+from numba import config as numba_config
+from transformers import PreTrainedModel
 
 from ...threads import thread_count
-from .architectures import LinearParts, ModelParts, NormParts
+from ..facts import ModelFacts
+from .architectures import Linear, ModelParts, Norm, Unsupported, read_parts
 from .buffer_pool import BufferPool
 from .execution_plan import KEY_BLOCK, LAYER, PLAN, ExecutionState, Segment
 from .forward_pass import pass_address
 from .kv_cache import KVCache
 from .microkernel import GROUP
 from .numeric_format import Format, format_for
-from .packed_weights import Arena, gate_and_up, joined, pack, packed_bytes, round_up, tile_config
+from .packed_weights import (
+    Arena,
+    gate_and_up,
+    joined,
+    pack,
+    packed_bytes,
+    paired,
+    paired_heads,
+    round_up,
+    tile_config,
+)  # fmt: skip
 from .pass_logits import PassLogits
-from .rope import RotaryTable, head_norms, paired
+from .rope import RotaryTable
 from .thread_pool import thread_pool
 
 
@@ -53,7 +67,7 @@ class CompiledModel:
         self.embedding = parts.embedding.contiguous()
         self._job = pass_address(self.numbers)
         self._rotary = RotaryTable(parts.rotary, parts.head_size)
-        self._kept: list[object] = []  # what the records' addresses point to
+        self._kept: list[torch.Tensor] = []  # what the records' addresses point to
         self._layers = np.zeros(len(parts.layers), LAYER)
         self._model = np.zeros(1, PLAN)
         self._fill(parts)
@@ -62,38 +76,34 @@ class CompiledModel:
         self.last_pass = PassTime(0.0, 0.0, 0.0)
 
     def _fill(self, parts: ModelParts) -> None:
-        size, plan = self.head_size, self._model[0]
-        linears = [
-            {
-                "qkv": joined(paired(layer.query, size), paired(layer.key, size), layer.value),
-                "output": layer.output,
-                "gate_up": gate_and_up(layer.gate, layer.up),
-                "down": layer.down,
-            }
-            for layer in parts.layers
-        ]
-        every = [parts.head, *(linear for line in linears for linear in line.values())]
-        self._bytes = sum(round_up(packed_bytes(linear, self.numbers), 64) for linear in every)
-        arena = Arena(self._bytes)
-        for record, line, layer in zip(self._layers, linears, parts.layers, strict=True):
-            for name, linear in line.items():
-                record[name] = self._pack(linear, arena)
-            record["attention_norm"] = self._norm(layer.attention_norm)
-            record["feed_forward_norm"] = self._norm(layer.feed_forward_norm)
-            heads = head_norms(layer, self.heads, self.key_heads)
-            if heads is not None:
-                record["head_norm"] = self._norm(heads)
+        plan, size, arena = self._model[0], self.head_size, None
+        for record, layer in zip(self._layers, parts.layers, strict=True):
+            of, norms = layer.linears, layer.norms
+            queries, keys = paired_heads(of["query"], size), paired_heads(of["key"], size)
+            linears = {
+                "qkv": joined(queries, keys, of["value"]), "output": of["output"],
+                "gate_up": gate_and_up(of["gate"], of["up"]), "down": of["down"],
+            }  # fmt: skip
+            if arena is None:  # every layer takes as much as the first
+                each = sum(round_up(packed_bytes(linear, self.numbers), 64) for linear in linears.values())
+                arena = Arena(len(parts.layers) * each + packed_bytes(parts.head, self.numbers))
+            for name, linear in linears.items():
+                record[name] = self._linear(linear, arena)
+            for name in ("attention_norm", "feed_forward_norm"):
+                record[name] = self._norm(norms[name])
+            if "query_norm" in norms:
+                query, key = norms["query_norm"], norms["key_norm"]
+                weights = [query.weight[paired(size)]] * self.heads + [
+                    key.weight[paired(size)]
+                ] * self.key_heads
+                record["head_norm"] = self._norm(Norm(torch.stack(weights), query.epsilon))
             record["window"], record["rotates"], record["scale"] = layer.window, layer.rotates, layer.scale
-            line.clear()
+        assert arena is not None
         plan["final_norm"] = self._norm(parts.norm)
         # Tokens behind the vocabulary are never the best.
-        plan["lm_head"] = self._pack(parts.head, arena, float("-inf"))
-        hidden, inner, step = (
-            parts.embedding.shape[1],
-            parts.layers[0].down.weight.shape[1],
-            self.numbers.step,
-        )
-        element, heads_size = self.numbers.input.bytes, self.heads * size
+        plan["lm_head"] = self._linear(parts.head, arena, float("-inf"))
+        hidden, inner = parts.embedding.shape[1], parts.layers[0].linears["down"].weight.shape[1]
+        element, step, heads_size = self.numbers.input.bytes, self.numbers.step, self.heads * size
         logits_stride, peaks_stride = PassLogits.strides(self.vocabulary, self.dtype)
         fields = {
             "hidden": hidden, "heads": self.heads, "key_heads": self.key_heads, "head_size": size,
@@ -108,41 +118,27 @@ class CompiledModel:
         for name, value in fields.items():
             plan[name] = value
 
-    def _pack(
-        self, linear: LinearParts, arena: Arena, padding: float = 0.0
-    ) -> tuple[int, int, int, int, int]:
-        packed = pack(linear, self.numbers, arena, padding)
-        self._kept.append(packed)
-        return packed.record()
+    def _linear(self, linear: Linear, arena: Arena, padding: float = 0.0) -> tuple[int, int, int, int, int]:
+        """The record ``execution_plan.LINEAR`` of packed weights."""
+        weights, bias, steps = pack(linear, self.numbers, arena, padding)
+        self._kept += [weights, bias]
+        groups, size = weights.shape
+        return weights.data_ptr(), size, bias.data_ptr(), steps, groups
 
-    def _norm(self, parts: NormParts) -> tuple[int, float]:
-        weight = parts.weight.float().contiguous()
+    def _norm(self, norm: Norm) -> tuple[int, float]:
+        weight = norm.weight.float().contiguous()
         self._kept.append(weight)
-        return weight.data_ptr(), parts.epsilon
-
-    def nbytes(self) -> int:
-        """Bytes of weights held beside the model's own."""
-        return self._bytes
+        return weight.data_ptr(), norm.epsilon
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
         pair = self.numbers.key_pair
         return KVCache(len(self._layers), self.key_heads, self.padded_head, capacity, self.dtype, pair)
 
-    def _idle_state(self) -> ExecutionState:
-        try:
-            return self._idle.pop()
-        except IndexError:  # as many passes as ever are under way
-            return ExecutionState(self._model, self.numbers)
-
     def run(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        segments: Sequence[Segment],
-        reads: Sequence[int],
+        self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
         cache: KVCache,
-    ) -> PassLogits:
+    ) -> PassLogits:  # fmt: skip
         """Evaluate rows and write their keys and values behind the slots' committed tokens.
 
         Args:
@@ -158,7 +154,10 @@ class CompiledModel:
         """
         pool = thread_pool(thread_count())
         # Not given back where something is raised: helpers may still be at work on it after an interrupt.
-        state = self._idle_state()
+        try:
+            state = self._idle.pop()
+        except IndexError:  # as many passes as ever are under way
+            state = ExecutionState(self._model, self.numbers)
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads)
@@ -181,3 +180,35 @@ class CompiledModel:
         best = state.winners[: len(reads)].tolist()
         self._idle.append(state)
         return PassLogits(memory, self.dtype, len(reads), self.vocabulary, best)
+
+
+def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
+    """Lay a model's weights out for compiled passes and compile these, or load them from disk.
+
+    Nothing is compared with the model's own code here; ``CpuTarget`` runs the result.
+
+    Args:
+        model: is read and not changed.
+        facts: of its transformers target.
+
+    Raises:
+        Unsupported: with one line that says why; the model's own code serves then.
+    """
+    if model.device.type != "cpu":
+        raise Unsupported(f"compiled passes are made for CPUs, the model is on {model.device}")
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
+    if numba_config.DISABLE_JIT:
+        raise Unsupported(
+            "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
+        )
+    parts = read_parts(model, facts.config)
+    try:
+        return CompiledModel(parts)
+    except (MemoryError, Unsupported):
+        raise
+    except Exception as error:  # whatever numba and LLVM do on a processor or a folder that they cannot use
+        first_line = (str(error).splitlines() or [""])[0][:160]
+        raise Unsupported(
+            f"numba cannot compile passes here ({type(error).__name__}: {first_line})"
+        ) from error

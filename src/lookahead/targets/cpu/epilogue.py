@@ -5,6 +5,7 @@ Written in LLVM's vectors, because these few hundred nanoseconds are what keeps 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -56,67 +57,68 @@ def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> 
     return builder.bitcast(bits, VECTOR)
 
 
-def _with_bias(builder: Any, sums: Any, row: Any, bias: Any, v: int) -> Any:
-    value = load_numbers(builder, offset(builder, sums, (row, 4 * GROUP), 4 * LANES * v), False)
-    return builder.fadd(value, load_numbers(builder, offset(builder, bias, 4 * LANES * v), False))
-
-
-def _store(add: bool) -> Any:
-    def emit(builder: Any, sums: Any, bias: Any, out: Any, stride: Any, count: Any) -> None:
-        with cgutils.for_range(builder, count) as loop:
-            line = offset(builder, out, (loop.index, stride))
-            for v in range(VECTORS):
-                value = _with_bias(builder, sums, loop.index, bias, v)
-                if add:
-                    place = offset(builder, line, 4 * LANES * v)
-                    value = builder.fadd(value, load_numbers(builder, place, False))
-                store_rounded(builder, value, line, v, False)
-
-    return llvm.emitted(emit, 5)
-
-
-#: (sums, bias, out, bytes from row to row of it, rows): sums + bias are stored, or added to out, in fp32.
-store_sums, add_sums = _store(False), _store(True)
-
-
-def gate_sums(narrow: bool) -> Any:
-    """The same for silu(first 16 + bias) * (last 16 + bias) of each row, as bf16 where ``narrow``."""
-
-    def emit(builder: Any, sums: Any, bias: Any, out: Any, stride: Any, count: Any) -> None:
-        half = VECTORS // 2
-        with cgutils.for_range(builder, count) as loop:
-            line = offset(builder, out, (loop.index, stride))
-            for v in range(half):
-                gate = _with_bias(builder, sums, loop.index, bias, v)
-                up = _with_bias(builder, sums, loop.index, bias, v + half)
-                below = builder.fadd(numbers(1.0), exponential(builder, builder.fneg(gate)))
-                store_rounded(builder, builder.fmul(builder.fdiv(gate, below), up), line, v, narrow)
-
-    return llvm.emitted(emit, 5)
-
-
-def keep_logits(narrow: bool) -> Any:
-    """(sums, bias, out, stride, peaks, peak stride, rows): logits, and the largest of each row of the group.
-
-    A peak is NaN where one of its logits is.
-    """
+def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any], None]) -> Any:
+    """(sums, bias, out, stride, peaks, peak stride, count): ``emit_line(builder, sums + bias, out, peak)`` a row."""
 
     def emit(
         builder: Any, sums: Any, bias: Any, out: Any, stride: Any, peaks: Any, peak_stride: Any, count: Any
     ) -> None:
         with cgutils.for_range(builder, count) as loop:
-            line = offset(builder, out, (loop.index, stride))
-            largest, nan = numbers(float("-inf")), ir.Constant(ir.VectorType(ir.IntType(1), LANES), None)
+            row, values = offset(builder, sums, (loop.index, 4 * GROUP)), []
             for v in range(VECTORS):
-                value = _with_bias(builder, sums, loop.index, bias, v)
-                value = store_rounded(builder, value, line, v, narrow)
-                nan = builder.or_(nan, builder.fcmp_unordered("uno", value, value))
-                largest = builder.select(builder.fcmp_ordered(">", value, largest), value, largest)
-            top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [largest], ("nnan",))
-            lanes = builder.bitcast(nan, ir.IntType(LANES))
-            is_nan = builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0))
-            top = builder.select(is_nan, ir.Constant(F32, float("nan")), top)
-            place = offset(builder, peaks, (loop.index, peak_stride))
-            builder.store(top, llvm.at(builder, place, F32)).align = 4
+                value, add = (
+                    load_numbers(builder, offset(builder, x, 4 * LANES * v), False) for x in (row, bias)
+                )
+                values.append(builder.fadd(value, add))
+            line, peak = (
+                offset(builder, out, (loop.index, stride)),
+                offset(builder, peaks, (loop.index, peak_stride)),
+            )
+            emit_line(builder, values, line, peak)
 
     return llvm.emitted(emit, 7)
+
+
+def _store(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+    for v, value in enumerate(values):
+        store_rounded(builder, value, line, v, False)
+
+
+def _add(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+    for v, value in enumerate(values):
+        before = load_numbers(builder, offset(builder, line, 4 * LANES * v), False)
+        store_rounded(builder, builder.fadd(value, before), line, v, False)
+
+
+#: sums + bias are stored, or added to out, in fp32.
+store_sums, add_sums = _epilogue(_store), _epilogue(_add)
+
+
+def gate_sums(narrow: bool) -> Any:
+    """silu(first 16 + bias) * (last 16 + bias) of each row, as bf16 where ``narrow``."""
+
+    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+        half = VECTORS // 2
+        for v, (gate, up) in enumerate(zip(values[:half], values[half:], strict=True)):
+            below = builder.fadd(numbers(1.0), exponential(builder, builder.fneg(gate)))
+            store_rounded(builder, builder.fmul(builder.fdiv(gate, below), up), line, v, narrow)
+
+    return _epilogue(emit_line)
+
+
+def keep_logits(narrow: bool) -> Any:
+    """Logits, and the largest of each row of the group as its peak, which is NaN where one of its logits is."""
+
+    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+        largest, nan = numbers(float("-inf")), ir.Constant(ir.VectorType(ir.IntType(1), LANES), None)
+        for v, value in enumerate(values):
+            value = store_rounded(builder, value, line, v, narrow)
+            nan = builder.or_(nan, builder.fcmp_unordered("uno", value, value))
+            largest = builder.select(builder.fcmp_ordered(">", value, largest), value, largest)
+        top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [largest], ("nnan",))
+        lanes = builder.bitcast(nan, ir.IntType(LANES))
+        is_nan = builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0))
+        top = builder.select(is_nan, ir.Constant(F32, float("nan")), top)
+        builder.store(top, llvm.at(builder, peak, F32)).align = 4
+
+    return _epilogue(emit_line)

@@ -15,10 +15,10 @@ from numba import carray, cfunc, types
 from numba.extending import overload
 
 from .attention import attention_of
-from .barrier import barrier
+from .barrier import barrier, share
 from .execution_plan import LAYER, PLAN, SEGMENT
 from .gemm import gemm_of
-from .llvm import VOID, at, call, emitted, floats_at, inlined, integers_at, jit, record_at, ticks
+from .llvm import VOID, at, call, emitted, floats_at, integers_at, jit, record_at, ticks
 from .microkernel import GROUP
 from .numeric_format import FORMATS, Format
 from .processor import STAMP
@@ -32,12 +32,6 @@ plan_at, layer_at, segment_at = record_at(PLAN), record_at(LAYER), record_at(SEG
 
 configure_tiles = emitted(lambda b, place: call(b, "llvm.x86.ldtilecfg", VOID, [at(b, place)]) and None, 1)
 release_tiles = emitted(lambda b: call(b, "llvm.x86.tilerelease", VOID, []) and None, 0)
-
-
-@inlined
-def _share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """The part of ``range(count)`` that is this thread's."""
-    return count * rank // size, count * (rank + 1) // size
 
 
 def _embed_of(numbers: Format) -> Any:
@@ -67,7 +61,7 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
     def rotate(p: Any, layer: Any, cache: int, rank: int, size: int) -> None:
         positions = carray(integers_at(p.positions), (p.rows,))
         lanes = p.heads + 2 * p.key_heads
-        begin, end = _share(p.rows * lanes, rank, size)
+        begin, end = share(p.rows * lanes, rank, size)
         s = 0
         for item in range(begin, end):
             row, lane = item // lanes, item % lanes
@@ -85,7 +79,7 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
     def attend_rows(p: Any, layer: Any, cache: int, rank: int, size: int) -> None:
         groups = p.heads // p.key_heads
         scratch = p.scratch + rank * p.scratch_each
-        begin, end = _share(p.rows * p.heads, rank, size)
+        begin, end = share(p.rows * p.heads, rank, size)
         seen = 0
         for s in range(p.segment_count):
             segment = segment_at(p.segments + s * SEGMENT_BYTES)
@@ -96,11 +90,8 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
                     keys = cache + segment.slot * p.cache_slot + h * p.cache_head
                     values = keys + p.key_heads * p.cache_head
                     place = segment.first_row * p.heads + h * queries
-                    out = (
-                        p.attended
-                        + segment.first_row * p.attended_stride
-                        + h * groups * p.head_size * out_bytes
-                    )
+                    out = p.attended + segment.first_row * p.attended_stride
+                    out += h * groups * p.head_size * out_bytes
                     query = p.query + query_bytes * p.padded_head * place
                     attend(p, segment, layer.window, query, keys, values, out, first, last, scratch)
                 seen += queries
@@ -134,8 +125,8 @@ def _best_token_of(numbers: Format) -> Any:
 
 def _pass_of(numbers: Format) -> Any:
     """The pass of one thread; ``arrived`` threads were counted before it (``barrier``)."""
-    gemm, rms_norm, embed = gemm_of(numbers), rms_norm_of(numbers), _embed_of(numbers)
-    store, add, gate, keep_logits = gemm
+    store, add, gate, keep_logits = gemm_of(numbers)
+    rms_norm, embed = rms_norm_of(numbers), _embed_of(numbers)
     rotate, attend = _attention_stages(numbers)
     best_token, on_tiles = _best_token_of(numbers), numbers.kind == "tiles"
 
@@ -147,7 +138,7 @@ def _pass_of(numbers: Format) -> Any:
         if rows <= FEW_ROWS:
             out += rank * p.normed_each
         else:
-            begin, end = _share(rows, rank, size)
+            begin, end = share(rows, rank, size)
         rms_norm(p.x, p.x_stride, row_numbers, norm, out, p.normed_stride, begin, end, p.hidden)
         return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
 
@@ -159,15 +150,14 @@ def _pass_of(numbers: Format) -> Any:
         if on_tiles:
             configure_tiles(p.tile_config)
         gemm_ticks, attention_ticks, start = 0, 0, ticks()
-        begin, end = _share(rows, rank, size)
+        begin, end = share(rows, rank, size)
         embed(p, begin, end)
         arrived = barrier(control, arrived, size)
         for index in range(p.layer_count):
             layer, cache = layer_at(p.layers + index * LAYER_BYTES), p.cache + index * p.cache_layer
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, control, arrived, rank, size)
             mark = ticks()
-            begin, end = _share(layer.qkv.groups, rank, size)
-            store(layer.qkv, x, p.normed_stride, rows, begin, end, scratch, p.qkv, p.qkv_stride)
+            store(layer.qkv, x, p.normed_stride, rows, p.qkv, p.qkv_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
             gemm_ticks += ticks() - mark
             rotate(p, layer, cache, rank, size)
@@ -177,31 +167,27 @@ def _pass_of(numbers: Format) -> Any:
             arrived = barrier(control, arrived, size)
             attention_ticks += ticks() - mark
             mark = ticks()
-            begin, end = _share(layer.output.groups, rank, size)
-            add(layer.output, p.attended, p.attended_stride, rows, begin, end, scratch, p.x, p.x_stride)
+            add(layer.output, p.attended, p.attended_stride, rows, p.x, p.x_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
             gemm_ticks += ticks() - mark
             x, arrived = norm_rows(p, layer.feed_forward_norm, rows, 0, control, arrived, rank, size)
             mark = ticks()
-            begin, end = _share(layer.gate_up.groups, rank, size)
-            gate(layer.gate_up, x, p.normed_stride, rows, begin, end, scratch, p.gated, p.gated_stride)
+            gate(layer.gate_up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            begin, end = _share(layer.down.groups, rank, size)
-            add(layer.down, p.gated, p.gated_stride, rows, begin, end, scratch, p.x, p.x_stride)
+            add(layer.down, p.gated, p.gated_stride, rows, p.x, p.x_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
             gemm_ticks += ticks() - mark
         reads = p.reads
         if reads > 0:
             x, arrived = norm_rows(p, p.final_norm, reads, p.read_rows, control, arrived, rank, size)
             mark = ticks()
-            begin, end = _share(p.lm_head.groups, rank, size)
             keep_logits(
-                p.lm_head, x, p.normed_stride, reads, begin, end, scratch, p.logits, p.logits_stride, p.peaks,
-                p.peaks_stride,
+                p.lm_head, x, p.normed_stride, reads, p.logits, p.logits_stride, p.peaks, p.peaks_stride,
+                scratch, rank, size,
             )  # fmt: skip
             arrived = barrier(control, arrived, size)
             gemm_ticks += ticks() - mark
-            begin, end = _share(reads, rank, size)
+            begin, end = share(reads, rank, size)
             winners = carray(integers_at(p.winners), (reads,))
             for r in range(begin, end):
                 winners[r] = best_token(p, r)

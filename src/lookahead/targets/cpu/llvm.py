@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
 import numba
@@ -24,6 +25,7 @@ REASSOCIATE = {"reassoc", "contract", "nsz"}
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, VOID = ir.FloatType(), ir.VoidType()
 VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+ZEROS = ir.Constant(VECTOR, None)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -124,12 +126,41 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b), c)
 
 
-def zero_vectors(builder: Any, rows: int, columns: int) -> list[list[Any]]:
-    """Variables for sums, set to zero."""
+def accumulate(
+    builder: Any, rows: int, columns: int, steps: Any, parts: Callable[[Any], Sequence[Any]],
+    factor: Callable[[Any, int], Any], out: Callable[[int, int], Any], add: bool = False,
+    multiply: Any = multiply_add,
+) -> None:  # fmt: skip
+    """Sums (rows, columns) of vectors, held in registers: each step adds its parts times each row's factor.
+
+    Args:
+        parts: (step) -> vectors, one for each column.
+        factor: (step, row) -> a number, which goes to every lane.
+        out: (row, column) -> the address of a sum.
+        add: sums begin with what lies there.
+    """
     sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(columns)] for _ in range(rows)]
-    for place in (place for row in sums for place in row):
-        builder.store(ir.Constant(VECTOR, None), place)
-    return sums
+    places = [(r, v) for r in range(rows) for v in range(columns)]
+    for r, v in places:
+        builder.store(load_numbers(builder, out(r, v), False) if add else ZEROS, sums[r][v])
+    with cgutils.for_range(builder, steps) as loop:
+        loaded = parts(loop.index)
+        for r in range(rows):
+            lanes = broadcast(builder, factor(loop.index, r))
+            for v, part in enumerate(loaded):
+                builder.store(multiply(builder, part, lanes, builder.load(sums[r][v])), sums[r][v])
+    for r, v in places:
+        store_vector(builder, builder.load(sums[r][v]), out(r, v))
+
+
+def in_blocks(builder: Any, count: Any, sizes: Sequence[int], emit: Callable[[int, Any], None]) -> None:
+    """``emit(size, first)`` for ``count`` rows, as many at once as ``sizes`` (largest first, 1 last) allow."""
+    first: Any = const(0)
+    for size in sizes:
+        blocks = builder.udiv(builder.sub(count, first), const(size))
+        with cgutils.for_range(builder, blocks) as loop:
+            emit(size, offset(builder, first, (loop.index, size)))
+        first = offset(builder, first, (blocks, size))
 
 
 def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) -> Any:
@@ -139,18 +170,14 @@ def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) 
         value = emit(builder, *values)
         return context.get_dummy_value() if value is None else value
 
-    typed = result(*[types.int64] * arguments), generate
+    def typed(context: Any, *values: Any) -> Any:
+        return result(*[types.int64] * arguments), generate
+
     # numba wants as many named arguments as there are values.
-    shapes: dict[int, Callable[..., Any]] = {
-        0: lambda context: typed,
-        1: lambda context, a: typed,
-        2: lambda context, a, b: typed,
-        4: lambda context, a, b, c, d: typed,
-        5: lambda context, a, b, c, d, e: typed,
-        6: lambda context, a, b, c, d, e, f: typed,
-        7: lambda context, a, b, c, d, e, f, g: typed,
-    }
-    return intrinsic(shapes[arguments])
+    names = ["context", *(f"value{n}" for n in range(arguments))]
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    typed.__signature__ = Signature([Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return intrinsic(typed)
 
 
 def pointer_to(kind: Any) -> Any:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from . import llvm
-from .llvm import I8, I32, VECTOR, VOID, call, const, load_numbers, offset
+from .llvm import F32, I8, I32, VECTOR, VOID, call, const, load_numbers, offset
 from .numeric_format import Format
 from .processor import LANES, REGISTERS
 
@@ -47,60 +47,40 @@ def _prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
         call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
-def _tiles(row_tiles: int) -> Any:
+def _tiles(builder: Any, row_tiles: int, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
     """16 rows per row tile. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; a step is 32 inner numbers."""
-
-    def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
-        for number in range(2 * row_tiles):
-            call(builder, "llvm.x86.tilezero", VOID, [tile(number)])
-        second = offset(builder, rows, (stride, 16))
-        panel_bytes = builder.mul(steps, const(1024))
-        with cgutils.for_range(builder, steps) as loop:
-            here = offset(builder, weights, (loop.index, 1024))
-            panels = [here, offset(builder, here, panel_bytes)]
-            # The processor's own prefetching stops at pages; a few lines of the next one start it early.
-            for panel in panels:
-                _prefetch(builder, panel, 4096, 4)
-            load_tile(builder, 4, offset(builder, rows, (loop.index, 64)), stride)
-            if row_tiles == 2:
-                load_tile(builder, 5, offset(builder, second, (loop.index, 64)), stride)
-            for number, panel in enumerate(panels, 6):
-                load_tile(builder, number, panel, const(64))
-            for row in range(row_tiles):
-                for n in range(2):
-                    call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(2 * row + n), tile(4 + row), tile(6 + n)])
-        following = offset(builder, weights, (panel_bytes, 2))
-        for panel in (following, offset(builder, following, panel_bytes)):
-            _prefetch(builder, panel, 0, NEXT_LINES)
+    for number in range(2 * row_tiles):
+        call(builder, "llvm.x86.tilezero", VOID, [tile(number)])
+    second = offset(builder, rows, (stride, 16))
+    panel_bytes = builder.mul(steps, const(1024))
+    with cgutils.for_range(builder, steps) as loop:
+        here = offset(builder, weights, (loop.index, 1024))
+        panels = [here, offset(builder, here, panel_bytes)]
+        # The processor's own prefetching stops at pages; a few lines of the next one start it early.
+        for panel in panels:
+            _prefetch(builder, panel, 4096, 4)
+        load_tile(builder, 4, offset(builder, rows, (loop.index, 64)), stride)
+        if row_tiles == 2:
+            load_tile(builder, 5, offset(builder, second, (loop.index, 64)), stride)
+        for number, panel in enumerate(panels, 6):
+            load_tile(builder, number, panel, const(64))
         for row in range(row_tiles):
             for n in range(2):
-                place = llvm.at(builder, offset(builder, out, row * 16 * 4 * GROUP + n * 64))
-                call(builder, "llvm.x86.tilestored64", VOID, [tile(2 * row + n), place, const(4 * GROUP)])
+                call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(2 * row + n), tile(4 + row), tile(6 + n)])
+    following = offset(builder, weights, (panel_bytes, 2))
+    for panel in (following, offset(builder, following, panel_bytes)):
+        _prefetch(builder, panel, 0, NEXT_LINES)
+    for row in range(row_tiles):
+        for n in range(2):
+            place = llvm.at(builder, offset(builder, out, row * 16 * 4 * GROUP + n * 64))
+            call(builder, "llvm.x86.tilestored64", VOID, [tile(2 * row + n), place, const(4 * GROUP)])
 
-    return llvm.emitted(emit, 5)
 
-
-def _in_vectors(rows_at_once: int, step_bytes: int, load_part: Any, load_factor: Any, multiply: Any) -> Any:
-    """Sums of some rows; ``step_bytes`` of weights go with 4 bytes of a row at a time."""
-
-    def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
-        sums = llvm.zero_vectors(builder, rows_at_once, VECTORS)
-        with cgutils.for_range(builder, steps) as loop:
-            here = offset(builder, weights, (loop.index, step_bytes))
-            _prefetch(builder, here, 4096, 1)
-            vector_bytes = step_bytes // VECTORS
-            parts = [load_part(builder, offset(builder, here, v * vector_bytes)) for v in range(VECTORS)]
-            for r in range(rows_at_once):
-                place = offset(builder, rows, (stride, r), (loop.index, 4))
-                factor = llvm.broadcast(builder, load_factor(builder, place))
-                for v in range(VECTORS):
-                    builder.store(multiply(builder, parts[v], factor, builder.load(sums[r][v])), sums[r][v])
-        for r in range(rows_at_once):
-            for v in range(VECTORS):
-                place = offset(builder, out, 4 * (r * GROUP + v * LANES))
-                llvm.store_vector(builder, builder.load(sums[r][v]), place)
-
-    return llvm.emitted(emit, 5)
+def _on_tiles(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
+    with builder.if_else(builder.icmp_signed(">", count, const(16))) as (many, few):
+        for row_tiles, branch in ((2, many), (1, few)):
+            with branch:
+                _tiles(builder, row_tiles, weights, rows, stride, steps, out)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -116,66 +96,43 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash(type(self))
 
 
-def _pairs(rows_at_once: int) -> Any:
-    """bf16 rows; a step is two inner numbers, whose products AVX512-BF16 adds to a sum at once."""
+def _dot_pairs(builder: Any, part: Any, factor: Any, total: Any) -> Any:
+    """The sum and the products of two bf16 numbers in each lane (AVX512-BF16)."""
     halves = ir.VectorType(_BFloat(), 32)
-
-    def dot(builder: Any, part: Any, factor: Any, total: Any) -> Any:
-        a, b = (builder.bitcast(x, halves) for x in (factor, part))
-        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, a, b])
-
-    return _in_vectors(
-        rows_at_once,
-        4 * GROUP,
-        lambda builder, place: llvm.load(builder, place, llvm.INTEGERS, 4),
-        lambda builder, place: llvm.load(builder, place, I32, 4),
-        dot,
-    )
-
-
-def _vectors(rows_at_once: int, narrow: bool) -> Any:
-    """fp32 rows; a step is one inner number."""
-    return _in_vectors(
-        rows_at_once,
-        (2 if narrow else 4) * GROUP,
-        lambda builder, place: load_numbers(builder, place, narrow),
-        lambda builder, place: load_numbers(builder, place, False, 1),
-        llvm.multiply_add,
-    )
+    a, b = (builder.bitcast(x, halves) for x in (factor, part))
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, a, b])
 
 
 def microkernel(numbers: Format) -> Any:
     """(weights, rows, stride, steps, count, out): sums (count, 32) fp32 of up to 32 rows with one group.
 
-    ``rows`` lie ``stride`` bytes apart; ``steps`` are those of the format.
+    ``rows`` lie ``stride`` bytes apart; ``steps`` are those of the format. In vectors a step is 4 bytes of a row.
     """
     if numbers.kind == "tiles":
-        few, many = _tiles(1), _tiles(2)
+        return llvm.emitted(_on_tiles, 6)
+    pairs, narrow = numbers.kind == "pairs", numbers.stored.is_bf16
+    vector_bytes = numbers.step * numbers.stored.bytes * LANES
 
-        def on_tiles(weights: int, rows: int, stride: int, steps: int, count: int, out: int) -> None:
-            if count > 16:
-                many(weights, rows, stride, steps, out)
-            else:
-                few(weights, rows, stride, steps, out)
+    def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
+        def parts(step: Any) -> list[Any]:
+            here = offset(builder, weights, (step, VECTORS * vector_bytes))
+            _prefetch(builder, here, 4096, 1)
+            places = [offset(builder, here, v * vector_bytes) for v in range(VECTORS)]
+            if pairs:
+                return [llvm.load(builder, place, llvm.INTEGERS, 4) for place in places]
+            return [load_numbers(builder, place, narrow) for place in places]
 
-        return llvm.jit(on_tiles, numbers.name)
-    make = _pairs if numbers.kind == "pairs" else lambda n: _vectors(n, numbers.stored.is_bf16)
-    one, two, four, eight = (make(n) for n in (1, 2, 4, 8))
-    line = 4 * GROUP
+        kind = I32 if pairs else F32
 
-    def in_vectors(weights: int, rows: int, stride: int, steps: int, count: int, out: int) -> None:
-        r = 0
-        while ROWS_AT_ONCE >= 8 and count - r >= 8:
-            eight(weights, rows + r * stride, stride, steps, out + r * line)
-            r += 8
-        while ROWS_AT_ONCE >= 4 and count - r >= 4:
-            four(weights, rows + r * stride, stride, steps, out + r * line)
-            r += 4
-        while ROWS_AT_ONCE >= 2 and count - r >= 2:
-            two(weights, rows + r * stride, stride, steps, out + r * line)
-            r += 2
-        while count - r >= 1:
-            one(weights, rows + r * stride, stride, steps, out + r * line)
-            r += 1
+        def some(size: int, first: Any) -> None:
+            begin, place = offset(builder, rows, (stride, first)), offset(builder, out, (first, 4 * GROUP))
+            llvm.accumulate(
+                builder, size, VECTORS, steps, parts,
+                lambda step, r: llvm.load(builder, offset(builder, begin, (stride, r), (step, 4)), kind, 4),
+                lambda r, v: offset(builder, place, 4 * (r * GROUP + v * LANES)),
+                multiply=_dot_pairs if pairs else llvm.multiply_add,
+            )  # fmt: skip
 
-    return llvm.jit(in_vectors, numbers.name)
+        llvm.in_blocks(builder, count, [size for size in (8, 4, 2, 1) if size <= ROWS_AT_ONCE], some)
+
+    return llvm.emitted(emit, 6)

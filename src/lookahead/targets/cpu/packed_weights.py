@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .architectures import LinearParts
+from .architectures import Linear
 from .microkernel import GROUP
 from .numeric_format import Format
 
@@ -53,37 +52,22 @@ class Arena:
         return self._bytes[begin : begin + size]
 
 
-@dataclass(frozen=True)
-class PackedLinear:
-    """A linear's weights and bias as a gemm reads them.
-
-    Attributes:
-        weights: uint8 (groups, bytes of a group).
-        bias: (32 * groups,) fp32.
-        steps: of the format, over the inner size.
-    """
-
-    weights: torch.Tensor
-    bias: torch.Tensor
-    steps: int
-
-    def record(self) -> tuple[int, int, int, int, int]:
-        """As ``execution_plan.LINEAR`` has it."""
-        groups, size = self.weights.shape
-        return self.weights.data_ptr(), size, self.bias.data_ptr(), self.steps, groups
-
-
-def packed_bytes(linear: LinearParts, numbers: Format) -> int:
+def packed_bytes(linear: Linear, numbers: Format) -> int:
     """Bytes of a packed weight."""
     out, inner = linear.weight.shape
     return round_up(out, GROUP) * round_up(inner, numbers.step) * numbers.stored.bytes
 
 
-def pack(linear: LinearParts, numbers: Format, arena: Arena, padding: float = 0.0) -> PackedLinear:
+def pack(
+    linear: Linear, numbers: Format, arena: Arena, padding: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Copy weight (out, inner) and bias of a linear.
 
     Args:
         padding: what outputs that are not there come to.
+
+    Returns:
+        Weights, uint8 (groups, bytes of a group); bias (32 * groups,) fp32; steps of the format over the inner size.
     """
     weight, step = linear.weight, numbers.step
     out, inner = weight.shape
@@ -94,15 +78,13 @@ def pack(linear: LinearParts, numbers: Format, arena: Arena, padding: float = 0.
     for begin in range(0, groups, some):
         end = min(groups, begin + some)
         rows = weight[begin * GROUP : end * GROUP]
-        if rows.shape != ((end - begin) * GROUP, steps * step):
-            filled = weight.new_zeros((end - begin) * GROUP, steps * step)
-            filled[: len(rows), :inner] = rows
-            rows = filled
+        missing = (end - begin) * GROUP - len(rows)
+        rows = torch.nn.functional.pad(rows, (0, steps * step - inner, 0, missing)).contiguous()
         ordered = _ordered(rows, end - begin, steps, numbers.kind).reshape(end - begin, -1)
         memory[begin:end].view(rows.dtype).copy_(ordered)
     bias = torch.full((groups * GROUP,), padding, dtype=torch.float32)
     bias[:out] = 0.0 if linear.bias is None else linear.bias.float()
-    return PackedLinear(memory, bias, steps)
+    return memory, bias, steps
 
 
 def _ordered(rows: torch.Tensor, groups: int, steps: int, kind: str) -> torch.Tensor:
@@ -113,33 +95,40 @@ def _ordered(rows: torch.Tensor, groups: int, steps: int, kind: str) -> torch.Te
     return rows.view(groups, GROUP, steps).transpose(1, 2)
 
 
-def joined(*linears: LinearParts) -> LinearParts:
+def joined(*linears: Linear) -> Linear:
     """Several linears of one input as one."""
     weight = torch.cat([linear.weight for linear in linears])
     if all(linear.bias is None for linear in linears):
-        return LinearParts(weight, None)
-    zeros = [weight.new_zeros(len(linear.weight)) for linear in linears]
-    biases = [z if linear.bias is None else linear.bias for z, linear in zip(zeros, linears, strict=True)]
-    return LinearParts(weight, torch.cat(biases))
+        return Linear(weight, None)
+    zeros = weight.new_zeros(len(weight))
+    return Linear(weight, torch.cat([zeros[: len(w)] if bias is None else bias for w, bias in linears]))
 
 
-def gate_and_up(gate: LinearParts, up: LinearParts) -> LinearParts:
+def gate_and_up(gate: Linear, up: Linear) -> Linear:
     """Both as one linear whose groups are 16 gates and their 16 ups."""
     half = GROUP // 2
-    size = len(gate.weight)
-    padded = round_up(size, half)
-    both = joined(gate, up)
-    order = torch.full((2, padded), -1)
-    order[:, :size] = torch.arange(2 * size).view(2, size)
-    rows = order.view(2, padded // half, half).transpose(0, 1).reshape(-1)
-    missing = rows < 0
 
-    def reorder(tensor: torch.Tensor) -> torch.Tensor:
-        taken = tensor[rows.clamp(min=0)]
-        taken[missing] = 0
-        return taken
+    def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        filled = gate.new_zeros(2, round_up(len(gate), half), *gate.shape[1:])
+        filled[0, : len(gate)], filled[1, : len(up)] = gate, up
+        groups: torch.Tensor = filled.view(2, -1, half, *gate.shape[1:]).transpose(0, 1)
+        return groups.flatten(0, 2)
 
-    return LinearParts(reorder(both.weight), None if both.bias is None else reorder(both.bias))
+    weight = interleaved(gate.weight, up.weight)
+    if gate.bias is None or up.bias is None:
+        return Linear(weight, None)
+    return Linear(weight, interleaved(gate.bias, up.bias))
+
+
+def paired(size: int) -> torch.Tensor:
+    """The order of a head's D outputs in which rotary pairs (i, i + D/2) lie side by side."""
+    return torch.arange(size).view(2, size // 2).t().reshape(-1)
+
+
+def paired_heads(linear: Linear, size: int) -> Linear:
+    """A query or key linear in that order, head by head."""
+    rows = torch.arange(len(linear.weight)).view(-1, size)[:, paired(size)].reshape(-1)
+    return Linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
 def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.errors import NumericalError
-from ..logits import LogitsBatch
+from ..logits import LogitsBatch, LogitsRows
+from ..top import top_of_rows
 from .microkernel import GROUP
 from .packed_weights import round_up
-from .top_tokens import MAX_TOP_K, top_tokens
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
-class PassLogits:
-    """What one pass has read: R rows of logits over V tokens.
+class PassLogits(LogitsBatch):
+    """What one pass has read: logits (1, R, V).
 
     Args:
         memory: (bytes,) uint8; holds the logits (R, width), then the peaks (R, width / 32) fp32.
@@ -26,11 +25,15 @@ class PassLogits:
     """
 
     def __init__(
-        self, memory: Numbers, dtype: torch.dtype, rows: int, vocabulary: int, best: Sequence[int]
+        self, memory: Numbers, dtype: torch.dtype, rows: int, vocabulary: int, best: list[int]
     ) -> None:
-        self.dtype, self.rows, self.vocabulary, self.best = dtype, rows, vocabulary, best
+        stride, peaks_stride = self.strides(vocabulary, dtype)
+        logits = torch.from_numpy(memory[: rows * stride].reshape(1, rows, stride)).view(dtype)
+        super().__init__(logits[..., :vocabulary])
         self.memory = memory
-        self._top: tuple[Numbers, Numbers] | None = None
+        peaks = memory[rows * stride : rows * (stride + peaks_stride)].reshape(rows, peaks_stride)
+        self._peaks = peaks.view(np.float32)
+        self._best = [best]
 
     @staticmethod
     def strides(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -38,36 +41,21 @@ class PassLogits:
         width = round_up(vocabulary, GROUP)
         return width * dtype.itemsize, width // GROUP * 4
 
-    def _part(self, peaks: bool) -> Numbers:
-        """(R, bytes of a row) of the memory."""
-        logits_stride, peaks_stride = self.strides(self.vocabulary, self.dtype)
-        begin = self.rows * logits_stride if peaks else 0
-        stride = peaks_stride if peaks else logits_stride
-        return self.memory[begin : begin + self.rows * stride].reshape(self.rows, stride)
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """(R, V), valid as long as the memory is."""
-        return torch.from_numpy(self._part(False)).view(self.dtype)[:, : self.vocabulary]
-
     def detach(self) -> Numbers:
         """Go on with a copy of the logits; returns the memory, which is free now."""
-        memory = self.memory
-        self.memory = memory[: self.rows * sum(self.strides(self.vocabulary, self.dtype))].copy()
-        return memory
+        self.logits, self._peaks = self.logits.clone(), self._peaks.copy()
+        return self.memory
 
     def top(self, k: int) -> tuple[Numbers, Numbers]:
-        """The k best tokens of every row, int32, and their log-odds against the best, both (R, at least k)."""
-        if self._top is None or self._top[0].shape[1] < k:
-            ids, odds = np.empty((self.rows, k), np.int32), np.empty((self.rows, k), np.float32)
-            bits, shift = (np.uint16, 16) if self.dtype == torch.bfloat16 else (np.uint32, 0)
-            peaks = self._part(True).view(np.float32)
-            top_tokens(self._part(False).view(bits), shift, peaks, self.vocabulary, ids, odds)
-            self._top = ids, odds
-        return self._top
+        """The k best tokens of every row, int32, and their log-odds against the best, both (1, R, min(k, V))."""
+        k = min(k, self.logits.shape[-1])
+        if self._top is None or self._top[0].shape[-1] < k:
+            ids, odds = top_of_rows(self.logits[0], k, self._peaks)
+            self._top = ids[None], odds[None]
+        return super().top(k)
 
 
-class SegmentScores:
+class SegmentScores(LogitsRows):
     """The logits of one sequence's rows. Fulfils ``lookahead.core.Scores``.
 
     Args:
@@ -77,29 +65,9 @@ class SegmentScores:
     """
 
     def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
-        self._pass = logits
+        super().__init__(logits, 0)
         self._row = {node: row for row, node in enumerate(nodes, start)}
-
-    def best(self, node: int) -> int:
-        """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
-        token = self._pass.best[self._row[node]]
-        if token < 0:
-            raise NumericalError(
-                "the model's logits are NaN, so no token can be chosen; check the weights and the dtype "
-                "(float16 overflows in some models: try bfloat16 or float32)"
-            )
-        return token
 
     def row(self, node: int) -> torch.Tensor:
         """Logits of shape (V,), a copy."""
-        return self._pass.logits[self._row[node]].clone()
-
-    def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
-        """Tokens and log-odds of the k best, both (n, k)."""
-        k = min(k, self._pass.vocabulary)
-        rows = [self._row[node] for node in nodes]
-        if k > MAX_TOP_K:
-            ids, odds = (both[0] for both in LogitsBatch(self._pass.logits[None]).top(k))
-        else:
-            ids, odds = self._pass.top(k)
-        return ids[rows, :k], odds[rows, :k]
+        return super().row(node).clone()

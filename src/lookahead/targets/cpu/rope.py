@@ -11,7 +11,6 @@ import torch
 from numba import carray
 from torch import nn
 
-from .architectures import LayerParts, LinearParts, NormParts
 from .execution_plan import KEY_BLOCK
 from .llvm import REASSOCIATE, floats_at, jit
 from .numeric_format import Format
@@ -37,26 +36,6 @@ class RotaryTable:
         return table
 
 
-def _pair_order(size: int) -> torch.Tensor:
-    return torch.arange(size).view(2, size // 2).t().reshape(-1)
-
-
-def paired(linear: LinearParts, size: int) -> LinearParts:
-    """A query or key linear whose outputs have rotary pairs side by side, head by head."""
-    rows = torch.arange(len(linear.weight)).view(-1, size)[:, _pair_order(size)].reshape(-1)
-    return LinearParts(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
-
-
-def head_norms(parts: LayerParts, heads: int, key_heads: int) -> NormParts | None:
-    """One weight (H + K, D) for the norms over query and key heads, in the same order."""
-    query, key = parts.query_norm, parts.key_norm
-    if query is None or key is None:
-        return None
-    order = _pair_order(len(query.weight))
-    weights = [query.weight[order]] * heads + [key.weight[order]] * key_heads
-    return NormParts(torch.stack(weights), query.epsilon)
-
-
 def rope_of(numbers: Format) -> Any:
     """The code of a format."""
     query_at, to_query, query_bytes = numbers.query.pointer, numbers.query.narrow, numbers.query.bytes
@@ -64,17 +43,8 @@ def rope_of(numbers: Format) -> Any:
     pair = numbers.key_pair
 
     def rope(
-        p: Any,
-        layer: Any,
-        y: int,
-        lane: int,
-        angles: int,
-        query: int,
-        row: int,
-        rows: int,
-        cache: int,
-        column: int,
-    ) -> None:
+        p: Any, layer: Any, y: int, lane: int, angles: int, query: int, row: int, rows: int, cache: int, column: int
+    ) -> None:  # fmt: skip
         """Norm and rotate one head of one row; a query goes out scaled, a key or a value into the cache.
 
         Args:
@@ -84,8 +54,7 @@ def rope_of(numbers: Format) -> Any:
             query: (K, rows, H / K, padded head) of the sequence; ``row`` is within it.
             cache: where the slot keeps this head; ``column`` is the row's.
         """
-        size, head, heads = p.head_size, p.padded_head, p.heads
-        key_heads = p.key_heads
+        size, head, heads, key_heads = p.head_size, p.padded_head, p.heads, p.key_heads
         ys = carray(floats_at(y), (size,))
         if lane < heads + key_heads:
             if layer.head_norm.weight != 0:
@@ -107,10 +76,8 @@ def rope_of(numbers: Format) -> Any:
             for i in range(size):
                 out[i] = to_query(ys[i] * scale)
         elif lane < heads + key_heads:
-            block = (
-                cache + (column // KEY_BLOCK * head * KEY_BLOCK + column % KEY_BLOCK * pair) * stored_bytes
-            )
-            stored = carray(stored_at(block), (size * KEY_BLOCK,))
+            place = column // KEY_BLOCK * head * KEY_BLOCK + column % KEY_BLOCK * pair
+            stored = carray(stored_at(cache + place * stored_bytes), (size * KEY_BLOCK,))
             for i in range(size):
                 stored[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])
         else:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import barrier
+from .processor import STAMP
 
 
 class ThreadPool:
@@ -27,8 +28,7 @@ class ThreadPool:
         self._control = self._memory.ctypes.data + -self._memory.ctypes.data % 64
         begin = self._control - self._memory.ctypes.data + barrier.SIZE
         self._memory[begin : begin + 8].view(np.int64)[:] = size
-        self._post, self._lead = barrier.leader_code()
-        self._serve = barrier.helper_code()
+        self._serve, self._post, self._lead = barrier.pool_code(STAMP)
         self._one_job = threading.Lock()
         self._owner: Any = None
         self._wake_locks = [threading.Lock() for _ in range(size)]

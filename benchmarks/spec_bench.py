@@ -3,20 +3,22 @@
 One file per method, one row per question: ``choices`` with ``turns``, ``decoding_steps``, ``new_tokens``,
 ``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). Their counter
 is kept: steps and times include the prefill, whose token counts as accepted by it.
+
+    python benchmarks/spec_bench.py DIR     a folder that `lookahead bench --workload spec-bench --out DIR` wrote
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..core.records import RecordWriter
-from .pictures import by_method
-from .record import Record
+from lookahead.bench.record import Record, Records, newest_setup
+from lookahead.core.records import RecordWriter
 
 
 def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -56,9 +58,18 @@ def _choice(index: int, turns: list[Record]) -> dict[str, Any]:
 def write_answers(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write ``spec-bench-METHOD.jsonl`` for every method. Returns the files."""
     written = []
-    for name, group in by_method(records).items():
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda r: r["repeat"]):
+        groups[f"{record['method']}-{record['state']}"].append(record)
+    for name, group in groups.items():
         written.append(folder / f"spec-bench-{re.sub('[^A-Za-z0-9.-]+', '-', name).strip('-')}.jsonl")
         with RecordWriter(written[-1]) as writer:
             for row in rows(group):
                 writer.write(row)
     return written
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for answers in write_answers(newest_setup(Records(folder).read())[0], folder):
+        print(answers)
