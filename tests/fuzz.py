@@ -233,10 +233,10 @@ class Report:
     found: list[str] = field(default_factory=list)
 
 
-def fuzz(seconds: float, first: int = 0, tell: Any = None) -> Report:
-    """Run cases from a number on until the time is over."""
+def fuzz(seconds: float, first: int = 0, tell: Any = None, least: int = 0) -> Report:
+    """Run cases from a number on until the time is over, and at ``least`` so many."""
     report, end, number = Report(), time.monotonic() + seconds, first
-    while time.monotonic() < end:
+    while time.monotonic() < end or report.cases < least:
         case = case_of(number)
         try:
             wrong, tokens = case.difference()

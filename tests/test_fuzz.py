@@ -4,10 +4,22 @@ import fuzz
 
 
 def test_no_case_differs():
-    report = fuzz.fuzz(seconds=20)
+    report = fuzz.fuzz(seconds=20, least=24)
     assert not report.found, "\n".join(report.found)
-    assert report.cases > 20
+    assert report.engine >= 6
 
 
 def test_it_finds_a_wrong_token(accept_a_wrong_node):
-    assert fuzz.fuzz(seconds=6, first=10_000).found
+    assert fuzz.fuzz(seconds=6, first=10_000, least=16).found
+
+
+def test_a_case_follows_from_its_number_alone():
+    for number in (3, 4, 7):
+        one, other = fuzz.case_of(number), fuzz.case_of(number)
+        assert str(one) == str(other)
+        assert one.difference() == other.difference()
+
+
+def test_it_finds_a_wrong_token_of_the_engine(accept_a_wrong_node):
+    cases = [fuzz.EngineCase.of(number) for number in range(3, 63, 4)]
+    assert any(case.difference()[0] for case in cases)
