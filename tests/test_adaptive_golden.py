@@ -198,10 +198,8 @@ def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     state = AdaptiveState({"budget": False})
     run(Model(500), [Request([499, 3, 499], AdaptiveDrafter(None, 500, state), 50)])
     state.save(tmp_path / "state")
-    drafter = AdaptiveDrafter({"budget": False}, 32, AdaptiveState.load(tmp_path / "state"))
-    drafter.reset([1, 2], 3, frozenset())
     with pytest.raises(SettingsError, match="of this model"):
-        drafter.draft(5)
+        AdaptiveDrafter(None, 32, AdaptiveState.load(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

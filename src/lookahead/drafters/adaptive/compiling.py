@@ -44,7 +44,7 @@ def entry(function: Function) -> Function:
     if result is not function:  # not so where the JIT is off
         # Without a folder that can be written to it is compiled in each process.
         with suppress(RuntimeError):
-            result._cache = _Cache(function)  # type: ignore[no-untyped-call]
+            result._cache = _Cache(function)
         result = _Entry(result)
     typed: Function = result
     return typed
@@ -66,11 +66,11 @@ class _Entry:
         return result
 
 
-class _Cache(FunctionCache):
+class _Cache(FunctionCache):  # type: ignore[misc]
     """Numba's, which looks at the file of the entry alone, and not at what that calls."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        key = super()._index_key(signature, codegen)  # type: ignore[no-untyped-call]
+        key = super()._index_key(signature, codegen)
         return (*key, _text_of_package())
 
 

@@ -18,7 +18,7 @@ from math import ceil, inf
 from .step_times import MENU, SPIKE, Average, StepTimes, place_of
 
 #: What a text may lose against plain decoding: so many plain steps, and a share of its time; a larger one where a
-#: plain step takes less than ``TINY`` seconds and any drafting weighs much beside it.
+#: plain step takes less than ``TINY`` seconds and drafting costs much beside it.
 MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.03
 #: Plain steps that gains may add to the loss budget.
 MOST_GAIN = 8.0

@@ -65,6 +65,13 @@ class Cooldown:
     steps_left: int
 
 
+def _check_vocabulary(state: AdaptiveState, vocabulary: int) -> None:
+    if state.largest >= vocabulary:
+        raise SettingsError(
+            f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has {vocabulary}"
+        )
+
+
 class AdaptiveDrafter(Drafter):
     """One calibrated token tree from every training-free source.
 
@@ -72,11 +79,16 @@ class AdaptiveDrafter(Drafter):
         config: anything that ``AdaptiveConfig.of`` takes; None takes the state's.
         vocabulary: V; 0 takes the largest token seen plus one, which makes keys of contexts ambiguous.
         state: what is kept from request to request; None begins cold.
+
+    Raises:
+        SettingsError: unknown settings, or a state of another model.
     """
 
     def __init__(self, config: Any = None, vocabulary: int = 0, state: AdaptiveState | None = None) -> None:
         if state is not None and not isinstance(state, AdaptiveState):
             raise SettingsError(f"adaptive keeps an AdaptiveState across calls, got {type(state).__name__}")
+        if state is not None and vocabulary:  # before the first token, not once drafting is set up
+            _check_vocabulary(state, vocabulary)
         if config is None and state is not None:
             config = state.config
         self.config = AdaptiveConfig.of(config)
@@ -105,11 +117,7 @@ class AdaptiveDrafter(Drafter):
         state = self.state if kept else AdaptiveState(config)
         assert state is not None
         vocabulary = max(self.vocabulary, max(text.unread) + 1)
-        if state.largest >= vocabulary:
-            raise SettingsError(
-                f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has "
-                f"{vocabulary}"
-            )
+        _check_vocabulary(state, vocabulary)
         grower = Grower(state.tables(sampled), vocabulary, config, sampled)
         grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None

@@ -3,7 +3,7 @@
 Fitted to runs over first halves of MBPP solutions and GSM8K training questions (120 prompts, cold each time),
 with calibrations kept across prompts: greedy with two checkpoints of the bundled model (199,231 proposals,
 28,254 right), sampled at temperature 1 with the noise known (79,072 proposals, 5,232 right). A bucket's log-odds
-are the sum of one number per feature. A prior weighs as much as four observations, so it matters for the first
+are the sum of one number per feature. A prior counts as four observations, so it matters for the first
 dozens of steps only.
 """
 
