@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .kv_storage import KVStorage
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -62,7 +64,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class TreeCache(Cache):
+class TreeCache(KVStorage, Cache):
     """Preallocated keys and values of many sequences.
 
     Args:
@@ -78,7 +80,7 @@ class TreeCache(Cache):
         device: torch.device,
         capacity: int = 256,
     ) -> None:
-        super().__init__(layers=[TreeLayer(self, i) for i in range(len(shapes))])
+        Cache.__init__(self, layers=[TreeLayer(self, i) for i in range(len(shapes))])
         self.device = device
         self.capacity = capacity
         self.slots = 1
@@ -96,21 +98,12 @@ class TreeCache(Cache):
             for (heads, size), count in counts.items()
         }
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
-        new_slots, new_capacity = self.slots, self.capacity
-        while new_slots < slots:
-            new_slots *= 2
-        while new_capacity < capacity:
-            new_capacity *= 2
-        if (new_slots, new_capacity) == (self.slots, self.capacity):
-            return
+    def _grow(self, slots: int, capacity: int) -> None:
         for group, old in self._storage.items():
             count, _, heads, _, size = old.shape
-            new = old.new_zeros(count, new_slots, heads, new_capacity, size)
+            new = old.new_zeros(count, slots, heads, capacity, size)
             new[:, : self.slots, :, : self.capacity] = old
             self._storage[group] = new
-        self.slots, self.capacity = new_slots, new_capacity
 
     def clear(self) -> None:
         """All numbers are 0 again, in the same memory."""
@@ -143,7 +136,6 @@ class TreeCache(Cache):
         return storage[at.index[0][:, 0], :, : at.width]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
         # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
         start = next((i for i, row in enumerate(path) if row != i), len(path))
         if start == len(path):

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..kv_storage import KVStorage
 from .execution_plan import KEY_BLOCK, SCORE_BLOCK
 from .packed_weights import round_up
 
 
-class KVCache:
+class KVCache(KVStorage):
     """Preallocated keys and values of many sequences; capacity and slots grow by doubling.
 
     Args:
@@ -32,19 +33,11 @@ class KVCache:
         self.capacity = round_up(max(capacity, 1), SCORE_BLOCK)
         self.storage = torch.zeros(layers, 1, 2 * key_heads, self.capacity, head_size, dtype=dtype)
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
-        new_slots, new_capacity = self.slots, self.capacity
-        while new_slots < slots:
-            new_slots *= 2
-        while new_capacity < capacity:
-            new_capacity *= 2
-        if (new_slots, new_capacity) == (self.slots, self.capacity):
-            return
+    def _grow(self, slots: int, capacity: int) -> None:
         layers, _, heads, _, size = self.storage.shape
-        new = self.storage.new_zeros(layers, new_slots, heads, new_capacity, size)
+        new = self.storage.new_zeros(layers, slots, heads, capacity, size)
         new[:, : self.slots, :, : self.capacity] = self.storage
-        self.storage, self.slots, self.capacity = new, new_slots, new_capacity
+        self.storage = new
 
     def strides(self) -> tuple[int, int, int]:
         """Bytes from layer to layer, slot to slot and head to head."""
@@ -52,7 +45,6 @@ class KVCache:
         return layer, slot, head
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Commit: bring the pending rows ``path`` of a slot in line behind its ``length`` tokens."""
         if list(path) == list(range(len(path))):  # they lie in place
             return
         source, target = torch.tensor(path) + length, torch.arange(len(path)) + length

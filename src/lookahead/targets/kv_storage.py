@@ -1,0 +1,37 @@
+"""What targets ask of any KV cache: room that grows by doubling, and a commit that moves accepted rows only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class KVStorage(ABC):
+    """Preallocated keys and values of many sequences, written in place.
+
+    Attributes:
+        slots: sequences that there is room for.
+        capacity: tokens per slot.
+    """
+
+    slots: int
+    capacity: int
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Make room for at least this many slots and tokens per slot, doubling what is too small."""
+        new_slots, new_capacity = self.slots, self.capacity
+        while new_slots < slots:
+            new_slots *= 2
+        while new_capacity < capacity:
+            new_capacity *= 2
+        if (new_slots, new_capacity) != (self.slots, self.capacity):
+            self._grow(new_slots, new_capacity)
+            self.slots, self.capacity = new_slots, new_capacity
+
+    @abstractmethod
+    def _grow(self, slots: int, capacity: int) -> None:
+        """Move to memory of this size; ``slots`` and ``capacity`` still say what the old one has."""
+
+    @abstractmethod
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
