@@ -29,7 +29,7 @@ demo: $(READY)
 
 # Tiny models are faster on one thread than on threads that wait for each other.
 test: $(READY) lint
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
 
 test-fast: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow"

@@ -46,6 +46,9 @@ class NGramPool:
         # A dict keeps insertion order: the first entry of a bucket is its least recently used one.
         self._buckets: dict[int, dict[tuple[int, ...], None]] = {}
 
+    def __repr__(self) -> str:
+        return f"NGramPool(guess_set_size={self.guess_set_size}, keys={len(self)})"
+
     def __len__(self) -> int:
         return len(self._buckets)
 
