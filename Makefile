@@ -32,12 +32,13 @@ test: $(READY) lint
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
 
 test-fast: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 2
 
 # Each goes on the page of the one before; a finding ends it there, with what was found on the page.
 SOAK := docs/results/soak.md
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --seconds 3600 --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m soak
 	$(RUN)/python tests/soak.py memory --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py texts --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)

@@ -25,6 +25,8 @@ SLOW_FILES = [
 
 
 def pytest_collection_modifyitems(items):
+    # The longest single tests first, so that one of two processes does not end with them alone.
+    items.sort(key=lambda item: item.path.stem != "test_soak")
     for item in items:
         if any(fnmatch(item.path.stem, pattern) for pattern in SLOW_FILES):
             item.add_marker(pytest.mark.slow)

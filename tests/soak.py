@@ -121,8 +121,8 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
         if leak is not None:
             leak(number)
         if number == first - 1:
-            before = _resources()
-    after = _resources()
+            before = resources()
+    after = resources()
     assert before is not None, f"at least {first} generations are needed, got {count}"
     started = time.process_time()
     time.sleep(1.0)
@@ -137,7 +137,7 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     return found
 
 
-def _resources() -> tuple[int, int, int]:
+def resources() -> tuple[int, int, int]:
     """Resident memory in MiB, threads, open files."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

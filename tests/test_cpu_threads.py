@@ -70,7 +70,7 @@ def test_threads_that_share_models_get_their_texts(size: int, cores: int) -> Non
     assert min(stress(1.0, size, cores, 250)) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("cores", [1, 2])
 def test_threads_for_a_minute(cores: int) -> None:
     for size in (2, 4, 8):
