@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import Scores, TokenTree
-from .facts import max_positions, memory_errors
+from .facts import RotaryReset, max_positions, memory_errors
 from .logits import LogitsBatch, LogitsRows
 
 
@@ -34,6 +34,7 @@ class PlainTarget:
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
         self._caches: dict[int, Any] = {}
+        self._rotary = RotaryReset(model)
         self.lengths: dict[int, int] = {}
 
     def depth_limit(self, slot: int) -> int:
@@ -61,6 +62,7 @@ class PlainTarget:
             keywords["position_ids"] = torch.arange(length, length + len(tokens), device=device)[None]
         if self._takes_rows:
             keywords["logits_to_keep"] = 1
+        self._rotary.before(length + len(tokens))
         with memory_errors(f"a pass of {len(tokens)} tokens"), torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([list(tokens)], device=device), return_dict=True, **keywords

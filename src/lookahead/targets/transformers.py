@@ -127,6 +127,7 @@ class TransformersTarget:
             keywords["position_ids"] = positions.to(device)
         if mask is not None:
             keywords["attention_mask"] = mask
+        self.facts.rotary.before(int(positions.max()) + 1)
         everything = len(nodes) == ids.shape[1]
         keep = torch.tensor(nodes, device=device)
         if self.facts.takes_rows and not everything:
