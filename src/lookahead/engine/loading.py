@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from ..core import SettingsError
 from ..drafters import make_drafter, method_for
+from ..targets.equivalence import differ
 from ..targets.factory import make_target
 from .fields import parameters_of
 from .llm import LLM
@@ -69,7 +71,8 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     if connections is not None:
         from ..parallel import join
 
-        llm.rank_group = join(lambda: make_target(model), connections, model)
+        rounding = partial(differ, llm.probe.equivalence)
+        llm.rank_group = join(lambda: make_target(model), connections, model, rounding)
     return llm
 
 
