@@ -17,7 +17,6 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import register_jitable
 
 from . import llvm
 from .execution_plan import KEY_BLOCK, QUERY_BLOCK, SCORE_BLOCK
@@ -145,12 +144,6 @@ def _scaled_output(narrow: bool) -> Any:
 softmax = llvm.emitted(_softmax, 2, types.float32)
 
 
-@register_jitable
-def _first_seen(position: int, window: int) -> int:
-    """The first position that a row sees."""
-    return max(0, position + 1 - window) if window > 0 else 0
-
-
 def attention_of(numbers: Format) -> Any:
     """The code of a format."""
     score, weighted_sum = _score_of(numbers), _weighted_sum_of(numbers)
@@ -187,7 +180,7 @@ def attention_of(numbers: Format) -> Any:
             shared = length + top if chain else length
             begin = shared
             for r in range(top, bottom + 1):
-                begin = min(begin, _first_seen(positions[r], window))
+                begin = min(begin, max(0, positions[r] + 1 - window))
             start = begin // SCORE_BLOCK * SCORE_BLOCK
             for column in range(start, length + bottom + 1, SCORE_BLOCK):
                 block, place = keys + column * head * stored, scratch + 4 * (column - start)
@@ -195,14 +188,10 @@ def attention_of(numbers: Format) -> Any:
             for q in range(count):
                 r = (i + q) // groups
                 scores = carray(floats_at(scratch + q * line), (line // 4,))
-                seen = _first_seen(positions[r], window)
-                here = min(seen, shared)
-                skipped = max(0, seen - shared)
-                if chain:
-                    end = length + r + 1 - start
-                    here = min(seen, length + r)
-                else:
-                    depth = bounds[r + 1] - bounds[r]
+                seen = max(0, positions[r] + 1 - window)
+                here, end = seen, length + r + 1 - start
+                if not chain:
+                    here, skipped, depth = min(seen, shared), max(0, seen - shared), bounds[r + 1] - bounds[r]
                     for t in range(skipped, depth):
                         scores[shared - start + t - skipped] = scores[path[bounds[r] + t] - start]
                     end = shared - start + depth - skipped
@@ -218,14 +207,13 @@ def attention_of(numbers: Format) -> Any:
                 weighted_sum(weights, line, block, shared - begin, sums_at, head, count)
             for q in range(count):
                 r, lane = (i + q) // groups, (i + q) % groups
-                seen = _first_seen(positions[r], window)
+                seen = max(0, positions[r] + 1 - window)
                 weights = scratch + q * line + 4 * (shared - start)
                 mine = sums_at + 4 * q * head
                 if chain:
-                    skip = max(0, min(seen, length + r) - shared)
-                    block = values + (shared + skip) * head * stored
-                    columns = length + r + 1 - shared - skip
-                    weighted_sum(weights + 4 * skip, line, block, columns, mine, head, 1)
+                    begin_at = max(seen, shared)
+                    block, columns = values + begin_at * head * stored, length + r + 1 - begin_at
+                    weighted_sum(weights + 4 * (begin_at - shared), line, block, columns, mine, head, 1)
                 else:
                     t = bounds[r] + max(0, seen - shared)
                     while t < bounds[r + 1]:

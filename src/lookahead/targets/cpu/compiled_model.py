@@ -16,9 +16,9 @@ from ...threads import thread_count
 from ..facts import ModelFacts
 from . import formats
 from .architectures import Norm, Unsupported, linear_of, norm_of, plain, spec_of
-from .execution_plan import KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
+from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
 from .formats import GROUP, Arena, Format, Linear, format_for, round_up
-from .forward_pass import RotaryTable, pass_address
+from .forward_pass import pass_address
 from .thread_pool import thread_pool
 
 
@@ -49,7 +49,8 @@ class CompiledModel:
             attention: Any = layers[0].get_submodule(spec.attention)
             self.head_size = int(attention.head_dim)
             self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
-            self._rotary = RotaryTable(model.get_submodule(spec.rotary), self.head_size)
+            self._rotary = model.get_submodule(spec.rotary)
+            self._angles = torch.empty(0)
             self._kept: list[torch.Tensor] = []  # what the records' addresses point to
             self._layers, self._model = np.zeros(len(layers), LAYER), np.zeros(1, PLAN)
             self._fill(model, layers, config)
@@ -85,7 +86,8 @@ class CompiledModel:
                 of_query, of_key = norm_of(layer, spec.query_norm), norm_of(layer, spec.key_norm)
                 weights = [of_query.weight[order]] * self.heads + [of_key.weight[order]] * self.key_heads
                 record["head_norm"] = self._norm(Norm(torch.stack(weights), of_query.epsilon))
-            record["window"], record["rotates"] = spec.window(config, index), spec.rotates(config, index)
+            record["window"] = spec.window(config, index) or EVERYTHING
+            record["rotates"] = spec.rotates(config, index)
             record["scale"] = layer.get_submodule(spec.attention).scaling
         assert arena is not None
         plan, self.vocabulary = self._model[0], len(head.weight)
@@ -126,6 +128,17 @@ class CompiledModel:
         shape = len(self._layers), self.key_heads, self.padded_head
         return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
 
+    def _rotary_up_to(self, position: int) -> torch.Tensor:
+        """Cosine and sine of positions 0..position or more, from the model's own module: (positions, D / 2, 2)."""
+        table = self._angles
+        if position >= len(table):
+            with torch.no_grad():
+                places = torch.arange(1 << position.bit_length())[None]
+                both = self._rotary(torch.empty(1, dtype=torch.float32), places)
+                half = self.head_size // 2
+                self._angles = table = torch.stack([x[0, :, :half].float() for x in both], -1).contiguous()
+        return table
+
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
         cache: KVCache, memory: np.ndarray[Any, Any],
@@ -152,11 +165,12 @@ class CompiledModel:
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads)
-        p, rotary = state.plan, self._rotary.up_to(max(positions))
+        p, rotary = state.plan, self._rotary_up_to(max(positions))
         p["logits"] = memory.ctypes.data
         p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
         p["rotary"], p["cache"] = rotary.data_ptr(), cache.storage.data_ptr()
-        p["cache_layer"], p["cache_slot"], p["cache_head"] = cache.strides()
+        strides = (stride * cache.storage.element_size() for stride in cache.storage.stride()[:3])
+        p["cache_layer"], p["cache_slot"], p["cache_head"] = strides
         state.tile_config[:] = formats.tile_config(len(tokens))
         state.holds = (self, memory, rotary, cache.storage)
         pool.run(self._job, state.address, state)

@@ -21,6 +21,8 @@ from .gemm import ROW_BLOCK
 KEY_BLOCK, SCORE_BLOCK = 16, 64
 #: Queries that are attended together.
 QUERY_BLOCK = 16
+#: A window that leaves nothing out.
+EVERYTHING = 1 << 40
 
 
 def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
@@ -177,11 +179,6 @@ class KVCache(KVStorage):
         new = self.storage.new_zeros(layers, slots, heads, capacity, size)
         new[:, : self.slots, :, : self.capacity] = self.storage
         self.storage = new
-
-    def strides(self) -> tuple[int, int, int]:
-        """Bytes from layer to layer, slot to slot and head to head."""
-        layer, slot, head = (stride * self.storage.element_size() for stride in self.storage.stride()[:3])
-        return layer, slot, head
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place

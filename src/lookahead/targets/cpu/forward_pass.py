@@ -11,10 +11,8 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, cfunc, from_dtype, types
 from numba.extending import overload
-from torch import nn
 
 from .attention import attention_of
 from .execution_plan import KEY_BLOCK, LAYER, PLAN, SEGMENT
@@ -85,25 +83,6 @@ def _norm_rows_of(numbers: Format) -> Any:
         return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
 
     return jit(norm_rows, numbers.name, fastmath=REASSOCIATE)
-
-
-class RotaryTable:
-    """Cosine and sine of each position from the model's own rotary module: (positions, D / 2, 2), grown on demand."""
-
-    def __init__(self, rotary: nn.Module, head_size: int) -> None:
-        self._rotary, self._half = rotary, head_size // 2
-        self._table = torch.empty(0, self._half, 2)
-
-    def up_to(self, position: int) -> torch.Tensor:
-        """At least those of positions 0..position."""
-        table = self._table
-        if position >= len(table):
-            with torch.no_grad():
-                probe = torch.empty(1, dtype=torch.float32)
-                cos, sin = self._rotary(probe, torch.arange(1 << position.bit_length())[None])
-                table = torch.stack([x[0, :, : self._half].float() for x in (cos, sin)], -1).contiguous()
-            self._table = table
-        return table
 
 
 def _rotate_of(numbers: Format) -> Any:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 from llvmlite import binding, ir
@@ -70,18 +70,15 @@ F32, VOID = ir.FloatType(), ir.VoidType()
 VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def jit(function: Function, variant: str = "", **options: Any) -> Function:
-    """Compile without Python's lock and with numpy's rules for division; typed, where numba's own is not.
+def jit(function: Any, variant: str = "", **options: Any) -> Any:
+    """Compile without Python's lock and with numpy's rules for division.
 
     Functions that differ only in what they close over need a ``variant`` each: the linker knows them by name and
     types of arguments, and takes one for the other where both come from the disk.
     """
     function.__qualname__ += variant
-    compiled: Function = numba.njit(function, nogil=True, error_model="numpy", **options)
-    return compiled
+    return numba.njit(function, nogil=True, error_model="numpy", **options)
 
 
 def const(value: int) -> ir.Constant:

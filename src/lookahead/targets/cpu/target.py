@@ -94,13 +94,7 @@ class PassLogits(LogitsBatch):
 
 
 class SegmentScores(LogitsRows):
-    """The logits of one sequence's rows. Fulfils ``lookahead.core.Scores``.
-
-    Args:
-        logits: of the pass.
-        start: the sequence's first row there.
-        nodes: the node of each of its rows, in order.
-    """
+    """The logits of one sequence's nodes, which begin at row ``start``. Fulfils ``lookahead.core.Scores``."""
 
     def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
         super().__init__(logits, 0)

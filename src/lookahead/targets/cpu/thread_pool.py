@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import threading
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,15 @@ def share(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 @register_jitable
-def _do_job(control: int, rank: int) -> None:
+def _next_job(control: int, rank: int) -> bool:
+    """Do a job that was posted and that this rank has not seen, if there is one."""
+    number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + RANK_BYTES * rank + SEEN
+    if number == atomic_load(seen):
+        return False
+    exchange(seen, number)
     size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
     jump(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
+    return True
 
 
 def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
@@ -96,10 +102,7 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
         exchange(asleep, 0)
         spins = 0
         while control != stamp:
-            number = atomic_load(control + JOB_NUMBER)
-            if number != atomic_load(asleep + SEEN):
-                exchange(asleep + SEEN, number)
-                _do_job(control, rank)
+            if _next_job(control, rank):
                 spins = 0
                 continue
             pause()
@@ -109,7 +112,10 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
             if spins > SPINS_AWAKE:
                 exchange(asleep, 1)
                 # A job may have come by now; whose flag is gone has been sent for.
-                if atomic_load(control + JOB_NUMBER) == number or exchange(asleep, 0) == 0:
+                if (
+                    atomic_load(control + JOB_NUMBER) == atomic_load(asleep + SEEN)
+                    or exchange(asleep, 0) == 0
+                ):
                     return
                 spins = 0
 
@@ -125,10 +131,8 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
         return sleepers
 
     def lead(control: int) -> None:
-        number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + SEEN
-        if control != stamp and number != atomic_load(seen):
-            exchange(seen, number)
-            _do_job(control, 0)
+        if control != stamp:
+            _next_job(control, 0)
 
     word, on_disk = types.int64, partial(njit, nogil=True, cache=True)
     return (
@@ -186,21 +190,14 @@ class ThreadPool:
             self._owner = None
 
 
-_pools: dict[tuple[int, int], ThreadPool] = {}
 _alone = threading.local()
-_making = threading.Lock()
+#: Pools of a process, which a fork does not take along: (process id, threads) -> pool.
+_shared = cache(lambda process, size: ThreadPool(size))
 
 
 def thread_pool(size: int) -> ThreadPool:
     """The pool of this many threads, or of the calling thread alone; a forked process makes its own."""
-    if size == 1:
-        if not hasattr(_alone, "pool"):
-            _alone.pool = ThreadPool(1)
-        alone: ThreadPool = _alone.pool
-        return alone
-    key = (os.getpid(), size)
-    found = _pools.get(key)
-    if found is None:
-        with _making:
-            found = _pools.get(key) or _pools.setdefault(key, ThreadPool(size))
-    return found
+    if size == 1 and not hasattr(_alone, "pool"):
+        _alone.pool = ThreadPool(1)
+    pool: ThreadPool = _alone.pool if size == 1 else _shared(os.getpid(), size)
+    return pool
