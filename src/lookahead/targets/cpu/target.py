@@ -70,7 +70,7 @@ class PassLogits(LogitsBatch):
             torch.from_numpy(logits.reshape(1, rows, stride)).view(compiled.dtype)[..., : compiled.vocabulary]
         )
         self.memory = memory
-        self._peaks = peaks.view(np.float32).reshape(rows, -1)
+        self._peaks = peaks.view(np.float32).reshape(rows, peaks_stride // 4)
 
     def detach(self) -> Numbers:
         """Go on with a copy of the logits; returns the memory, which is free now."""
