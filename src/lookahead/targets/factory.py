@@ -21,8 +21,7 @@ from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .plain import PlainTarget
-from .transformers import TransformersTarget
+from .transformers import PlainTarget, TransformersTarget
 
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "plain")
 
@@ -76,7 +75,13 @@ def _probe(model: PreTrainedModel) -> Probe:
             facts = ModelFacts(model)
         found = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
         if not found.ok and found.difference <= found.limit and model.dtype in HALF:
-            found = _widened(model, facts, found)
+            # Rounding hides the control in 16 bits: masks, positions and commits are judged in float32 besides.
+            wide = copy(facts)
+            wide.dtype = torch.float32
+            with in_float32(model):
+                structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
+            reason = f"{found.reason}; widened to float32: {structure.reason}"
+            found = replace(found, ok=structure.ok, reason=reason)
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
@@ -86,15 +91,6 @@ def _probe(model: PreTrainedModel) -> Probe:
         reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
         return Probe("plain", f"{reason}; decoding one row a step", found, None)
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
-
-
-def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> Equivalence:
-    """Where rounding hides the control in 16 bits, masks, positions and commits are judged in float32 besides."""
-    wide = copy(facts)
-    wide.dtype = torch.float32
-    with in_float32(model):
-        structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
-    return replace(found, ok=structure.ok, reason=f"{found.reason}; widened to float32: {structure.reason}")
 
 
 def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto") -> Target:
@@ -112,22 +108,20 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
     found = probe(model)
     facts, reason = found.facts, found.reason
-    if facts is None or path == "plain":
-        if path not in ("auto", "plain"):
-            raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    if path == "plain" or (facts is None and path == "auto"):
         return PlainTarget(model, reason)
-    if path == "cuda-graph" or (path == "auto" and on_gpu(model)):
+    if facts is not None and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
         from .captures import captured_attention
         from .cuda_graphs import CAPACITY, CudaGraphTarget
 
         attention, reason = captured_attention(model, facts, say=path == "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
-    elif path != "transformers":
+    elif facts is not None and path != "transformers":
         compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
-    if path in ("cpu", "cuda-graph"):
+    if facts is None or path in ("cpu", "cuda-graph"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
     return TransformersTarget(model, facts, capacity, reason)
 
