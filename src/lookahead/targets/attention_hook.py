@@ -22,16 +22,16 @@ NAME = "lookahead_tree"
 
 
 @contextmanager
-def implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside, the model's attention implementation is ``name``. One thread at a time."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+def implementation(model: Any, name: str, what: str = "_attn_implementation") -> Iterator[None]:
+    """Inside, the model's attention implementation is ``name``, or another setting. One thread at a time."""
+    before = [(config, getattr(config, what)) for config in _configs(model)]
     try:
         for config, _ in before:
-            config._attn_implementation = name
+            setattr(config, what, name)
         yield
     finally:
         for config, old in before:  # a config sets those inside it, which come behind it
-            config._attn_implementation = old
+            setattr(config, what, old)
 
 
 def with_masks(model: Any) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
+from .exact import ExactTarget, exact_attention
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .transformers import PlainTarget, TransformersTarget
@@ -93,16 +94,20 @@ def _probe(model: PreTrainedModel) -> Probe:
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
 
 
-def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto") -> Target:
+def make_target(
+    model: PreTrainedModel, capacity: int = 256, path: str = "auto", exact: bool = False
+) -> Target:
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
     Args:
         capacity: tokens per sequence to begin with; storage doubles when it is full.
         path: "cpu", "cuda-graph", "transformers" or "plain" to force one. "auto" takes "cpu" on a CPU and
             "cuda-graph" on a CUDA device where the model allows it, else "transformers", else "plain".
+        exact: only a path on which drafting changes no bit: "cpu", "plain", or else ``ExactTarget``, which then
+            serves for "transformers" too.
 
     Raises:
-        SettingsError: the forced path is not there for this model.
+        SettingsError: the forced path is not there for this model, or none that is exact.
     """
     if path not in PATHS:
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
@@ -110,7 +115,9 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
     facts, reason = found.facts, found.reason
     if path == "plain" or (facts is None and path == "auto"):
         return PlainTarget(model, reason)
-    if facts is not None and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
+    if exact and path == "cuda-graph":
+        raise SettingsError("exact=True is not there on the path 'cuda-graph'; use path='auto'")
+    if facts is not None and not exact and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
         from .captures import captured_attention
         from .cuda_graphs import CAPACITY, CudaGraphTarget
 
@@ -123,6 +130,11 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
             return CpuTarget(compiled, facts, capacity, reason)
     if facts is None or path in ("cpu", "cuda-graph"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    if exact:
+        by_position, reason = exact_attention(model, facts)
+        if by_position is None:
+            raise SettingsError(f"exact=True is not there for this model: {reason}; leave exact out")
+        return ExactTarget(model, facts, by_position, capacity, reason)
     return TransformersTarget(model, facts, capacity, reason)
 
 
