@@ -143,7 +143,8 @@ class Controller:
             passed: of these, what ``StepTimes.bins`` holds for as many rows.
         """
         times, table = self.times, self.table
-        if rows > 1 or (times.widest == 1 and table[0] >= TINY):
+        # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
+        if rows > 1 or (times.widest == 1 and passed < table[0]):
             times.learn(self.batch, self.context, max(rows, times.widest), passed)
         # Interruptions, and others' rows, are not its loss.
         seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))

@@ -59,9 +59,10 @@ def measure_times(
         spent: dict[int, list[float]] = {count: [] for count in rows}
         try:
             # Sizes take turns, and the quickest counts: what else the machine does then tells them apart least.
-            for _, count in product(range(discard + repeats), rows):
+            # A plain step comes behind another one, because a wide one leaves cold caches behind.
+            for _, count in product(range(discard + repeats), (1, *rows)):
                 late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
-                if late and (count not in rows[:2] or all(len(spent[k]) > discard for k in rows[:2])):
+                if late and (count not in rows[:2] or len(spent[count]) > discard):
                     continue
                 tree = _random_tree(count, vocabulary, target.depth_limit(0), rng)
                 spent[count].append(_step(target, slots, tree))
