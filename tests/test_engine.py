@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lookahead
+from families import tiny_model
 from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
 from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
 from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import Detokenizer, TextStream
-from lookahead.testing import tiny_model
 from toy import VOCABULARY, save, tokenizer
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]

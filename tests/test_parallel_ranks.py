@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from families import tiny_model
 from lookahead.core import SettingsError, TokenTree
 from lookahead.parallel import local_device, start
 from lookahead.parallel.target import TOLERANCE, logits_differ
-from lookahead.testing import tiny_model
 
 
 @pytest.fixture
