@@ -132,7 +132,8 @@ def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short
     (expected,) = whole.forward([(0, tree)])
     (scores,) = executor.forward([(0, tree)])
     rows = range(len(tree))
-    assert [scores.best(row) for row in rows] == [expected.best(row) for row in rows]
+    above = len(executor.missing[0])
+    assert [scores.best(above + row) for row in rows] == [expected.best(row) for row in rows]
     executor.commit([(0, [4])])
     whole.commit([(0, [0])])
     assert executor.target.committed == whole.committed
