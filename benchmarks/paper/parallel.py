@@ -188,8 +188,8 @@ def parallel(study: Study) -> Path:
     body = [
         *lines, "",
         f"**Measured**: S, rows and t(k) in one process; the exchange of a step, {exchange_time * 1e6:.0f} us, "
-        "between two processes of this machine by gloo. **Computed** from the measured steps: shards, recomputed rows, bytes "
-        "(of all ranks together), means over steps. **Modelled**: speed-ups over plain decoding, "
+        "between two processes of this machine by gloo. **Computed** from the measured steps: shards, recomputed "
+        "rows, bytes (of all ranks together), means over steps. **Modelled**: speed-ups over plain decoding, "
         "S t(1) / (t(widest shard) + exchange), the exchange being that of two ranks for any number of them. "
         f"**Assumed**, in the column that says so: up to {FLAT_ROWS} rows cost as much as one, the exchange nothing. "
         f"No speed-up was measured on several devices. Sending keys and values in place of computing missing rows "
