@@ -98,7 +98,7 @@ def verify(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptio
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         _show(prompts, report)
-        if llm.probe.mode != "tree":
+        if llm.probe.mode == "plain":
             note(llm.probe.reason, "yellow")
     raise typer.Exit(diverged(llm, [run["equal"] for run in runs]))
 

@@ -1,7 +1,8 @@
 """Model -> target: the load-time probe, and the fastest path that computes what the model computes.
 
 The probe compares a token tree on the real model with the model's own causal passes. Where they differ, or where the
-model cannot evaluate a tree at all, decoding takes one row a step and says why; a silent error is never let through.
+model cannot evaluate a tree at all, the tree's paths as rows of a batch are compared with plain decoding's own steps.
+Where these differ too, decoding takes one row a step and says why; a silent error is never let through.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from transformers import PreTrainedModel
 
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
+from .batch_rows import BatchRowsTarget, RowsFacts, StepTrial
 from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
-from .facts import ModelFacts
+from .facts import NO_LIMIT, ModelFacts
 from .fingerprint import forget, remember
 from .plain import PlainTarget
 from .transformers import TransformersTarget
 
-PATHS = ("auto", "cpu", "cuda-graph", "transformers", "plain")
+PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class Probe:
     """What the probe found.
 
     Attributes:
-        mode: "tree", or "plain" for one row a step.
+        mode: "tree", "batch-rows" for a tree's paths as rows of a batch, or "plain" for one row a step.
         reason: one line for people, with the figures.
-        equivalence: of tree steps and causal passes; None where the model cannot take a tree.
-        facts: for a tree target; None in mode "plain".
+        equivalence: of the path's steps; None where the model can take neither.
+        facts: for a tree target; None in the other modes.
     """
 
     mode: str
@@ -80,12 +82,37 @@ def _probe(model: PreTrainedModel) -> Probe:
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
-        reason = f"{name} cannot evaluate a token tree ({first_line(error)}); decoding one row a step"
-        return Probe("plain", reason, None, None)
+        return _without_trees(model, f"{name} cannot evaluate a token tree ({first_line(error)})")
     if not found.ok:
         reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
-        return Probe("plain", f"{reason}; decoding one row a step", found, None)
+        return _without_trees(model, reason)
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
+
+
+def _without_trees(model: PreTrainedModel, reason: str) -> Probe:
+    """Whether the paths of a tree as rows of a batch are scored as plain decoding scores them."""
+    facts, found = RowsFacts(model), None
+    if facts.rope_boundary < NO_LIMIT:
+        why = f"its rotary positions ({facts.rope_type}) change at {facts.rope_boundary} tokens"
+    else:
+        try:
+            found = compare(model, facts, lambda: BatchRowsTarget(model, facts), kind=StepTrial)
+        except (OutOfMemory, SettingsError):
+            raise
+        except Exception as error:  # as above
+            why = first_line(error)
+        else:
+            why = found.reason
+    if found is not None and found.ok:
+        return Probe(
+            "batch-rows", f"{reason}; its paths as batch rows agree with plain steps ({why})", found, None
+        )
+    return Probe(
+        "plain",
+        f"{reason}, nor can it take its paths as batch rows ({why}); decoding one row a step",
+        found,
+        None,
+    )
 
 
 def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> Equivalence:
@@ -102,8 +129,8 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
 
     Args:
         capacity: tokens per sequence to begin with; storage doubles when it is full.
-        path: "cpu", "cuda-graph", "transformers" or "plain" to force one. "auto" takes "cpu" on a CPU and
-            "cuda-graph" on a CUDA device where the model allows it, else "transformers", else "plain".
+        path: "cpu", "cuda-graph", "transformers", "batch-rows" or "plain" to force one. "auto" takes "cpu" on a CPU
+            and "cuda-graph" on a CUDA device where the model allows it, else "transformers", "batch-rows", "plain".
 
     Raises:
         SettingsError: the forced path is not there for this model.
@@ -112,6 +139,8 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
     found = probe(model)
     facts, reason = found.facts, found.reason
+    if found.mode == "batch-rows" and path in ("auto", "batch-rows"):
+        return BatchRowsTarget(model, RowsFacts(model), reason)
     if facts is None or path == "plain":
         if path not in ("auto", "plain"):
             raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
@@ -123,11 +152,11 @@ def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto")
         attention, reason = captured_attention(model, facts, say=path == "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
-    elif path != "transformers":
+    elif path not in ("transformers", "batch-rows"):
         compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
-    if path in ("cpu", "cuda-graph"):
+    if path in ("cpu", "cuda-graph", "batch-rows"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
     return TransformersTarget(model, facts, capacity, reason)
 
