@@ -10,7 +10,7 @@ import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
 from lookahead.targets import batch_rows, factory
-from lookahead.targets.batch_rows import BatchRowsTarget, RowsFacts, leaf_paths
+from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.factory import make_target, probe
 from lookahead.testing import run
 
@@ -151,7 +151,7 @@ def follow(family):
     Rows kept, tokens pending in the next pass, absorbed by a pass of their own and by a step of one row.
     """
     model = model_of(family)
-    target = BatchRowsTarget(model, RowsFacts(model))
+    target = BatchRowsTarget(model)
     texts = {0: list(range(5, 25)), 1: [7]}
     target.prefill(list(texts.items()))
     bush = [0, 0, 0, 0, 1, 5, 2]  # leaves 6 (deepest), 7, 3 and 4
@@ -273,7 +273,6 @@ def test_models_that_keep_their_state_elsewhere_are_refused(family):
 
 
 def test_half_precision():
-    for family in ("lfm2", "mamba2"):
     model = build("lfm2").to(torch.bfloat16)
     assert probe(model).mode == "batch-rows"
     (one,) = run(make_target(model), [Request([5, 6, 7] * 4, make_drafter("lookahead", ROWS), 20)])
@@ -297,11 +296,10 @@ def test_rows_are_the_paths_to_the_deepest_nodes_that_are_read():
 
 def test_scans_work_in_short_chunks_and_keep_their_size():
     model, seen = model_of("mamba2"), []
-    facts = RowsFacts(model)
-    mixers = [module for module, _ in facts.scans]
+    mixers = [module for module in model.modules() if hasattr(module, "chunk_size")]
     for mixer in mixers:
         mixer.register_forward_pre_hook(lambda module, args: seen.append(module.chunk_size))
-    target = BatchRowsTarget(model, facts)
+    target = BatchRowsTarget(model)
     (one,) = run(target, [Request([5, 6, 7] * 4, make_drafter("lookahead", ROWS), 10)])
     assert one.error is None
     assert set(seen) == {64, batch_rows.SHORTEST_CHUNK}
@@ -311,15 +309,16 @@ def test_scans_work_in_short_chunks_and_keep_their_size():
 
 
 def test_running_out_of_memory_leaves_every_state_as_it_was(monkeypatch):
-    model, honest, calls = model_of("lfm2"), batch_rows.run_rows, []
+    model, honest, calls = model_of("lfm2"), batch_rows.run_model, []
 
-    def small(model, facts, cache, rows, *rest):
-        calls.append(len(rows))
-        if len(rows) > 2 and len(calls) % 2:
+    def small(model, facts, cache, ids, positions, **named):
+        calls.append(len(ids))
+        logits = honest(model, facts, cache, ids, positions, **named)
+        if len(ids) > 2 and len(calls) % 2:
             raise OutOfMemory("no room")
-        return honest(model, facts, cache, rows, *rest)
+        return logits
 
-    monkeypatch.setattr(batch_rows, "run_rows", small)
+    monkeypatch.setattr(batch_rows, "run_model", small)
     texts = [[5, 6, 7] * 4, [11, 12] * 5]
     with pytest.warns(RuntimeWarning, match="did not fit in memory"):
         ours = run(make_target(model), [Request(t, make_drafter("lookahead", ROWS), 30) for t in texts])
@@ -334,7 +333,7 @@ def test_positions_that_change_with_the_length_go_one_row_a_step():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     found = probe(build("lfm2", rope_parameters=rope))
     assert found.mode == "plain"
-    assert "rotary positions (dynamic) change at 256 tokens" in found.reason
+    assert "rotary positions (dynamic) change with the length" in found.reason
 
 
 def test_the_probe_is_the_same_for_an_engine(tmp_path):

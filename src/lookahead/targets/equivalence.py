@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from ..core import Target
 from .attention_hook import with_masks
+from .facts import PassFacts
 from .fingerprint import remember
 from .trial import LENGTHS, Trial
 
@@ -74,7 +75,7 @@ class Equivalence:
 
 def compare(
     model: PreTrainedModel,
-    facts: Any,
+    facts: PassFacts,
     make_target: Callable[[], Target],
     widened: bool = False,
     kind: type[Trial] = Trial,
@@ -84,7 +85,6 @@ def compare(
     Args:
         make_target: a fresh target of the path, for each trial.
         widened: the model is inside ``in_float32``, so it is judged as in float32.
-        facts: of the model; what the trial needs of them.
         kind: of trial.
 
     Raises:

@@ -7,12 +7,12 @@ same rows are evaluated once with deliberate errors in the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..core import Target, TokenTree
+from .facts import PassFacts
 
 #: Prompt lengths (slots 0 and 1) of one trial after the other.
 LENGTHS = ((6, 4), (9, 5), (14, 3))
@@ -57,7 +57,7 @@ class Trial:
     """Prompts and trees for one comparison.
 
     Args:
-        facts: of the model: its vocabulary, layer kinds and limits.
+        facts: of the model.
         number: which of the trials; they differ in tokens and prompt lengths.
 
     Attributes:
@@ -70,7 +70,7 @@ class Trial:
     controls: tuple[tuple[int, ...], ...] = (WRONG_ANCESTOR, WRONG_POSITION)
     strict = 1e-3
 
-    def __init__(self, facts: Any, number: int, device: str) -> None:
+    def __init__(self, facts: PassFacts, number: int, device: str) -> None:
         vocabulary = facts.vocabulary
         self.vocabulary = vocabulary
         generator = torch.Generator().manual_seed(number)
