@@ -13,7 +13,7 @@ from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
-from lookahead.targets.transformers import PlainTarget, TransformersTarget
+from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
