@@ -48,7 +48,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         model, tokenizer, method=chosen.method, config=chosen.config, name=checkpoint.shown,
         tokenizer_error=missing,
     )  # fmt: skip
-    if llm.probe.mode != "tree":
+    if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
