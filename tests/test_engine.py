@@ -495,7 +495,7 @@ def test_load_takes_dtype_and_settings(folder):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("./nowhere", "a directory that exists or a hub id, got './nowhere'"),
+        ("./nowhere", "a directory that exists, a .gguf file or a hub id, got './nowhere'"),
         ("/no/such/model", "a directory that exists"),
         ("", "a directory that exists"),
         ("someone/no-such-model", "hub id that can be fetched, got 'someone/no-such-model'"),

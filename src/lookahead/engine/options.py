@@ -65,7 +65,7 @@ class LoadOptions(Given):
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory or a hub id; without it the bundled model.",
+        "A directory, a .gguf file or a hub id; without it the bundled model.",
         metavar="[MODEL]",
         keyword=False,
         kind=str,
