@@ -223,22 +223,11 @@ def check_attention(machine: Machine) -> None:
             ]
             case = f"{rows} rows, {length} tokens, {heads}/{kv_heads} heads"
             for name in ("triton", "sdpa"):
-                attend = _backend(name)
+                attend = attention.get(name)
                 judged = name == "triton" and rows == 120 and not machine.tiny
                 attention_line(machine, f"{name}, {case}", attend, caches, exact, floor, judged)
             if rows in (120, 21):
                 other_tiles(machine, case, caches, exact, floor)
-
-
-def _backend(name: str) -> Any:
-    """The backend itself: what falls back must not be measured under its name."""
-    from lookahead.attention import get
-
-    if name != "triton":
-        return get(name)
-    from lookahead.attention.triton import attend
-
-    return attend
 
 
 def attention_line(

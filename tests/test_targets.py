@@ -12,8 +12,7 @@ from lookahead.drafters import make_drafter
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
-from lookahead.targets.plain import PlainTarget
-from lookahead.targets.transformers import TransformersTarget
+from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
