@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
-from .buckets import ORDERS
-from .calibration import load, new_calibration
+from .calibration import ORDERS, load, new_calibration
 from .config import AdaptiveConfig
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
