@@ -20,13 +20,11 @@ MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WEIGHT, GUESS = 0.08, 0.02
 #: What took this many times as long as usual was interrupted by something else, and counts as so many times.
 SPIKE = 2.0
-FORMAT, LARGEST_FILE = 2, 1 << 20
+FORMAT = 2
 
 
 class Average:
     """Exponential moving average: starts at ``value``; what is above ``spike`` times the average is clipped."""
-
-    __slots__ = ("spike", "value", "weight")
 
     def __init__(self, value: float = 0.0, weight: float = WEIGHT, spike: float = inf) -> None:
         self.value, self.weight, self.spike = value, weight, spike
@@ -109,21 +107,11 @@ def from_points(points: dict[int, float]) -> list[float]:
     known = sorted(points.items())
     table: list[float] = []
     for k in MENU:
-        after = next((i for i, (rows, _) in enumerate(known) if rows >= k), len(known) - 1)
+        after = min(bisect_left(known, (k, 0.0)), len(known) - 1)
         (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
         seconds = t1 if k1 in (k, k0) else t0 + (t1 - t0) * (k - k0) / (k1 - k0)
         table.append(max([seconds, *table[-1:]]))
     return table
-
-
-def machine_name() -> str:
-    """Processor, cores and, where torch is loaded, its threads and accelerator."""
-    parts = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        parts.append(f"{torch.get_num_threads()} threads")
-        parts += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
-    return ", ".join(parts)
 
 
 def times_file(model: str) -> Path:
@@ -132,9 +120,14 @@ def times_file(model: str) -> Path:
     Args:
         model: whatever tells models, dtypes, devices and code paths apart.
     """
+    machine = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        machine.append(f"{torch.get_num_threads()} threads")
+        machine += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
+    digest = hashlib.sha256(f"{', '.join(machine)}|{model}".encode()).hexdigest()[:24]
     usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
-    digest = hashlib.sha256(f"{machine_name()}|{model}".encode()).hexdigest()[:24]
     return Path(base).expanduser() / "lookahead-decoding" / "times" / f"{digest}.json"
 
 
@@ -143,9 +136,8 @@ def save_times(model: str, times: StepTimes) -> Path:
     path = times_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     seconds = {f"{batch},{context}": table for (batch, context), table in times.bins.items()}
-    about = {"format": FORMAT, "model": model, "machine": machine_name(), "menu": MENU, "seconds": seconds}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(about, indent=1))
+    temporary.write_text(json.dumps({"format": FORMAT, "model": model, "menu": MENU, "seconds": seconds}))
     os.replace(temporary, path)
     return path
 
@@ -160,8 +152,6 @@ def load_times(model: str) -> StepTimes | None:
     if not path.is_file():
         return None
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise ValueError("too large")
         content = json.loads(path.read_text())
         if (content.get("format"), tuple(content["menu"])) != (FORMAT, MENU):  # of another version
             return None
