@@ -1,11 +1,12 @@
-"""Fit what the adaptive drafter thinks of proposals before it has seen any: src/lookahead/drafters/adaptive/priors.json.
+"""Fit src/lookahead/drafters/adaptive/priors.json: what adaptive thinks of proposals before it has seen any.
 
     python scripts/fit_priors.py MODEL --data DIR
 
 MODEL decodes prompts from DIR: GSM8K's training questions, the first halves of MBPP's solutions from row 500 on, and
 every second row of four categories of Spec-Bench; each once greedily and once at temperature 1. One state is kept
-for all of them, so that every bucket of proposals counts its trials and hits. The log-odds of a bucket are fitted to these as a sum of one number for each of its
-features (logistic regression with a ridge, by Newton's method). The file holds these numbers and no text.
+for all of them, so that every bucket of proposals counts its trials and hits. A bucket's log-odds are fitted to these
+as a sum of one number for each of its features (logistic regression with a ridge, by Newton's method). The file holds
+these numbers and no text.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def prompts(data: Path, count: int) -> list[str]:
 def fit(
     hits: Any, trials: Any, shape: tuple[int, ...], terms: Sequence[tuple[int, ...]], ridge: float = 0.3
 ) -> list[Any]:
-    """Log-odds of buckets as sums of one number a term; a term is a set of axes, and its numbers an array of these."""
+    """Log-odds of buckets as sums of one number for each term, which is a set of axes: an array by term."""
     places = np.indices(shape).reshape(len(shape), -1)
     blocks = []
     for axes in terms:
@@ -120,9 +121,9 @@ def main() -> None:
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
     fits = {"greedy": priors_of(state, False), "sampled": priors_of(state, True)}
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")
-    for sampled in (False, True):
-        joint = state.tables(sampled).calibration.joint
-        print("sampled" if sampled else "greedy", int(joint["trials"].sum()), "proposals,", int(joint["hits"].sum()), "right")  # fmt: skip
+    for sampled, name in enumerate(fits):
+        joint = state.tables(bool(sampled)).calibration.joint
+        print(f"{name}: {joint['trials'].sum():.0f} proposals, {joint['hits'].sum():.0f} right")
 
 
 if __name__ == "__main__":
