@@ -48,13 +48,15 @@ class StepTimes:
         bins: tables by bin, seconds by place in ``MENU``. The first is a whole plain step, with no drafter's time in
             it; the others are what follows once the tree is grown: the pass, and learning from its rows.
         probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
+        after: seconds by which the plain step after that is longer, since the model finds cold caches.
         setup: seconds to set up drafting for a text, its prompt read.
         batch, widest: sequences in the pass, and rows of the largest tree.
     """
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
-        self.probe, self.setup = Average(1e-4, spike=SPIKE), Average(5e-4, 0.2, SPIKE)
+        self.probe, self.after = Average(1e-4, spike=SPIKE), Average(weight=0.5)
+        self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.widest, self._evaluated = 0, 1, True
 
     def drafted(self, rows: int) -> None:
