@@ -143,6 +143,20 @@ def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return found.nan_to_num(nan=torch.inf)
 
 
+def differ(found: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """What is wrong where two evaluations of one row of logits, (V,) each, cannot both be right; "" where they can.
+
+    Each may be as far from float32 as ``compare`` allows a path, so they may be twice that apart.
+
+    Args:
+        found: what ``compare`` found of the model; None allows what float32 does.
+    """
+    noise = found.noise if found is not None else 0.0
+    limit = 2 * max(STRICT, FACTOR * noise)
+    apart = float(distance(theirs.to(ours), ours.double()))
+    return "" if apart <= limit else f"relative distance {apart:.2g}, {limit:.2g} is allowed"
+
+
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes with its own weights in float32, without a second copy of it. One thread at a time.

@@ -29,6 +29,7 @@ class PassFacts:
         kinds: of its attention layers.
         rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
             changes; ("", ``NO_LIMIT``) if none.
+        rotary: is told of every pass's positions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,6 +42,7 @@ class PassFacts:
         self.takes_rows = "logits_to_keep" in parameters
         self.kinds = LayerKinds.of(self.config)
         self.rope_type, self.rope_boundary = _rope_boundary(self.config)
+        self.rotary = RotaryReset(model)
 
 
 class ModelFacts(PassFacts):
@@ -81,6 +83,34 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
             original = entry.get(name) or getattr(config, name, None)
             return kind, int(original or config.max_position_embeddings)
     return "", NO_LIMIT
+
+
+class RotaryReset:
+    """Rotary frequencies that depend on the length of a text alone, where a model keeps those of an earlier one.
+
+    With dynamic NTK scaling transformers computes frequencies anew for each length that is longer than all before,
+    and takes the first ones again only for a text shorter than the trained length. In between, a text would be
+    decoded with the frequencies of whatever was decoded before it.
+
+    Args:
+        model: any; without such scaling there is nothing to do.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules: list[Any] = [
+            one for one in model.modules() if "dynamic" in str(getattr(one, "rope_type", ""))
+        ]
+
+    def before(self, positions: torch.Tensor) -> None:
+        """Called before a pass over rows at these positions."""
+        for module in self._modules:
+            length = int(positions.max()) + 1
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                if getattr(module, name) > max(length, module.original_max_seq_len):
+                    kind = name.removesuffix("max_seq_len_cached")  # of a layer, where kinds have their own
+                    first = getattr(module, f"{kind}original_inv_freq").to(getattr(module, f"{kind}inv_freq"))
+                    module.register_buffer(f"{kind}inv_freq", first, persistent=False)
+                    setattr(module, name, module.original_max_seq_len)
 
 
 @contextmanager
