@@ -23,6 +23,7 @@ class ModelUnderTest:
     eos: frozenset[int] = frozenset()  # tokens that end a text
     max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
     dtype: str = "float32"  # for the records
+    gguf: str | None = None  # the file that it was read from, for llama.cpp
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:

