@@ -39,14 +39,13 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from ..engine.tuning import tune_model
 
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         found[batch, context, count] = round(seconds * 1e3, 3)
 
-    path = tune_model(llm, counts, lengths, sequences, repeats, keep)
+    path = llm.tune(counts, lengths, sequences, repeats, keep)
     if path is None:
         raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
     if as_json:
