@@ -23,7 +23,7 @@ from .model import ModelUnderTest
 
 PACKAGE = "llama-cpp-python"
 #: Most positions that a context is made for: with prompt lookup it holds logits of the whole vocabulary for each.
-CONTEXT = 2048
+CONTEXT = 4096
 
 
 class LlamaCpp(Method):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -53,7 +54,7 @@ def demo(
         chat = getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode([{"role": "user", "content": text}] if chat else text)
         typer.echo(typer.style(f"\n{path.stem}: {text.splitlines()[0]}", bold=True))
-        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), color=True)
+        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), sys.stdout.isatty())
         plain = llm.generate(ids, max_new_tokens=max_new_tokens, method="autoregressive")
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain, _reference_speed(llm, ids)))
@@ -123,7 +124,8 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
         table.add_column(heading, justify="right" if heading else "left")
     for (name, ours, plain, reference), same in zip(rows, equal, strict=True):
         fast, slow = _speed(ours), _speed(plain)
-        cells = [f"{reference:.1f}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}"]
+        gain = f"{fast / slow:.2f}" if slow else "–"  # a text of one token says nothing of speed
+        cells = [f"{reference:.1f}", f"{slow:.1f}", f"{fast:.1f}", gain]
         table.add_row(name, *cells, f"{ours.stats.compression_ratio:.2f}", "yes" if same else "no")
     Console(highlight=False).print(table)
     note(
