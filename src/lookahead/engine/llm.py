@@ -21,6 +21,7 @@ from ..targets.factory import make_target, probe
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
+from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
 from .results import Entry, Result, Stream, Updates, decode_prompts
 from .text import TextStream
@@ -116,7 +117,10 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        return make_target(self.model, path=path)
+        with said_where_slow(
+            "preparing the model (the first time here its passes are compiled for this processor)"
+        ):
+            return make_target(self.model, path=path)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""

@@ -12,6 +12,7 @@ import torch
 
 from ..core import SettingsError
 from ..drafters import make_drafter, method_for
+from ..targets.cpu.formats import format_for
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import forget
 from .checkpoints import Checkpoint, first_line
@@ -41,6 +42,9 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
     checkpoint = Checkpoint(chosen)
+    if dtype == "auto" and chosen.path_or_id is None and checkpoint.gguf is not None:
+        slow = device.type == "cpu" and format_for(torch.bfloat16).kind == "vectors"
+        dtype = torch.float32 if slow else torch.bfloat16
     model = checkpoint.read_model(dtype).to(device).eval()
     _check_causal(model, checkpoint.name)
     tokenizer, missing = checkpoint.read_tokenizer()
