@@ -96,5 +96,5 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
     console.print(table)
     console.print(
         f"\n{llm.name} in {llm.dtype} on the {rows[0][1].stats.path} path, without the prefill. transformers: its "
-        f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is that of plain decoding, token for token."
+        f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is plain decoding's, token for token."
     )
