@@ -20,6 +20,7 @@ from ..core import LookaheadError, SettingsError
 from . import bench
 from .chat import chat
 from .console import Interrupted, is_follower, note, problem
+from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .options import ranks
@@ -105,7 +106,7 @@ def _root(
         )
 
 
-for command in (generate, chat, verify, doctor, tune):
+for command in (generate, chat, demo, verify, doctor, tune):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
