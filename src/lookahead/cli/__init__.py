@@ -23,6 +23,7 @@ from .console import Interrupted, is_follower, note, problem
 from .doctor import doctor
 from .generate import generate
 from .options import ranks
+from .serve import RAW, serve
 from .tune import tune
 from .verify import verify
 
@@ -107,6 +108,7 @@ def _root(
 
 for command in (generate, chat, verify, doctor, tune):
     app.command()(command)
+app.command(context_settings=RAW)(serve)
 app.add_typer(bench.app, name="bench")
 
 
