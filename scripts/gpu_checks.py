@@ -223,22 +223,11 @@ def check_attention(machine: Machine) -> None:
             ]
             case = f"{rows} rows, {length} tokens, {heads}/{kv_heads} heads"
             for name in ("triton", "sdpa"):
-                attend = _backend(name)
+                attend = attention.get(name)
                 judged = name == "triton" and rows == 120 and not machine.tiny
                 attention_line(machine, f"{name}, {case}", attend, caches, exact, floor, judged)
             if rows in (120, 21):
                 other_tiles(machine, case, caches, exact, floor)
-
-
-def _backend(name: str) -> Any:
-    """The backend itself: what falls back must not be measured under its name."""
-    from lookahead.attention import get
-
-    if name != "triton":
-        return get(name)
-    from lookahead.attention.triton import attend
-
-    return attend
 
 
 def attention_line(
@@ -444,7 +433,10 @@ def _times(seconds: float, floor: float, one: float) -> str:
 def check_text(machine: Machine) -> None:
     """What is taken by itself against plain decoding, in full precision, so that every token must be equal."""
     from lookahead.targets.factory import make_target
-    from lookahead.testing import assert_same_as_autoregressive, tiny_model
+    from lookahead.testing import assert_same_as_autoregressive
+
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from families import tiny_model
 
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
     families = (

@@ -17,12 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 import lookahead
+from families import tiny_model
 from lookahead.cli import app
 from lookahead.cli.options import takes
 from lookahead.drafters import METHODS
 from lookahead.engine.fields import keywords_of, option
 from lookahead.engine.options import DraftOptions, LoadOptions, Options
-from lookahead.testing import tiny_model
 from toy import save
 
 FIELDS = {"id", "line", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from families import tiny_model
 from lookahead import attention
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.captures import captured_attention
-from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, drop_arena, fill
+from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, fill
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.trial import trial_tree
-from lookahead.testing import assert_same_as_autoregressive, tiny_model
+from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
 
@@ -25,15 +26,13 @@ def model():
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-def captured(model, capacity=64):
-    return CudaGraphTarget(model, probe(model).facts, TreeAttention(model), capacity)
+def captured(model, capacity=64, tree_attention=None):
+    own = tree_attention or TreeAttention(model, attention.get("auto", model.device))
+    return CudaGraphTarget(model, probe(model).facts, own, capacity)
 
 
 def test_buckets():
-    assert [bucket_of(rows) for rows in (1, 2, 3, 9, 64, 65, 256, 257)] == [1, 2, 4, 16, 64, 80, 256, None]
-    # Beyond the small ones at most 8 rows in 40 are padding.
-    for rows in range(16, 257):
-        assert (bucket_of(rows) - rows) <= max(8, rows // 4)
+    assert [bucket_of(rows) for rows in (1, 2, 4, 9, 64, 65, 256, 257)] == [1, 4, 4, 16, 64, 128, 256, None]
     assert list(BUCKETS) == sorted(set(BUCKETS))
 
 
@@ -53,7 +52,6 @@ def test_a_step_in_one_buffer():
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "several"])
 def test_same_text(model, prompts):
-    drop_arena(model)
     target = captured(model, 16)  # so that it grows several times
     generations = assert_same_as_autoregressive(target, prompts, "lookahead", (5, 4, 7), 60)
     assert sum(g.stats.accepted for g in generations) > 0
@@ -152,7 +150,7 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
 
     monkeypatch.setattr(module, "on_gpu", lambda model: True)
     if how == "refused":
-        monkeypatch.setattr(cuda_graphs._Pass, "run", cannot_be_captured)
+        monkeypatch.setattr(cuda_graphs.CapturedPass, "run", cannot_be_captured)
     else:
         honest = cuda_graphs.fill
 
@@ -176,6 +174,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     def broken(*args, **named):
         raise RuntimeError("no such instruction on this card")
 
+    broken.__module__ = "lookahead.attention.triton"
     monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
@@ -241,32 +240,43 @@ def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):
-    drop_arena(model)
-    first = captured(model)
+    shared = TreeAttention(model, attention.get("auto", model.device))
+    first = captured(model, 64, shared)
     cache = first.cache
     assert_same_as_autoregressive(first, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
-    other = captured(model)  # while the first is in use
+    other = captured(model, 64, shared)  # while the first is in use
     assert other.cache is not cache
     del first
     gc.collect()
-    second = captured(model)
+    second = captured(model, 64, shared)
     assert second.cache is cache
     assert second.passes
     assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
     assert_same_as_autoregressive(second, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
     del second, other
     gc.collect()
+    assert len(shared.idle) == 1  # one is enough
+
+
+def test_cache_and_passes_end_with_the_weights_that_they_read():
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    first = make_target(model, path="cuda-graph")
+    cache = first.cache
+    del first
+    gc.collect()
+    assert make_target(model, path="cuda-graph").cache is cache
     weight = model.model.norm.weight
     weight.data = weight.data.clone()  # graphs read the weights where they lay
-    assert captured(model).cache is not cache
+    assert make_target(model, path="cuda-graph").cache is not cache
 
 
 def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
-    drop_arena(model)
+    shared = TreeAttention(model, attention.get("auto", model.device))
     with torch.inference_mode():
-        assert_same_as_autoregressive(captured(model, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 40)
+        assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "lookahead", (5, 4, 7), 40)
     gc.collect()
-    assert_same_as_autoregressive(captured(model, 16), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
+    assert shared.idle
+    assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
 
 
 def test_logits_outlive_the_next_step(model):

@@ -22,9 +22,46 @@ Row i of a step sees the committed prefix, its ancestors among the step's rows, 
     triton     no mask: the prefix in stretches, the tree part by its bits, in one kernel; NVIDIA GPUs
 """
 
-from .backends import BACKENDS, Attend, GuardedKernel, get, has_triton, name_of
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from ..core.errors import SettingsError
+from . import reference, sdpa
 from .bits import pack_bits, unpack_bits
 
-__all__ = [
-    "BACKENDS", "Attend", "GuardedKernel", "get", "has_triton", "name_of", "pack_bits", "unpack_bits",
-]  # fmt: skip
+__all__ = ["BACKENDS", "Attend", "get", "has_triton", "pack_bits", "unpack_bits"]
+
+Attend = Callable[..., torch.Tensor]
+BACKENDS = ("reference", "sdpa", "triton")
+
+
+def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
+    """A backend by name; "auto" takes triton on an NVIDIA GPU that has it, and sdpa elsewhere.
+
+    Raises:
+        SettingsError: an unknown name, or triton where it is not installed.
+    """
+    if name == "auto":
+        name = "triton" if torch.device(device).type == "cuda" and has_triton() else "sdpa"
+    if name not in BACKENDS:
+        raise SettingsError(
+            f"the attention backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
+        )
+    if name != "triton":
+        return sdpa.attend if name == "sdpa" else reference.attend
+    if not has_triton():
+        raise SettingsError(
+            "the attention backend triton needs the package triton; pip install triton, or use sdpa"
+        )
+    from .triton import attend
+
+    return attend
+
+
+def has_triton() -> bool:
+    """Whether the package triton is installed."""
+    return find_spec("triton") is not None

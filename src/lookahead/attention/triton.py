@@ -178,7 +178,8 @@ def attend(
     group, pairs = heads // kv_heads, batch * kv_heads
     block = blocks(group * rows, size, value_size, query.element_size()) | dict(tuning or {})
     tiles = triton.cdiv(group * rows, block["BLOCK_M"])
-    wanted = split(columns - rows, pairs * tiles, block["BLOCK_N"], _processors(device))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 8
+    wanted = split(columns - rows, pairs * tiles, block["BLOCK_N"], processors)
     parts = block.pop("parts", wanted)
     scale = scale if scale is not None else size**-0.5
     # Only the last axis must be dense; the others are walked by stride.
@@ -186,9 +187,9 @@ def attend(
     words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
     lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
     # Every part's output and base-2 log-sum-exp.
-    partial = _empty((pairs, parts + 1, group * rows, value_size), torch.float32, device)
-    totals = _empty((pairs, parts + 1, group * rows), torch.float32, device)
-    out = _empty((batch, heads, rows, value_size), query.dtype, device)
+    partial = _empty((pairs, parts + 1, group * rows, value_size), dtype=torch.float32, device=device)
+    totals = _empty((pairs, parts + 1, group * rows), dtype=torch.float32, device=device)
+    out = _empty((batch, heads, rows, value_size), dtype=query.dtype, device=device)
     values = {"DV": value_size, "BLOCK_DV": _dots(value_size), "enable_fp_fusion": True}
     _parts[(parts + 1, tiles, pairs)](
         query, key, value, lengths, words, depths, partial, totals,
@@ -233,12 +234,5 @@ def _dots(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Where outputs go; tests fill them with NaN first."""
-    return torch.empty(shape, dtype=dtype, device=device)
+#: Where outputs go; tests fill them with NaN first.
+_empty = torch.empty

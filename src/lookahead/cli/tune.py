@@ -40,14 +40,12 @@ def tune(
     from rich.console import Console
     from rich.table import Table
 
-    from ..engine.tuning import tune_model
-
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         found[batch, context, count] = round(seconds * 1e3, 3)
 
-    path = tune_model(llm, counts, lengths, sequences, repeats, keep)
+    path = llm.tune(counts, lengths, sequences, repeats, keep)
     if path is None:
         raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
     if as_json:

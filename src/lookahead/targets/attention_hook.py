@@ -1,8 +1,8 @@
-"""Tree attention inside transformers models, through their public AttentionInterface, for the length of one pass.
+"""Our attention inside transformers models, through their public AttentionInterface, for the length of one pass.
 
-A model whose attention implementation is ``NAME`` calls us in every layer; what it cannot hand over (ancestor
-bits, depths, live lengths) is set beside the call. No mask is made: transformers skips its masks for a name that
-has no mask function. Models that ignore the setting are found by their flag and by counting calls.
+A model whose attention implementation is ``NAME`` calls us in every layer; what it cannot hand over (where rows
+stand, what they see) is set beside the call. No mask is made: transformers skips its masks for a name that has no
+mask function. Models that ignore the setting are found by their flag and by counting calls.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from ..attention.backends import get, name_of
+from ..attention import Attend
 from ..core.errors import SettingsError
 
 NAME = "lookahead_tree"
 
 
 @contextmanager
-def implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside, the model's attention implementation is ``name``. One thread at a time."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+def implementation(model: Any, name: str, what: str = "_attn_implementation") -> Iterator[None]:
+    """Inside, the model's attention implementation is ``name``, or another setting. One thread at a time."""
+    before = [(config, getattr(config, what)) for config in _configs(model)]
     try:
         for config, _ in before:
-            config._attn_implementation = name
+            setattr(config, what, name)
         yield
     finally:
         for config, old in before:  # a config sets those inside it, which come behind it
-            config._attn_implementation = old
+            setattr(config, what, old)
 
 
 def with_masks(model: Any) -> AbstractContextManager[None]:
@@ -41,22 +41,21 @@ def with_masks(model: Any) -> AbstractContextManager[None]:
 
 
 class TreeAttention:
-    """The tree attention of one model, which stays as it was outside of ``within``.
+    """An attention function of one model, which stays as it was outside of ``within``.
 
     Args:
         model: a causal language model.
-        backend: "auto", "sdpa", "triton" or "reference".
+        attend: the function, of ``lookahead.attention`` or one that takes the same after query, key and value.
 
     Attributes:
-        attend: the backend.
-        calls: layers evaluated so far.
         lock: held while the model is switched over.
+        idle: what a target leaves to the next one (``cuda_graphs``).
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.
     """
 
-    def __init__(self, model: Any, backend: str = "auto") -> None:
+    def __init__(self, model: Any, attend: Attend) -> None:
         from transformers import AttentionInterface
 
         name = type(model).__name__
@@ -68,45 +67,48 @@ class TreeAttention:
                 f"{name} does not take attention functions (its class lacks _supports_attention_backend); use sdpa"
             )
         AttentionInterface.register(NAME, forward)
-        self.attend = get(backend, model.device)
-        self.calls = 0
         self.lock = threading.RLock()
-        one = torch.ones(1, 1, 1, dtype=torch.int32, device=model.device)
+        self.idle: list[Any] = []
+        calls: list[int] = []
+
+        def count(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> torch.Tensor:
+            calls.append(1)
+            return query.new_zeros(*query.shape[:3], value.shape[-1])
+
+        self.attend: Attend = count
         try:
-            with torch.no_grad(), self.within(model, one, 0 * one[0], 0 * one[0, 0]):
-                model(input_ids=one[0].long(), use_cache=False)
+            with torch.no_grad(), self.within(model):
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
         except SettingsError:
-            self.calls = 0
+            calls.clear()
         layers = len(getattr(config, "layer_types", None) or range(config.num_hidden_layers))
-        if self.calls != layers:
+        if len(calls) != layers:
             raise SettingsError(
-                f"{name} called the tree attention in {self.calls} of its {layers} layers, so its steps would be "
+                f"{name} called the tree attention in {len(calls)} of its {layers} layers, so its steps would be "
                 "silently wrong; use sdpa"
             )
+        self.attend = attend
 
     @property
     def backend(self) -> str:
-        """The backend that computes; sdpa where a kernel did not compile."""
-        return name_of(self.attend)
+        """The name of what computes."""
+        return self.attend.__module__.rsplit(".", 1)[-1]
 
     @contextmanager
-    def within(
-        self, model: Any, words: torch.Tensor, depths: torch.Tensor, lengths: torch.Tensor
-    ) -> Iterator[None]:
-        """The model's passes call this attention inside, for rows given as tensors on its device (see the package).
+    def within(self, model: Any, *rows: Any) -> Iterator[None]:
+        """The model's passes call ``attend`` inside, with ``rows`` behind query, key and value.
 
         One thread at a time: nothing else may run on the model inside.
         """
         with self.lock, implementation(model, NAME):
-            token = _rows.set((self, words, depths, lengths))
+            token = _rows.set((self, rows))
             try:
                 yield
             finally:
                 _rows.reset(token)
 
 
-_Rows = tuple[TreeAttention, torch.Tensor, torch.Tensor, torch.Tensor]
-_rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+_rows: ContextVar[tuple[TreeAttention, tuple[Any, ...]] | None] = ContextVar("rows", default=None)
 
 
 def forward(
@@ -123,31 +125,22 @@ def forward(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What layers call: query (B, H, Q, D), keys and values of the cache; the output is (B, Q, H, Dv)."""
-    rows = _rows.get()
-    if rows is None or attention_mask is not None or others.get("position_bias") is not None:
+    current = _rows.get()
+    if current is None or attention_mask is not None or others.get("position_bias") is not None:
         raise SettingsError(
             f"the attention {NAME!r} takes no mask and no position bias, and serves the steps of lookahead only; "
             "use sdpa or eager"
         )
-    attention, words, depths, lengths = rows
-    attention.calls += 1
-    out = attention.attend(
-        query, key, value, lengths, words, depths,
-        scale=scaling, window=sliding_window or 0, softcap=softcap or 0.0, sinks=s_aux,
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    attention, rows = current
+    options = {"scale": scaling, "window": sliding_window or 0, "softcap": softcap or 0.0, "sinks": s_aux}
+    return attention.attend(query, key, value, *rows, **options).transpose(1, 2).contiguous(), None
 
 
 def _configs(model: Any) -> list[Any]:
     """The configs of a model and its parts, outer ones first, each once."""
-    found = {id(model.config): model.config}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
     for config in list(found.values()):
-        for key in config.sub_configs:
-            part = getattr(config, key, None)
-            if part is not None:
-                found.setdefault(id(part), part)
+        parts = [getattr(config, key, None) for key in config.sub_configs]
+        found.update((id(part), part) for part in parts if part is not None)
     return list(found.values())

@@ -18,20 +18,19 @@ from .kv_storage import KVStorage
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the rows of one forward pass go: B slots, Q rows each, behind T_b committed tokens.
+    """Where the rows of one forward pass go, and what attention sees: B sequences, Q rows each.
 
     Attributes:
-        slots, lengths: B entries each.
-        rows: Q.
-        index: (slots (B, 1), columns (B, Q)) on the device; None where B = 1.
-        width: columns that attention sees.
+        slots, columns: one slot and a slice of Q columns, or two tensors that index together as (B, Q).
+        seen: the slots (B) whose columns up to ``width`` attention is handed.
+        length: of the longest sequence before the pass.
     """
 
-    slots: list[int]
-    lengths: list[int]
-    rows: int
-    index: tuple[torch.Tensor, torch.Tensor] | None
+    slots: int | torch.Tensor
+    columns: slice | torch.Tensor
+    seen: slice | torch.Tensor
     width: int
+    length: int = 0
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -58,7 +57,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return max(self.cache.placement.lengths)
+        return self.cache.placement.length
 
     def get_max_length(self) -> int:
         return -1
@@ -84,7 +83,7 @@ class TreeCache(KVStorage, Cache):
         self.device = device
         self.capacity = capacity
         self.slots = 1
-        self.placement = Placement([0], [0], 0, None, 0)
+        self.placement = Placement(0, slice(0), slice(1), 0)
         # (layer, 0 for keys or 1 for values) -> ((heads, head size), place among those of this shape)
         self._place: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         counts: dict[tuple[int, int], int] = {}
@@ -101,9 +100,8 @@ class TreeCache(KVStorage, Cache):
     def _grow(self, slots: int, capacity: int) -> None:
         for group, old in self._storage.items():
             count, _, heads, _, size = old.shape
-            new = old.new_zeros(count, slots, heads, capacity, size)
+            self._storage[group] = new = old.new_zeros(count, slots, heads, capacity, size)
             new[:, : self.slots, :, : self.capacity] = old
-            self._storage[group] = new
 
     def clear(self) -> None:
         """All numbers are 0 again, in the same memory."""
@@ -111,29 +109,28 @@ class TreeCache(KVStorage, Cache):
             storage.zero_()
 
     def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
-        """Say where the next pass writes; reserves the room."""
-        self.reserve(max(slots) + 1, max(lengths) + rows)
-        index = None
-        if len(slots) > 1:
-            first = torch.tensor(lengths, device=self.device)[:, None]
-            columns = first + torch.arange(rows, device=self.device)[None]
-            index = torch.tensor(slots, device=self.device)[:, None], columns
-        self.placement = Placement(list(slots), list(lengths), rows, index, max(lengths) + rows)
+        """Say where the next pass writes: ``rows`` of each slot behind its tokens; reserves the room."""
+        longest = max(lengths)
+        self.reserve(max(slots) + 1, longest + rows)
+        if len(slots) == 1:
+            slot, columns = slots[0], slice(longest, longest + rows)
+            self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
+            return
+        at = torch.tensor(slots, device=self.device)
+        first = torch.tensor(lengths, device=self.device)[:, None]
+        together = list(slots) == list(range(slots[0], slots[0] + len(slots)))
+        seen = slice(slots[0], slots[0] + len(slots)) if together else at
+        columns_of_all = first + torch.arange(rows, device=self.device)
+        self.placement = Placement(at[:, None], columns_of_all, seen, longest + rows, longest)
 
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
         """Put rows (B, heads, Q, size) in place; return the slots' (B, heads, width, size)."""
-        storage = self._of(layer, which)
-        at = self.placement
-        if at.index is None:
-            slot, length = at.slots[0], at.lengths[0]
-            storage[slot, :, length : length + at.rows] = states[0]
+        storage, at = self._of(layer, which), self.placement
+        if isinstance(at.columns, slice):
+            storage[at.slots, :, at.columns] = states[0]
         else:
-            storage[at.index[0], :, at.index[1]] = states.transpose(1, 2)
-        low, high = min(at.slots), max(at.slots)
-        if at.slots == list(range(low, high + 1)):
-            return storage[low : high + 1, :, : at.width]
-        assert at.index is not None
-        return storage[at.index[0][:, 0], :, : at.width]
+            storage[at.slots, :, at.columns] = states.transpose(1, 2)
+        return storage[at.seen, :, : at.width]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
@@ -147,14 +144,12 @@ class TreeCache(KVStorage, Cache):
 
     def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Keys and values of a slot's first ``length`` tokens, per layer, each (1, heads, length, size)."""
-        layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for layer in range(len(self.layers)):
-            if (layer, 0) not in self._place:
-                layers.append(None)
-                continue
-            keys, values = (self._of(layer, which)[slot : slot + 1, :, :length] for which in (0, 1))
-            layers.append((keys.clone(), values.clone()))
-        return layers
+
+        def copied(layer: int, which: int) -> torch.Tensor:
+            return self._of(layer, which)[slot : slot + 1, :, :length].clone()
+
+        layers = range(len(self.layers))
+        return [(copied(i, 0), copied(i, 1)) if (i, 0) in self._place else None for i in layers]
 
     def _of(self, layer: int, which: int) -> torch.Tensor:
         """A layer's keys (0) or values (1), (S, heads, C, size)."""

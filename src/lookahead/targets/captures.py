@@ -11,9 +11,10 @@ import warnings
 import torch
 from transformers import PreTrainedModel
 
-from ..core import OutOfMemory, SettingsError, TokenTree
+from ..attention import get
+from ..core import OutOfMemory, SettingsError
 from .attention_hook import TreeAttention
-from .cuda_graphs import CudaGraphTarget, drop_arena
+from .cuda_graphs import BUCKETS, CapturedPass, CudaGraphTarget
 from .equivalence import compare, first_line
 from .facts import ModelFacts
 from .fingerprint import forget, remember
@@ -33,8 +34,6 @@ def captured_attention(
     def find() -> tuple[TreeAttention | None, str]:
         attention, reason = _judge(model, facts, backend)
         forget(model, "trial")
-        if attention is None:
-            drop_arena(model)
         if attention is None and say:
             warnings.warn(
                 f"steps are not captured: {reason}; taking the transformers path, with the same result",
@@ -57,15 +56,27 @@ def _judge(model: PreTrainedModel, facts: ModelFacts, backend: str) -> tuple[Tre
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return None, f"{name} has hooks, which a captured pass would not call again"
     try:
-        attention = TreeAttention(model, backend)
+        attention = TreeAttention(model, get(backend, model.device))
+    except SettingsError as error:
+        return None, str(error)
+    try:
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
             return None, f"{name} reads values on the host in its pass ({reads})"
         found = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
     except OutOfMemory:
         raise
-    except SettingsError as error:
-        return None, str(error)
-    except Exception as error:  # whatever a model does in a pass that it was not made for
+    except Exception as error:  # whatever a model or a compiler does in a pass that it was not made for
+        if isinstance(error, torch.AcceleratorError):
+            torch.cuda.synchronize(
+                model.device
+            )  # raises where the device is beyond use, so that this is no refusal
+        if attention.backend == "triton":
+            warnings.warn(
+                f"the attention kernel does not run here ({first_line(error)}); using sdpa, with the same result",
+                RuntimeWarning,
+                stacklevel=7,
+            )
+            return _judge(model, facts, "sdpa")
         return None, f"{name} cannot be captured ({first_line(error)})"
     if not found.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({found.reason})"
@@ -78,20 +89,23 @@ def host_reads(target: CudaGraphTarget) -> str:
     """What a pass waits for on the host first, which no graph can hold; "" on a CPU, where nothing is captured.
 
     Looked for before anything is captured, because a capture that fails leaves the device's random numbers unusable.
+    Every bucket is evaluated once before, so that what is compiled for it is, or fails, before the first text.
     """
-    if target.model.device.type == "cpu":
+    device = target.model.device
+    if device.type == "cpu":
         return ""
-    target.prefill([(0, [1, 2, 3])])
-    target.forward([(0, TokenTree(1))])  # kernels are compiled and libraries set up
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        target.passes[0, 1].evaluate(target)
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        return first_line(error)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-        target.release(0)
+    with target.in_arena("a step", [(0, BUCKETS[-1])]):
+        passes = [CapturedPass(0, bucket, device) for bucket in BUCKETS]
+        try:
+            for mode in (before, "error"):
+                torch.cuda.set_sync_debug_mode(mode)
+                for one in passes:
+                    one.evaluate(target)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return first_line(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     return ""

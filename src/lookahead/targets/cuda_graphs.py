@@ -30,10 +30,10 @@ from .attention_hook import TreeAttention
 from .cache import Placement, TreeCache
 from .facts import ModelFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows, best_tokens
-from .transformers import TransformersTarget
+from .transformers import TransformersTarget, run_model
 
-#: Rows of a captured pass. Up to 64 by eights: a tile of a matrix product has 8 or 16 rows.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+#: Rows of a captured pass. While weights are what a step reads, padding costs little.
+BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
 #: Tokens of a cache to begin with; where it grows, passes are captured anew.
 CAPACITY = 1024
 
@@ -56,17 +56,17 @@ def buffer_size(bucket: int) -> int:
     return 1 + 2 * bucket + bucket * word_count(bucket)
 
 
-class _Pass:
+class CapturedPass:
     """The forward pass of one bucket in one slot, captured where there is a GPU."""
 
     def __init__(self, slot: int, bucket: int, device: torch.device) -> None:
         self.bucket = bucket
-        self.slot = slot
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(buffer_size(bucket), dtype=torch.int32, pin_memory=on_gpu)
         self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
         self.columns = torch.arange(bucket, device=device)
         self.slots = torch.tensor([[slot]], device=device)
+        self.seen = slice(slot, slot + 1)
         self.copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.graph: Any = None
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -101,16 +101,14 @@ class _Pass:
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
-        rows, cache, model = self.bucket, target.cache, target.model
+        rows, cache = self.bucket, target.cache
         length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
         at = (length + self.columns)[None].long()
         # Attention masks nothing of the cache: it is handed over whole, and its live length is read on the device.
-        cache.placement = Placement([self.slot], [0], rows, (self.slots, at), cache.capacity)
-        keywords: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        if target.facts.takes_positions:
-            keywords["position_ids"] = (length + depths)[None].long()
-        with torch.no_grad(), target.attention.within(model, words.view(1, rows, -1), depths[None], length):
-            logits = model(input_ids=ids[None].long(), return_dict=True, **keywords).logits
+        cache.placement = Placement(self.slots, at, self.seen, cache.capacity)
+        with target.attention.within(target.model, length, words.view(1, rows, -1), depths[None]):
+            positions = (length + depths)[None].long()
+            logits = run_model(target.model, target.facts, cache, ids[None].long(), positions)
         return logits, best_tokens(logits)
 
 
@@ -118,9 +116,8 @@ class _Arena:
     """What outlives a target: the cache, and the passes captured over it. Knows no model, so it keeps none."""
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
-        self.weights = _weights(model)
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
-        self.passes: dict[tuple[int, int], _Pass] = {}
+        self.passes: dict[tuple[int, int], CapturedPass] = {}
         self.on_gpu = model.device.type == "cuda"
         self.memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
@@ -134,33 +131,10 @@ class _Arena:
             if self.on_gpu:  # a pool must not be used again when all its graphs are gone
                 self.memory_pool = torch.cuda.graph_pool_handle()
 
-
-_idle: weakref.WeakKeyDictionary[Any, _Arena] = weakref.WeakKeyDictionary()
-
-
-def _weights(model: PreTrainedModel) -> tuple[int, ...]:
-    """Where the weights lie: captured passes read them there."""
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
-
-
-def _take_arena(model: PreTrainedModel, facts: ModelFacts, capacity: int) -> _Arena:
-    arena = _idle.pop(model, None)
-    if arena is None or arena.weights != _weights(model):
-        return _Arena(model, facts, capacity)
-    arena.cache.clear()
-    arena.reserve(1, capacity)
-    return arena
-
-
-def _give_back(model: weakref.ref[Any], arena: _Arena) -> None:
-    held = model()
-    if held is not None:
-        _idle.setdefault(held, arena)
-
-
-def drop_arena(model: PreTrainedModel) -> None:
-    """Free the cache and the captured passes that are kept for a model's next target."""
-    _idle.pop(model, None)
+    def leave(self, idle: list[_Arena]) -> None:
+        """For the next target of this attention; one is enough."""
+        if not idle:
+            idle.append(self)
 
 
 class CudaGraphTarget(TransformersTarget):
@@ -169,7 +143,7 @@ class CudaGraphTarget(TransformersTarget):
     Args:
         model: a causal language model.
         facts: what is known of it.
-        attention: of this model.
+        attention: of this model as its weights are now: captured passes read them where they lie.
         capacity: tokens per slot to begin with; when storage grows, passes are captured anew.
         reason: one line that says why this path was taken.
     """
@@ -186,18 +160,23 @@ class CudaGraphTarget(TransformersTarget):
     ) -> None:
         # Memory that inference mode made could not be written outside of it, and it is to be used again.
         with torch.inference_mode(False):
-            self.arena = _take_arena(model, facts, capacity)
+            if attention.idle:
+                self.arena: _Arena = attention.idle.pop()
+                self.arena.cache.clear()
+                self.arena.reserve(1, capacity)
+            else:
+                self.arena = _Arena(model, facts, capacity)
         super().__init__(model, facts, capacity, reason, self.arena.cache)
         self.attention = attention
-        weakref.finalize(self, _give_back, weakref.ref(model), self.arena)
+        weakref.finalize(self, self.arena.leave, attention.idle)
 
     @property
-    def passes(self) -> dict[tuple[int, int], _Pass]:
+    def passes(self) -> dict[tuple[int, int], CapturedPass]:
         """By slot and bucket."""
         return self.arena.passes
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        with self._in_arena("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
+        with self.in_arena("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
             return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
@@ -205,18 +184,18 @@ class CudaGraphTarget(TransformersTarget):
         bucket = bucket_of(rows)
         # Padding is written too, so the room is the bucket's.
         room = [(slot, self.lengths[slot] + (bucket or rows)) for slot, _ in trees]
-        with self._in_arena(f"a step of {rows} rows for {len(trees)} sequences", room):
+        with self.in_arena(f"a step of {rows} rows for {len(trees)} sequences", room):
             if len(trees) > 1 or bucket is None:
                 return super().forward(trees)
             ((slot, tree),) = trees
             if (slot, bucket) not in self.passes:
-                self.passes[slot, bucket] = _Pass(slot, bucket, self.model.device)
+                self.passes[slot, bucket] = CapturedPass(slot, bucket, self.model.device)
             with memory_errors(f"a step of {bucket} rows"):
                 logits = self.passes[slot, bucket].run(self, tree, self.lengths[slot])
             return [LogitsRows(logits, 0)]
 
     @contextmanager
-    def _in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
+    def in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
         """Room for (slot, tokens) in the arena; inside, the model's GPU is the current one, where kernels start."""
         device = self.model.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -231,8 +210,7 @@ class CudaGraphTarget(TransformersTarget):
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
         """Ancestor bits in place of a mask."""
-        words = pack_bits([tree.ancestors for tree in trees], positions.shape[1])
-        live = torch.tensor(lengths, dtype=torch.int32)
-        given = (words, (positions - live[:, None]).int(), live)
-        with self.attention.within(self.model, *(tensor.to(self.model.device) for tensor in given)):
+        live, words = torch.tensor(lengths), pack_bits([tree.ancestors for tree in trees], positions.shape[1])
+        rows = (live.int(), words, (positions - live[:, None]).int())
+        with self.attention.within(self.model, *(tensor.to(self.model.device) for tensor in rows)):
             yield None

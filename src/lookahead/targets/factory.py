@@ -19,10 +19,10 @@ from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
+from .exact import ExactTarget, exact_attention
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .plain import PlainTarget
-from .transformers import TransformersTarget
+from .transformers import PlainTarget, TransformersTarget
 
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "plain")
 
@@ -76,7 +76,13 @@ def _probe(model: PreTrainedModel) -> Probe:
             facts = ModelFacts(model)
         found = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
         if not found.ok and found.difference <= found.limit and model.dtype in HALF:
-            found = _widened(model, facts, found)
+            # Rounding hides the control in 16 bits: masks, positions and commits are judged in float32 besides.
+            wide = copy(facts)
+            wide.dtype = torch.float32
+            with in_float32(model):
+                structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
+            reason = f"{found.reason}; widened to float32: {structure.reason}"
+            found = replace(found, ok=structure.ok, reason=reason)
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
@@ -88,47 +94,47 @@ def _probe(model: PreTrainedModel) -> Probe:
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
 
 
-def _widened(model: PreTrainedModel, facts: ModelFacts, found: Equivalence) -> Equivalence:
-    """Where rounding hides the control in 16 bits, masks, positions and commits are judged in float32 besides."""
-    wide = copy(facts)
-    wide.dtype = torch.float32
-    with in_float32(model):
-        structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
-    return replace(found, ok=structure.ok, reason=f"{found.reason}; widened to float32: {structure.reason}")
-
-
-def make_target(model: PreTrainedModel, capacity: int = 256, path: str = "auto") -> Target:
+def make_target(
+    model: PreTrainedModel, capacity: int = 256, path: str = "auto", exact: bool = False
+) -> Target:
     """A fresh target of the kind that the probe chose; ``target.path`` and ``target.reason`` say which and why.
 
     Args:
         capacity: tokens per sequence to begin with; storage doubles when it is full.
         path: "cpu", "cuda-graph", "transformers" or "plain" to force one. "auto" takes "cpu" on a CPU and
             "cuda-graph" on a CUDA device where the model allows it, else "transformers", else "plain".
+        exact: only a path on which drafting changes no bit: "cpu", "plain", or else ``ExactTarget``, which then
+            serves for "transformers" too.
 
     Raises:
-        SettingsError: the forced path is not there for this model.
+        SettingsError: the forced path is not there for this model, or none that is exact.
     """
     if path not in PATHS:
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
     found = probe(model)
     facts, reason = found.facts, found.reason
-    if facts is None or path == "plain":
-        if path not in ("auto", "plain"):
-            raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    if path == "plain" or (facts is None and path == "auto"):
         return PlainTarget(model, reason)
-    if path == "cuda-graph" or (path == "auto" and on_gpu(model)):
+    if exact and path == "cuda-graph":
+        raise SettingsError("exact=True is not there on the path 'cuda-graph'; use path='auto'")
+    if facts is not None and not exact and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
         from .captures import captured_attention
         from .cuda_graphs import CAPACITY, CudaGraphTarget
 
         attention, reason = captured_attention(model, facts, say=path == "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
-    elif path != "transformers":
+    elif facts is not None and path != "transformers":
         compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
-    if path in ("cpu", "cuda-graph"):
+    if facts is None or path in ("cpu", "cuda-graph"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
+    if exact:
+        by_position, reason = exact_attention(model, facts)
+        if by_position is None:
+            raise SettingsError(f"exact=True is not there for this model: {reason}; leave exact out")
+        return ExactTarget(model, facts, by_position, capacity, reason)
     return TransformersTarget(model, facts, capacity, reason)
 
 

@@ -17,29 +17,41 @@ from .masks import AlibiBias, LayerKinds
 NO_LIMIT = 1 << 30
 
 
-class ModelFacts:
-    """Shapes and limits of one model.
+class PassFacts:
+    """What any pass of a model needs.
 
     Attributes:
         config: the text config.
         vocabulary: V, columns of the logits.
         max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
+        cache_name: of the cache among the arguments of ``forward``.
+        takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.vocabulary = int(self.config.vocab_size)
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or NO_LIMIT)
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.takes_positions = "position_ids" in parameters
+        self.takes_rows = "logits_to_keep" in parameters
+
+
+class ModelFacts(PassFacts):
+    """What token trees need besides.
+
+    Attributes:
         shapes: per layer (key heads, key head size, value head size), None where a layer keeps nothing.
         dtype: of keys, values and masks.
-        takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
         rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
             changes; ("", ``NO_LIMIT``) if none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.config: Any = model.config.get_text_config(decoder=True)
+        super().__init__(model)
         self.kinds = LayerKinds.of(self.config)
         self.alibi = AlibiBias.of(model, self.config)
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
-        self.takes_rows = "logits_to_keep" in parameters
-        self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = max_positions(self.config)
         self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
@@ -54,11 +66,6 @@ class ModelFacts:
                 continue
             self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
             self.dtype = keys.dtype
-
-
-def max_positions(config: Any) -> int:
-    """Positions that a model was made for; ``NO_LIMIT`` where its config names none."""
-    return int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
 
 
 def _rope_boundary(config: Any) -> tuple[str, int]:

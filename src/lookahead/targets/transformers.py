@@ -1,4 +1,4 @@
-"""The target for decoder-only models of transformers, on public interfaces only.
+"""Targets for decoder-only models of transformers, on public interfaces only.
 
 One forward pass evaluates any number of token trees: positions are T + depth, the mask is "my ancestors and
 the committed prefix", keys and values are written into a cache of our own, and the LM head runs only on rows
@@ -12,14 +12,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..core import Scores, SettingsError, TokenTree
 from .attention_hook import with_masks
 from .cache import TreeCache
-from .facts import ModelFacts, memory_errors
+from .facts import ModelFacts, PassFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .masks import attention_masks, key_positions, stack_rows
+
+
+def run_model(
+    model: PreTrainedModel,
+    facts: PassFacts,
+    cache: Any,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    **named: Any,
+) -> torch.Tensor:
+    """Logits (B, Q, V) of rows (B, Q) with their positions, through a cache; ``named`` goes to the model."""
+    keywords: dict[str, Any] = {facts.cache_name: cache, "use_cache": True, **named}
+    if facts.takes_positions:
+        keywords["position_ids"] = positions
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, return_dict=True, **keywords).logits
+    return logits
 
 
 class TransformersTarget:
@@ -75,7 +92,15 @@ class TransformersTarget:
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """One pass over all trees; one pass each where the model's bias has no batch axis."""
+        self._check_rope(trees)
         rows = max(len(tree) for _, tree in trees)
+        alibi = self.facts.alibi
+        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+            if alibi is not None and alibi.one_sequence_only:
+                return [self._pass([pair])[0] for pair in trees]
+            return self._pass(trees)
+
+    def _check_rope(self, trees: Sequence[tuple[int, TokenTree]]) -> None:
         longest = max(self.lengths[slot] for slot, _ in trees)
         if len(trees) > 1 and longest + 1 >= self.facts.rope_boundary:
             # One rotary base serves a whole pass, so sequences on both sides of its change cannot share one.
@@ -83,11 +108,6 @@ class TransformersTarget:
                 f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
             )
-        alibi = self.facts.alibi
-        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
-            if alibi is not None and alibi.one_sequence_only:
-                return [self._pass([pair])[0] for pair in trees]
-            return self._pass(trees)
 
     def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]
@@ -98,8 +118,7 @@ class TransformersTarget:
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
         with self._visibility(only_trees, lengths, positions) as mask:
-            logits = self._call(ids, positions, mask, nodes)
-        batch = LogitsBatch(logits)
+            batch = LogitsBatch(self._call(ids, positions, mask, nodes))
         row_of = None if len(nodes) == rows else nodes
         return [LogitsRows(batch, b, row_of) for b in range(len(trees))]
 
@@ -121,19 +140,16 @@ class TransformersTarget:
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int]) -> torch.Tensor:
         """Logits (B, len(nodes), V) of the given rows."""
-        device = self.model.device
-        keywords: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
-        if self.facts.takes_positions:
-            keywords["position_ids"] = positions.to(device)
-        if mask is not None:
-            keywords["attention_mask"] = mask
-        everything = len(nodes) == ids.shape[1]
-        keep = torch.tensor(nodes, device=device)
-        if self.facts.takes_rows and not everything:
-            keywords["logits_to_keep"] = keep
-        with torch.no_grad(), with_masks(self.model):
-            logits: torch.Tensor = self.model(input_ids=ids.to(device), return_dict=True, **keywords).logits
-        return logits if everything or self.facts.takes_rows else logits[:, keep]
+        device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
+        some = len(nodes) < ids.shape[1]
+        if some:  # brought to the device only then: the copy waits for it
+            keep = torch.tensor(nodes, device=device)
+            if self.facts.takes_rows:
+                named["logits_to_keep"] = keep
+        with with_masks(self.model):
+            ids, positions = ids.to(device), positions.to(device)
+            logits = run_model(self.model, self.facts, self.cache, ids, positions, **named)
+        return logits[:, keep] if some and not self.facts.takes_rows else logits
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Bring accepted rows in line; the cost does not depend on the context."""
@@ -143,4 +159,51 @@ class TransformersTarget:
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its room is used again."""
+        self.lengths.pop(slot, None)
+
+
+class PlainTarget:
+    """The fallback: one row at a time through the model's own caches, one for each sequence.
+
+    Recurrent and convolutional layers ignore attention masks, so a tree's logits would be silently wrong there.
+    """
+
+    path = "plain"
+
+    def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
+        self.model = model
+        self.reason = reason
+        self.facts = PassFacts(model)
+        self.vocabulary = self.facts.vocabulary
+        self.lengths: dict[int, int] = {}
+        self._caches: dict[int, DynamicCache] = {}
+
+    def depth_limit(self, slot: int) -> int:
+        """Always 0: the root alone."""
+        return 0
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+        for slot, _ in prompts:
+            self.lengths[slot] = 0
+            self._caches[slot] = DynamicCache(config=self.facts.config)
+        return [self._run(slot, prompt) for slot, prompt in prompts]
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
+        return [self._run(slot, tree.tokens) for slot, tree in trees]
+
+    def _run(self, slot: int, tokens: Sequence[int]) -> LogitsRows:
+        device, length = self.model.device, self.lengths[slot]
+        ids = torch.tensor([list(tokens)], device=device)
+        positions = torch.arange(length, length + len(tokens), device=device)[None]
+        named = {"logits_to_keep": 1} if self.facts.takes_rows else {}
+        with memory_errors(f"a pass of {len(tokens)} tokens"):
+            logits = run_model(self.model, self.facts, self._caches[slot], ids, positions, **named)
+        self.lengths[slot] = length + len(tokens)
+        return LogitsRows(LogitsBatch(logits[:, -1:]), 0)
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Nothing to do: the only row of a step is always kept."""
+
+    def release(self, slot: int) -> None:
+        self._caches.pop(slot, None)
         self.lengths.pop(slot, None)

@@ -1,0 +1,103 @@
+"""Attention whose sums depend only on absolute positions: a row has the same bits in a tree, in a batch and alone.
+
+A row at position p sees keys at positions 0 .. p, in two parts of fixed shape that are cut by p alone:
+
+- keys below B(p) = max(0, p - ``DEPTH``), page by page of ``PAGE`` columns that lie in place. Trees are at most
+  ``DEPTH`` deep, so B(p) never reaches into one: these keys are committed, and a key's column is its position;
+- keys from B(p) on, ``WINDOW`` at most, gathered in the order of the row's path: committed columns, then its
+  ancestors, root first, and itself.
+
+The running softmax takes the window first and then the pages, one after another. A page of which a row sees nothing
+leaves its numbers as they are, to the bit. So all depends on operations of fixed shape that treat their rows alike,
+which a model's certificate checks (``targets.exact``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: The deepest node of a tree.
+DEPTH = 31
+#: The most keys from B(p) to p.
+WINDOW = DEPTH + 1
+#: Columns that are evaluated together; a cache's capacity is a multiple of it.
+PAGE = 256
+
+
+def boundary(position: int) -> int:
+    """B(p)."""
+    return max(0, position - DEPTH)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    columns: torch.Tensor,
+    pages: Sequence[tuple[int, int]],
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows of any sequences in one flat step; the options are those of the package.
+
+    Args:
+        query: (1, H, R, D).
+        key, value: the whole cache, (S, Hkv, C, D) and (S, Hkv, C, Dv).
+        slots, positions: of the rows, both (R,).
+        counts: keys in each row's window, (R,).
+        columns: of the keys in each row's window, (R, WINDOW); behind the count any that is there.
+        pages: (slot, number of pages) for every slot with rows whose B(p) is above 0.
+
+    Returns:
+        (1, H, R, Dv) in the query's dtype; sums are in float32 at least.
+    """
+    (_, heads, rows, size), kv_heads = query.shape, key.shape[1]
+    group, wide, device = heads // kv_heads, torch.promote_types(query.dtype, torch.float32), query.device
+    q = query[0].to(wide).view(kv_heads, group, rows, size).permute(2, 0, 1, 3).contiguous()
+    q *= scale if scale is not None else size**-0.5
+    begin = (positions - DEPTH).clamp(min=0)
+    per_row, every_head = slots[:, None, None], torch.arange(kv_heads, device=device)[None, :, None]
+
+    def weigh(scores: torch.Tensor, seen: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Scores (R, Hkv, G, n) of keys at positions (R, n), -inf where they are not seen."""
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            seen = seen & (positions[:, None] - at < window)
+        return scores.masked_fill(~seen[:, None, None], float("-inf"))
+
+    place = torch.arange(WINDOW, device=device)
+    gathered = key[per_row, every_head, columns[:, None]].to(wide)  # (R, Hkv, WINDOW, D)
+    scores = weigh(q @ gathered.transpose(2, 3), place < counts[:, None], begin[:, None] + place)
+    best = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - best)
+    total = weights.sum(-1, keepdim=True)
+    acc = weights @ value[per_row, every_head, columns[:, None]].to(wide)
+
+    folded = q.transpose(0, 1).reshape(kv_heads, rows * group, size)
+    for slot, number in pages:
+        for page in range(number):
+            part = slice(page * PAGE, (page + 1) * PAGE)
+            at = torch.arange(part.start, part.stop, device=device)[None]
+            seen = (at < begin[:, None]) & (slots == slot)[:, None]
+            scores = folded @ key[slot, :, part].to(wide).transpose(1, 2)
+            scores = weigh(scores.view(kv_heads, rows, group, PAGE).transpose(0, 1), seen, at)
+            new = torch.maximum(best, scores.amax(-1, keepdim=True))
+            weights, shrink = torch.exp(scores - new), torch.exp(best - new)
+            flat = weights.transpose(0, 1).reshape(kv_heads, rows * group, PAGE)
+            values = (flat @ value[slot, :, part].to(wide)).view(kv_heads, rows, group, -1).transpose(0, 1)
+            best, total, acc = new, total * shrink + weights.sum(-1, keepdim=True), acc * shrink + values
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, kv_heads, group, 1)
+        new = torch.maximum(best, sink)
+        total, acc = total * torch.exp(best - new) + torch.exp(sink - new), acc * torch.exp(best - new)
+    out = (acc / total).to(query.dtype)  # (R, Hkv, G, Dv)
+    return out.permute(1, 2, 0, 3).reshape(1, heads, rows, -1)
