@@ -43,7 +43,7 @@ class Served:
         self._thread.join(20)
 
     @staticmethod
-    def wait(condition, seconds=60):
+    def wait(condition, seconds=240):
         """Until it holds."""
         end = monotonic() + seconds
         while not condition():

@@ -103,7 +103,9 @@ class Gate:
             self._metrics.http.labels(path, str(status or 499)).inc()
             line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
             if path not in OPEN:  # which machines ask for every few seconds
-                log.info("request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record})
+                log.info(
+                    "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
+                )
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         """What is wrong before the body is read."""

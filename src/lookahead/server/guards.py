@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..core import UNLIMITED_ROWS, Choose, Drafter, LookaheadError, Scores, TokenTree
-from ..core.drafter import Noise
 
 log = logging.getLogger("lookahead.server")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +54,30 @@ class LogProbs(Choose):
         return Entry(token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
-@contextmanager
-def guarded(what: str) -> Iterator[None]:
-    """Whatever goes wrong for one text ends that text; the traceback goes to the log."""
-    try:
-        yield
-    except LookaheadError:
-        raise
-    except Exception as error:
-        log.exception("%s failed; its request ends", what)
-        raise LookaheadError(f"{what} failed: {type(error).__name__}") from error
+def guarded(what: str, function: Callable[..., R]) -> Callable[..., R]:
+    """``function``, where whatever goes wrong is an error of one text; the traceback goes to the log."""
+
+    def call(*given: Any) -> R:
+        try:
+            return function(*given)
+        except LookaheadError:
+            raise
+        except Exception as error:
+            log.exception("%s failed; its request ends", what)
+            raise LookaheadError(f"{what} failed: {type(error).__name__}") from error
+
+    return call
 
 
 class GuardedChoose(Choose):
     """A chooser behind ``guarded``."""
 
     def __init__(self, inner: Choose) -> None:
-        self._inner = inner
+        self._choose = guarded("the choice of a token", inner.__call__)
+        self.overlap = inner.overlap  # type: ignore[method-assign]
 
     def __call__(self, scores: Scores, node: int) -> int:
-        with guarded("the choice of a token"):
-            return self._inner(scores, node)
-
-    def overlap(self, tree: TokenTree) -> None:
-        with guarded("the choice of a token"):
-            self._inner.overlap(tree)
+        return self._choose(scores, node)
 
 
 class GuardedDrafter(Drafter):
@@ -91,28 +89,17 @@ class GuardedDrafter(Drafter):
 
     def __init__(self, inner: Drafter, hint: list[int]) -> None:
         self._inner, self._hint = inner, hint
+        self._draft = guarded("drafting", inner.draft)
+        self._observe = guarded("drafting", inner.observe)
+        self.overlap, self.stats = inner.overlap, inner.stats  # type: ignore[method-assign]
 
-    def reset(self, prompt: Any, first: int, eos: frozenset[int]) -> None:
-        prompt = list(prompt)
-        if self._hint:  # behind the prompt's end, so that its first tokens are found there too
-            prompt = [*prompt[-16:], *self._hint, *prompt]
-        with guarded("drafting"):
-            self._inner.reset(prompt, first, eos)
+    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
+        # The hint stands behind the end of the prompt, so that its first tokens are found there too.
+        read = [*prompt[-16:], *self._hint, *prompt] if self._hint else prompt
+        guarded("drafting", self._inner.reset)(read, first, eos)
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        with guarded("drafting"):
-            return self._inner.draft(max_depth, max_rows)
+        return self._draft(max_depth, max_rows)
 
-    def observe(self, tree: TokenTree, scores: Scores, path: Any, tokens: Any) -> None:
-        with guarded("drafting"):
-            self._inner.observe(tree, scores, path, tokens)
-
-    def use_noise(self, noise: Noise | None) -> None:
-        self._inner.use_noise(noise)
-
-    def overlap(self, tree: TokenTree) -> None:
-        with guarded("drafting"):
-            self._inner.overlap(tree)
-
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
+    def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        self._observe(tree, scores, path, tokens)

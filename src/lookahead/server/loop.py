@@ -63,8 +63,8 @@ class Sequence:
 
     request: Request
     text: TextStream
-    deliver: Callable[[Event], None]
     deadline: float
+    deliver: Callable[[Event], None] = lambda event: None
     created: float = field(default_factory=monotonic)
     first_token: float | None = None
     generation: Generation | None = None

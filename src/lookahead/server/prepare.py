@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core import Drafter, LookaheadConfig, Request, SettingsError
-from ..drafters import METHODS, OWN_SETTINGS, make_drafter
+from ..core import LookaheadConfig, SettingsError
+from ..core.verify import as_choose
+from ..drafters import METHODS
 from ..engine.options import DraftOptions, Options
-from ..engine.processors import make_process
-from ..engine.text import TextStream
-from ..sampling import SeededNoise, make_choose
 from .grammar import Grammars
 from .guards import GuardedChoose, GuardedDrafter, LogProbs, guarded
 from .loop import Event, Sequence
@@ -38,33 +37,23 @@ class Choice:
     predicted: Predicted | None
 
 
-@dataclass
 class Preparer:
     """What requests are prepared with.
 
     Attributes:
         context: tokens of the longest text that is taken: within the model's own, and short of where its rotary
             positions change, because sequences on both sides of that cannot share a pass.
-        times: step times for adaptive, shared by all; None where it chooses no rows by them.
     """
 
-    llm: LLM
-    settings: Settings
-    context: int = field(init=False)
-    times: Any = None
-    grammars: Grammars = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.grammars = Grammars(self.llm)
-        facts, asked = self.llm.probe.facts, self.settings.max_model_len or 4096
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self.llm, self.settings, self._grammars = llm, settings, Grammars(llm)
+        facts, asked = llm.probe.facts, settings.max_model_len or 4096
         boundary = facts.rope_boundary - 1 if facts is not None else asked
-        self.context = min(asked, self.llm.context or asked, boundary)
+        self.context = min(asked, llm.context or asked, boundary)
 
     def warm_up(self) -> None:
         """Measure step times and compile, before the first request."""
         method, config = self.settings.drafting()
-        if method == "adaptive":
-            self.times = self.llm.warm_state(config=config).times
         self.llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, method=method, config=config)
 
     def encode(self, prompt: Any, param: str) -> list[int]:
@@ -111,70 +100,50 @@ class Preparer:
         seed = random.getrandbits(62) if request.seed is None else request.seed
         made = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(n)):
-            process = self.grammars.json(*schema) if schema is not None else None
-            length = min(max_tokens or self.context, self.context - len(ids))
-            made.append(
-                self._choice(index, request, ids, length, seed + index, process, logprobs, echo, deliver)
-            )
+            options = self._options(request, ids, max_tokens, schema)
+            entry = self.llm.begin(index, ids, options, seed + index if options.sampled else None)
+            core, text = entry.request, entry.text
+            recorder = LogProbs(as_choose(core.choose), logprobs) if logprobs is not None else None
+            predicted = self._predicted(request)
+            core.choose = GuardedChoose(recorder if recorder is not None else as_choose(core.choose))
+            core.drafter = GuardedDrafter(core.drafter, predicted.tokens if predicted is not None else [])
+            core.finished = guarded("the text", lambda token, text=text: "stop" if text.push(token) else None)
+            core.read_prompt = recorder.read_prompt if recorder is not None and echo else None
+            sequence = Sequence(core, text, monotonic() + self.settings.request_timeout)
+            choice = Choice(index, sequence, ids, recorder, predicted)
+            sequence.deliver = partial(deliver, choice)
+            made.append(choice)
         return made
 
-    def _choice(
+    def _options(
         self,
-        index: int,
         request: Generating,
         ids: list[int],
-        length: int,
-        seed: int,
-        grammar: Any,
-        logprobs: int | None,
-        echo: bool,
-        deliver: Callable[[Choice, Event], None],
-    ) -> Choice:
-        llm, device = self.llm, self.llm.model.device
-        options = self._options(request, len(ids), length, grammar)
-        noise = None
-        if options.sampled:
-            noise = SeededNoise(seed, len(ids), llm.vocabulary, options.temperature, device)
-        process = make_process(options, len(ids), llm.eos, llm.tokenizer, device)
-        choose = make_choose(ids, process, noise)
-        recorder = LogProbs(choose, min(logprobs, llm.vocabulary)) if logprobs is not None else None
-        predicted = self._predicted(request)
-        drafter = GuardedDrafter(self._drafter(request.lookahead), predicted.tokens if predicted else [])
-        drafter.use_noise(noise)
-        text = TextStream(llm.tokenizer, ids, options.stops)
-
-        def finished(token: int) -> str | None:
-            with guarded("the text"):
-                return "stop" if token not in llm.eos and text.push(token) else None
-
-        read = recorder.read_prompt if recorder is not None and echo else None
-        guarded_choose = GuardedChoose(recorder if recorder is not None else choose)
-        core = Request(ids, drafter, length, guarded_choose, llm.eos, finished, read)
-        deadline = monotonic() + self.settings.request_timeout
-        sequence = Sequence(core, text, lambda event: deliver(choice, event), deadline)
-        choice = Choice(index, sequence, ids, recorder, predicted)
-        return choice
-
-    def _options(self, request: Generating, prompt_length: int, length: int, grammar: Any) -> Options:
+        max_tokens: int | None,
+        schema: tuple[dict[str, Any], str] | None,
+    ) -> Options:
         temperature = 1.0 if request.temperature is None else request.temperature
-        given: dict[str, Any] = {
-            "max_new_tokens": length,
-            "temperature": temperature,
-            "stop": request.stop or None,
-        }
-        given["repetition_penalty"] = request.repetition_penalty
-        if temperature > 0:  # the best token is in any of these sets, so greedy needs none of them
-            given["top_p"] = request.top_p
-            given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
-            given["min_p"] = request.min_p or None
-        processors = []
-        if request.logit_bias:
-            processors.append(self._bias(request.logit_bias))
+        method, config = self._drafting(request.lookahead)
+        processors = [self._bias(request.logit_bias)] if request.logit_bias else []
         if request.presence_penalty or request.frequency_penalty:
             processors.append(
-                penalties(prompt_length, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
+                penalties(len(ids), request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
             )
-        given["logits_processor"] = [*processors, *([grammar] if grammar is not None else [])] or None
+        if schema is not None:
+            processors.append(self._grammars.json(*schema))
+        room = self.context - len(ids)
+        given = {
+            "max_new_tokens": min(max_tokens or room, room),
+            "temperature": temperature,
+            "stop": request.stop or None,
+            "repetition_penalty": request.repetition_penalty,
+            "method": method,
+            "config": config,
+            "logits_processor": processors or None,
+        }
+        if temperature > 0:  # the best token is in any of these sets, so greedy needs none of them
+            given |= {"top_p": request.top_p, "min_p": request.min_p or None}
+            given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})
 
     def _bias(self, bias: dict[str, float]) -> Callable[[Any, Any], Any]:
@@ -196,34 +165,28 @@ class Preparer:
             raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
         return Predicted(list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else [])
 
-    def _drafter(self, asked: Drafting | None) -> Drafter:
+    def _drafting(self, asked: Drafting | None) -> tuple[str, Any]:
+        """(method, its settings), within the server's limits."""
         given = asked.model_dump(exclude_none=True, exclude={"stats", "trace"}) if asked is not None else {}
+        if not given:
+            return self.settings.drafting()
         if given.get("method", "adaptive") not in METHODS:
             raise SettingsError(
                 f"lookahead.method must be one of {', '.join(METHODS)}, got {given['method']!r:.40}"
             )
         try:
-            method, config = DraftOptions(**given).resolve() if given else self.settings.drafting()
-            rows = 1  # a method that chooses the rows of a step itself is held to the budget
-            if method not in OWN_SETTINGS:
-                config = LookaheadConfig.of(
-                    config if config is not None else LookaheadConfig.for_device(self.llm.model.device.type)
-                )
-                rows = (config.window_size + config.guess_set_size) * (config.ngram_size - 1)
+            method, config = DraftOptions(**given).resolve()
         except SettingsError as error:  # these speak of options
             raise SettingsError(f"lookahead: {str(error).replace('--', '')}") from None
-        if given and rows > self.settings.max_rows:
-            raise SettingsError(
-                f"lookahead: a step may have {self.settings.max_rows} rows here, and (W + G) (N - 1) is {rows}"
-            )
-        if self.llm.probe.mode != "tree":  # one row a step, so there is nothing to draft
-            return make_drafter("autoregressive")
-        pool = None
-        if method == "adaptive":
-            from ..drafters.adaptive import AdaptiveState
-
-            pool = AdaptiveState(config, keep=False, times=self.times)
-        return make_drafter(method, config, self.llm.vocabulary, pool)
+        if isinstance(
+            config, LookaheadConfig
+        ):  # what chooses the rows of a step itself is held to the budget
+            rows = (config.window_size + config.guess_set_size) * (config.ngram_size - 1)
+            if rows > self.settings.max_rows:
+                raise SettingsError(
+                    f"lookahead: a step may have {self.settings.max_rows} rows, and (W + G) (N - 1) is {rows}"
+                )
+        return method, config
 
 
 def penalties(prompt_length: int, presence: float, frequency: float) -> Callable[[Any, Any], Any]:
