@@ -6,6 +6,8 @@ import json
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from ..core import SettingsError
 from ..engine.options import LoadOptions
@@ -37,9 +39,6 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from rich.console import Console
-    from rich.table import Table
-
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
