@@ -203,7 +203,7 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
+        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
         return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
@@ -272,7 +272,7 @@ class LLM:
             return self.config
         return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
+    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
