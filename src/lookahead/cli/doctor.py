@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import METHODS, __version__
+from ..core.target import PROMISES
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 
@@ -79,6 +80,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "probe_reason": llm.probe.reason,
         "path": target.path,
         "path_reason": target.reason,
+        "promise": PROMISES.get(target.path, ""),
         "methods": list(METHODS),
     }
 

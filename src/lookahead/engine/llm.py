@@ -39,6 +39,7 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
+        exact: only paths on which drafting changes no bit of a text.
         name: for people.
         tokenizer_error: why there is no tokenizer.
 
@@ -47,7 +48,7 @@ class LLM:
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: an unknown method, or settings that it cannot take.
+        SettingsError: an unknown method, or settings that it cannot take; no exact path.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LLM:
         *,
         method: str | None = None,
         config: Any = None,
+        exact: bool = False,
         name: str = "",
         tokenizer_error: str = "none was given",
     ) -> None:
@@ -72,6 +74,9 @@ class LLM:
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
+        self.exact = exact
+        if exact:
+            self.target()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
@@ -121,7 +126,7 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        return make_target(self.model, path=path)
+        return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids).

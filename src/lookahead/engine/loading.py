@@ -62,14 +62,20 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     tokenizer, missing = _read_tokenizer(name, local, common)
     shown = name if chosen.path_or_id is not None else "bundled"
     llm = LLM(
-        model, tokenizer, method=chosen.method, config=chosen.config, name=shown, tokenizer_error=missing
+        model,
+        tokenizer,
+        method=chosen.method,
+        config=chosen.config,
+        exact=chosen.exact,
+        name=shown,
+        tokenizer_error=missing,
     )
     if llm.probe.mode != "tree":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
 
-        llm.rank_group = join(lambda: make_target(model), connections, model)
+        llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model)
     return llm
 
 
