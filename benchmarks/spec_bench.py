@@ -17,8 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.record import Record, Records, newest_setup
+from lookahead.bench.record import Record, Records
 from lookahead.core.records import RecordWriter
+
+#: What must be the same for two records to be summed up together.
+SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 
 
 def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -71,5 +74,7 @@ def write_answers(records: Sequence[Record], folder: Path) -> list[Path]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for answers in write_answers(newest_setup(Records(folder).read())[0], folder):
+    found = Records(folder).read()
+    newest = [r for r in found if all(r.get(name) == found[-1].get(name) for name in SETUP)]
+    for answers in write_answers(newest, folder):
         print(answers)

@@ -17,7 +17,9 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.bench.record import environment
-from lookahead.bench.step_cost import matrix_rate, read_bandwidth, sample_tree
+from lookahead.bench.step_cost import sample_tree
 from lookahead.core import TokenTree
 from lookahead.targets.cpu import CpuTarget
 from lookahead.targets.factory import make_target
@@ -64,6 +66,35 @@ class Line:
         return max(0.0, 1 - (self.linears + self.attention) / self.cpu)
 
 
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of some calls, after one that is not counted."""
+    call()
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < 5 or (perf_counter() - begin < 0.2 and len(times) < 1000):
+        start = perf_counter()
+        call()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def read_bandwidth(size: int, dtype: torch.dtype) -> float:
+    """Bytes per second of reading ``size`` bytes once: the better of a maximum and a matrix-vector product.
+
+    A buffer that fits a processor cache is read from there, as the weights of a small model are.
+    """
+    matrix = torch.ones(max(8, size // (1024 * dtype.itemsize)), 1024, dtype=dtype)
+    flat = matrix.view(-1).view(torch.int32) if dtype.itemsize == 2 else matrix.view(-1)
+    calls: list[Callable[[], Any]] = [lambda: torch.mv(matrix, matrix[0]), flat.max]
+    return matrix.nbytes / min(timed(call) for call in calls)
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """Operations per second (a multiply-add is two) of the best of some large matrix products."""
+    squares = [torch.ones(size, size, dtype=dtype) for size in (512, 1024, 2048)]
+    return max(2 * len(a) ** 3 / timed(partial(torch.mm, a, a)) for a in squares)
+
+
 def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
     """A Llama of the shape with random weights, tied embeddings."""
     hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES[shape]
@@ -92,8 +123,8 @@ def measure(shape: str, dtype: str, contexts: list[int], rows: list[int], rounds
     reference, compiled = make_target(model, path="transformers"), make_target(model, path="cpu")
     assert isinstance(compiled, CpuTarget)
     elements, size = sum(p.numel() for p in model.parameters()), DTYPES[dtype].itemsize
-    floor = elements * size / read_bandwidth(elements * size, DTYPES[dtype], model.device) * 1e3
-    per_row = 2 * elements / matrix_rate(DTYPES[dtype], model.device) * 1e3
+    floor = elements * size / read_bandwidth(elements * size, DTYPES[dtype]) * 1e3
+    per_row = 2 * elements / matrix_rate(DTYPES[dtype]) * 1e3
     lines = []
     for context in contexts:
         prompt = [(101 * i + 7) % compiled.vocabulary for i in range(context)]

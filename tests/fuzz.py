@@ -28,7 +28,7 @@ import transformers
 
 import lookahead
 import toy
-from lookahead.testing import FAMILIES, tiny_model
+from families import FAMILIES, tiny_model
 
 #: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
 ALONE = ("llama-dynamic-ntk",)

@@ -32,9 +32,9 @@ import transformers
 
 import lookahead
 import toy
+from families import tiny_model
 from lookahead.core import LookaheadError
 from lookahead.core.stats import first_divergence
-from lookahead.testing import tiny_model
 
 #: How far resident memory may grow after the first part of the run.
 GROWTH = 0.05

@@ -51,14 +51,11 @@ def test_a_summary_counts_both_sides_alike():
     for record in records:
         record["decode_seconds"] = record["steps"] * (1.0 if record["repeat"] else 3.0)
     plain, ours = summarise(records).lines
-    assert (plain.all.s_steps, plain.all.s_passes, plain.all.total) == (1.0, 1.0, 1.0)
+    assert (plain.all.s_steps, plain.all.total) == (1.0, 1.0)
     assert ours.all.s_steps == 11.0
-    assert ours.all.s_passes == 34 / 4
     assert ours.all.total == pytest.approx(11.0)
-    assert ours.all.per_prompt == pytest.approx(11.0)
     assert (ours.all.rate_low, ours.all.rate_high) == (pytest.approx(11 / 3), pytest.approx(11.0))
     assert (ours.all.equal, ours.all.compared) == (4, 4)
-    assert ours.loop_free.texts == 0
 
 
 def test_warm_state_begins_anew_with_every_repeat():
@@ -129,13 +126,11 @@ def test_broken_verification_is_found(accept_a_wrong_node):
     assert records[1]["logit_gap"] is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["hf-greedy", "hf-prompt-lookup", "hf-assisted", "autoregressive", "lookahead:4,3,4"]
-)
+@pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "autoregressive", "lookahead:4,3,4"])
 def test_one_counter_for_both_sides(name):
     """Steps are the forward passes of the target after the first, whoever drives it."""
     module = tiny_model(seed=3)
-    model = ModelUnderTest.of(LLM(module), tiny_model(seed=3), "transformers")
+    model = ModelUnderTest.of(LLM(module), "transformers")
     passes, wrapped = [], module.forward
 
     def counting(*args, **keywords):
@@ -150,8 +145,6 @@ def test_one_counter_for_both_sides(name):
     module.forward = wrapped
     plain = make_methods("autoregressive", model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert outcome.tokens == plain.tokens
-    if name == "hf-assisted":  # a draft model equal to the target is always right
-        assert max(outcome.step_tokens) > 1
 
 
 def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
@@ -249,8 +242,6 @@ def test_method_names():
         make_methods("lookahead:4,3,-1", model)
     with pytest.raises(SettingsError, match="unknown setting 'colour'"):
         make_methods("lookahead:4,3,1:colour=red", model)
-    with pytest.raises(SettingsError, match="--draft-model"):
-        make_methods("hf-assisted", ModelUnderTest.of(LLM(tiny_model())))
     assert [m.state for m in make_methods("lookahead", model)] == ["cold", "warm"]
     assert [m.state for m in make_methods("adaptive:max_rows=8", model)] == ["cold", "warm"]
     assert [m.state for m in make_methods("prompt-lookup", model)] == [""]

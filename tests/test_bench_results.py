@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lookahead.bench import ModelUnderTest, Records, RunOptions, plot, run, step_cost
+from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
 from lookahead.bench import pictures as plotting
+from lookahead.bench.report import speeds
 from lookahead.cli import app
-from lookahead.core import SettingsError
 from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, tiny_model
 
@@ -58,25 +58,12 @@ def clipped_texts(figure):
 
 
 def test_the_picture_is_drawn_and_can_be_read(folder):
-    figure = plotting.tokens_per_second([r for r in Records(folder).read() if r["steps"]])
+    figure = speeds(summarise(Records(folder).read()))
     axes = figure.axes[0]
     assert axes.has_data()
     assert axes.get_title()
     assert "tokens per second" in axes.get_xlabel()
     assert not clipped_texts(figure)
-
-
-def test_plot_writes_png_and_svg_from_the_lines_only(folder, tmp_path):
-    written, others = plot(folder, tmp_path)
-    assert len(written) == 2
-    assert others == 0
-    for path in written:
-        data = path.read_bytes()
-        assert len(data) > 5000
-        assert data.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
-    text = (tmp_path / "tokens-per-second.svg").read_text()
-    assert "lookahead:4,3,4 (warm)" in text
-    assert "tokens per second" in text
 
 
 def test_colours_can_be_told_apart():
@@ -87,34 +74,17 @@ def test_colours_can_be_told_apart():
     assert len({tuple(plotting.colour(i).values()) for i in range(15)}) == 15
 
 
-def test_records_of_another_setup_are_left_out_and_counted(folder, tmp_path):
-    records = Records(tmp_path)
-    first, second = Records(folder).read()[:2]
-    records.append(first | {"commit": "another"})
-    records.append(second)
-    assert plot(tmp_path, tmp_path)[1] == 1
-
-
-def test_nothing_to_plot(tmp_path):
-    with pytest.raises(SettingsError, match="holds no measured record"):
-        plot(tmp_path)
-
-
 @pytest.mark.parametrize("path", ["auto", "transformers"])
-def test_step_costs_and_their_floors(path, monkeypatch):
-    monkeypatch.setattr(step_cost, "timed", lambda call, *args, **more: (call(), call(), 0.01)[2])
+def test_step_costs(path, tmp_path):
     model = ModelUnderTest.of(LLM(tiny_model()), path=path)
     records = step_cost.measure(model, (16, 32, 100_000), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]
-    for r in records:
-        assert r["step_ms"] == pytest.approx(10.0)
-        assert r["floor_ms"] == max(r["floor_bytes_ms"], r["floor_operations_ms"]) > 0
-        assert r["weight_bytes"] > 4 * 2 * 4 * 64 * 64
-    # Twice the context, twice the bytes of keys and values: 2 layers x 2 heads x 16 x (keys, values) x 4 bytes.
-    assert records[0]["cache_bytes"] == 16 * 2 * 2 * 16 * 2 * 4
-    assert records[2]["cache_bytes"] == 2 * records[0]["cache_bytes"]
-    assert "times its floor" in step_cost.findings(records)[0]
-    assert not clipped_texts(step_cost.figure(records))
+    assert all(r["step_ms"] > 0 and r["path"] == model.target.path for r in records)
+    page = step_cost.write_report([r | {"step_ms": 2.0 * r["rows"]} for r in records], tmp_path, "command")
+    assert "| float32 | 32 | 8 | 16.00 | 8.00 |" in page
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-cost.jsonl", "step-cost.md", "step-cost.png", "step-cost.svg",
+    }  # fmt: skip
 
 
 class Words:
@@ -133,11 +103,9 @@ def invoke(*words):
     return CliRunner().invoke(app, ["bench", *map(str, words)])
 
 
-def test_the_first_word_is_a_model_or_a_command(folder, tmp_path):
+def test_the_first_word_is_a_model_or_a_command(tmp_path):
     assert "--workload" in invoke("--help").output
-    done = invoke("plot", folder, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert "tokens-per-second.png" in done.output
+    assert "--contexts" in invoke("step-cost", "--help").output
     missing = invoke(tmp_path / "no-model-here" / "x")
     assert missing.exit_code == 2
     assert "a model must be" in missing.output
@@ -148,7 +116,6 @@ def test_the_first_word_is_a_model_or_a_command(folder, tmp_path):
     [
         (["--workload", "nothing"], "unknown workload 'nothing'; known are humaneval"),
         (["--method", "nothing", "--limit", "1"], "unknown method 'nothing'"),
-        (["plot", "no-such-folder"], "holds no measured record"),
         (["step-cost", "--rows", "a"], "--rows must be whole numbers"),
     ],
 )
@@ -179,8 +146,10 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     assert all(row["equal"] for row in rows)
     assert invoke(*words).exit_code == 0
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 8
-    refused = invoke(*words, "--no-resume")
-    assert refused.exit_code == 2
+    for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        data = (tmp_path / f"tokens-per-second.{kind}").read_bytes()
+        assert data.startswith(start)
+    assert b"lookahead:4,3,4 (warm)" in data
 
 
 def test_pages_show_no_path_of_this_machine(monkeypatch):

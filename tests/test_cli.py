@@ -17,12 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 import lookahead
+from families import tiny_model
 from lookahead.cli import app
 from lookahead.cli.options import takes
 from lookahead.drafters import METHODS
 from lookahead.engine.fields import keywords_of, option
 from lookahead.engine.options import DraftOptions, LoadOptions, Options
-from lookahead.testing import tiny_model
 from toy import save
 
 FIELDS = {"id", "line", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
@@ -159,34 +159,16 @@ def test_compare_of_equal_texts(model):
     assert re.search(r"equal to plain decoding · steps \d+ against 39 · seconds", err)
 
 
-def test_tokens_of_a_step_share_a_colour(model, llm, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--trace", trace)
+def test_tokens_of_a_step_share_a_colour(model, llm):
+    options = {"max_new_tokens": 30, "ignore_eos": True, "config": {"budget": False}}
+    args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--no-budget")
     _, out, _ = call(*args, "--color")
-    assert ANSI.sub("", out) == llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).text + "\n"
+    assert ANSI.sub("", out) == llm.generate(PROMPT, **options).text + "\n"
     coloured = re.findall(r"(\x1b\[3\dm)(.*?)\x1b\[0m", out, re.DOTALL)
-    assert [piece for _, piece in coloured] == [line["text"] for line in lines(trace) if line["text"]]
+    pieces = [update.piece for update in llm.run([PROMPT], **options)]
+    assert [piece for _, piece in coloured] == [piece for piece in pieces if piece]
     colours = [colour for colour, _ in coloured]
     assert len(set(colours)) > 1
-
-
-def test_trace(model, llm, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    call("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--trace", trace)
-    steps = lines(trace)
-    result = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
-    assert [step["step"] for step in steps] == list(range(result.stats.steps + 1))
-    assert [token for step in steps for token in step["tokens"]] == result.tokens
-    assert sum(step["rows"] for step in steps) == result.stats.rows
-    assert steps[0]["tree"] is None
-    last = steps[0]["tokens"][-1]
-    for step in steps[1:]:
-        tree, path = step["tree"], step["path"]
-        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["needs_logits"]) == step["rows"]
-        assert tree["tokens"][0] == last
-        assert [tree["tokens"][node] for node in path[1:]] == step["tokens"][:-1]
-        assert [tree["parents"][node] for node in path] == [-1, *path[:-1]]
-        last = step["tokens"][-1]
 
 
 # ---------------------------------------------------------------- many prompts
@@ -384,10 +366,6 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--threads", 0], "threads must be at least 1"),
         (["--prompt", "x" * 300], "context of 256 tokens, got 300"),
         (["--prompt", "x", "--bogus"], "--bogus"),
-        (
-            ["--prompt", "x", "--trace", "/no/such/folder/t"],
-            "/no/such/folder/t must be a file that can be written",
-        ),
         (["--prompt-file", "/no/such/file"], "--prompt-file must be a file that can be read"),
         (["--input", "/no/such/file"], "--input must be a file that can be read"),
     ],
@@ -467,20 +445,16 @@ def test_verify(model):
     assert report["tokens"] > 8
 
 
-def test_verify_own_prompts(model, tmp_path):
+def test_verify_own_prompts(model):
     code, out, _ = call("verify", model, "--prompt", "x", "--prompt", PROMPT, "--max-new-tokens", 8, "--json")
     assert (code, json.loads(out)["runs"]) == (0, 2)
-    source = prompts(tmp_path / "in.jsonl", {"input_ids": [5, 6]}, {"prompt": "y"})
-    code, out, _ = call("verify", model, "--input", source, "--temperature", 1, "--max-new-tokens", 8)
+    code, out, _ = call("verify", model, "--prompt", "y", "--temperature", 1, "--max-new-tokens", 8)
     assert code == 0
-    assert "2 of 2 runs equal" in out
-    prompts(source, {"id": 1})
-    refused("line 1 must have", "verify", model, "--input", source)
+    assert "1 of 1 runs equal" in out
     refused("--reference must be plain or generate", "verify", model, "--reference", "gpt")
     refused(
         "--reference generate is for greedy", "verify", model, "--reference", "generate", "--temperature", 1
     )
-    refused("--prompt and --input", "verify", model, "--prompt", "x", "--input", source)
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])

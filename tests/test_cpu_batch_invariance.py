@@ -13,10 +13,9 @@ from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.cpu import CompiledModel, CpuTarget
-from lookahead.targets.cpu.architectures import read_parts
 from lookahead.targets.cpu.execution_plan import ExecutionState
-from lookahead.targets.cpu.numeric_format import FORMATS
-from lookahead.targets.cpu.processor import PAIRS, TILES
+from lookahead.targets.cpu.formats import FORMATS
+from lookahead.targets.cpu.llvm import PAIRS, TILES
 from lookahead.targets.cpu.thread_pool import thread_pool
 from lookahead.targets.factory import make_target
 from lookahead.targets.logits import LogitsBatch
@@ -43,8 +42,7 @@ def compiled(family: str = "llama", dtype: torch.dtype = torch.float32, **change
 def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
     model = tiny(family, torch.bfloat16, **changes)
     facts = make_target(model, path="transformers").facts
-    parts = read_parts(model, model.config)
-    return CpuTarget(CompiledModel(parts, FORMATS[kind, torch.bfloat16]), facts, 4)
+    return CpuTarget(CompiledModel(model, model.config, FORMATS[kind, torch.bfloat16]), facts, 4)
 
 
 def random_tree(seed: int, rows: int) -> TokenTree:

@@ -17,7 +17,7 @@ import torch
 import lookahead
 from lookahead import threads as module
 from lookahead.core import TokenTree
-from lookahead.targets.cpu.pass_logits import BufferPool, PassLogits
+from lookahead.targets.cpu.target import BufferPool, PassLogits, buffers
 from lookahead.targets.factory import make_target
 from lookahead.testing import tiny_model
 from lookahead.threads import one_thread, thread_count
@@ -153,7 +153,7 @@ def test_steps_use_one_buffer_and_what_is_held_stays() -> None:
     assert torch.equal(held.row(0), rows)
     assert held.best(0) == int(rows.argmax())
     assert held.top([0], 5)[0].tolist() == ids.tolist()
-    assert len(target.compiled.buffers._free) <= 4
+    assert len(buffers._free) <= 4
 
 
 def test_decoding_copies_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from families import tiny_model
 from lookahead import attention
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.attention_hook import TreeAttention
@@ -14,7 +15,7 @@ from lookahead.targets.captures import captured_attention
 from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, fill
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.trial import trial_tree
-from lookahead.testing import assert_same_as_autoregressive, tiny_model
+from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lookahead
+from families import tiny_model
 from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
 from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
 from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
-from lookahead.engine.text import Detokenizer, TextStream
-from lookahead.testing import tiny_model
+from lookahead.engine.text import TextStream
 from toy import VOCABULARY, save, tokenizer
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
@@ -286,18 +286,22 @@ def test_a_stop_that_only_began_is_text_after_all():
     assert stream.drain() == "ab"
 
 
+def pieces(stream, tokens):
+    return [stream.push(token) or stream.drain() for token in tokens]
+
+
 def test_an_unfinished_character_at_the_end_reads_as_decode_says():
     tokens = by_bytes("a🙂")[:-1]
-    detokenizer = Detokenizer(TOKENIZER)
-    assert [detokenizer.push(token) for token in tokens] == ["a", "", "", ""]
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
+    stream = TextStream(TOKENIZER)
+    assert pieces(stream, tokens) == ["a", "", "", ""]
+    for last in ("\ufffd", ""):
+        stream.finish()
+        assert stream.drain() == last
 
 
 def test_a_prompt_that_ends_inside_a_character():
     tokens = by_bytes("é!")
-    detokenizer = Detokenizer(TOKENIZER, tokens[:1])
-    assert [detokenizer.push(token) for token in tokens[1:]] == ["é", "!"]
+    assert pieces(TextStream(TOKENIZER, tokens[:1]), tokens[1:]) == ["é", "!"]
 
 
 def test_streamed_pieces_are_the_text_and_the_text_is_what_decode_says(llm):

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import lookahead.targets.transformers as target_module
+from families import tiny_model
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.equivalence import FACTOR, MARGIN, compare, distance, in_float32
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts
 from lookahead.targets.fingerprint import forget, remember
 from lookahead.targets.transformers import TransformersTarget
-from lookahead.testing import tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATH = [0, 1, 6, 7]  # what a trial commits

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import lookahead.hf
+from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead.core import SettingsError
 from lookahead.targets.factory import probe
-from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, tiny_model
 
 MODES = {
     "greedy": {},

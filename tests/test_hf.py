@@ -14,10 +14,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from families import tiny_model
 from lookahead.core import NGramPool, SettingsError
 from lookahead.hf import generate
 from lookahead.sampling import GeneratorNoise, RowNoise
-from lookahead.testing import tiny_model
 
 
 @functools.cache

@@ -273,15 +273,15 @@ def all_cases(rank):
 
 
 def tiny_llama(rope=None):
-    from lookahead.testing import tiny_model
+    from families import tiny_model
 
     return tiny_model("llama-dynamic-ntk" if rope else "llama", initializer_range=0.1)
 
 
 def model_cases(rank, family):
     """A real model: keys and values of rows that a rank lacks are computed again."""
+    from families import tiny_model
     from lookahead.targets.factory import make_target
-    from lookahead.testing import tiny_model
 
     model = tiny_model(family, initializer_range=0.1)
     make = functools.partial(make_target, model)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from families import tiny_model
 from lookahead.core import SettingsError, TokenTree
 from lookahead.parallel import local_device, start
 from lookahead.parallel.target import TOLERANCE, logits_differ
-from lookahead.testing import tiny_model
 
 
 @pytest.fixture
@@ -53,10 +53,12 @@ def test_start_makes_the_ranks_own_gpu_the_current_one(four_gpus, monkeypatch):
 def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
     from lookahead import parallel
     from lookahead.engine import loading
+    from lookahead.engine.options import LoadOptions
 
     monkeypatch.setattr(loading, "_device", torch.device)  # which tries the device
     monkeypatch.setattr(parallel, "start", lambda timeout, device: device)
-    assert loading._start_ranks("lookahead", "cuda", None) == (torch.device("cuda", 2),) * 2
+    options = LoadOptions(parallel="lookahead", device="cuda")
+    assert loading._start_ranks(options) == (torch.device("cuda", 2),) * 2
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import lookahead.targets.transformers as target_module
+from families import tiny_model
 from lookahead.core import Decoder, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
-from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
+from lookahead.testing import assert_same_as_autoregressive, run
 
 
 def branching_tree():

@@ -225,7 +225,7 @@ class Chooser(Choose):
         self.noise = noise
         self.position = len(prompt)
         self._start = len(prompt)
-        self._ids = torch.tensor([list(prompt)], dtype=torch.long) if process is not None else None
+        self._ids = torch.tensor([list(prompt)]) if process is not None else None
 
     def __call__(self, scores: Scores, node: int) -> int:
         scores.best(node)  # raises on NaN, with the cure

@@ -137,94 +137,29 @@ class FakeTarget:
         return max(0, self.max_positions - 1 - len(self.committed[slot]))
 
 
-def _families() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Config class and what it needs beyond the common small sizes."""
-    eager = {"attn_implementation": "eager"}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
-    local_experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    mpt = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2}
-    ntk = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    mla = {
-        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8, "num_key_value_heads": 4,
-    }  # fmt: skip
-    return {
-        "llama": ("Llama", {}),
-        "llama-dynamic-ntk": ("Llama", {"max_position_embeddings": 48, "rope_parameters": ntk}),
-        "qwen2": ("Qwen2", {}),
-        "qwen3": ("Qwen3", {"head_dim": 16}),
-        "mistral": ("Mistral", {"sliding_window": None}),
-        "mistral-sliding": ("Mistral", {"sliding_window": 8}),
-        "gemma": ("Gemma", {"head_dim": 16}),
-        "gemma2": ("Gemma2", {"head_dim": 16, **eager, **sliding}),
-        "gemma3": ("Gemma3Text", {"head_dim": 16, **sliding}),
-        "gpt2": ("GPT2", gpt2),
-        "gpt-neox": ("GPTNeoX", {}),
-        "gptj": ("GPTJ", {"rotary_dim": 8, **gpt2, **eager}),
-        "gpt-bigcode": ("GPTBigCode", gpt2),
-        "phi": ("Phi", {}),
-        "phi3": ("Phi3", {}),
-        "olmo2": ("Olmo2", {}),
-        "olmo3": ("Olmo3", sliding),
-        "olmoe": ("Olmoe", experts),
-        "mixtral": ("Mixtral", local_experts),
-        "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "moe_intermediate_size": 32, **experts}),
-        "falcon": ("Falcon", {"alibi": False, "new_decoder_architecture": False}),
-        "falcon-alibi": ("Falcon", {"alibi": True}),
-        "opt": ("OPT", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
-        "starcoder2": ("Starcoder2", {}),
-        "granite": ("Granite", {}),
-        "granite-moe": ("GraniteMoe", local_experts),
-        "smollm3": ("SmolLM3", {}),
-        "stablelm": ("StableLm", {}),
-        "cohere": ("Cohere", {}),
-        "cohere2": ("Cohere2", sliding),
-        "glm4": ("Glm4", {"head_dim": 16}),
-        "deepseek-v2": ("DeepseekV2", mla),
-        "deepseek-v3": ("DeepseekV3", mla),
-        "gpt-oss": ("GptOss", {"head_dim": 16, **local_experts, **eager, **sliding}),
-        "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
-        "mpt": ("Mpt", mpt),
-        "mamba": ("Mamba", {"state_size": 8}),
-        "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-    }
-
-
-#: Families of ``tiny_model``; all but the last two evaluate trees.
-FAMILIES = tuple(_families())
-RECURRENT_FAMILIES = ("mamba", "lfm2")
-
-
-def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A small random model of a family in fp32, on the CPU, in evaluation mode (vocabulary 96, 2 layers).
+def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> Any:
+    """A small random model in fp32, on the CPU, in evaluation mode (vocabulary 96, 2 layers).
 
     Args:
-        family: a name in ``FAMILIES``.
+        model_type: as transformers names it.
         seed: of the weights.
-        **overrides: config fields.
+        **overrides: config fields, or ``attn_implementation``.
     """
     import torch
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    name, special = _families()[family]
+    tokens = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     sizes = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256,
     }  # fmt: skip
-    if name in ("GPT2", "GPTJ", "GPTBigCode", "Mpt", "Bloom"):  # these have names of their own for the sizes
-        sizes = {"hidden_size": 64} if name == "Bloom" else {}
-    tokens = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config: dict[str, Any] = {**sizes, **tokens, "initializer_range": 0.2, **special, **overrides}
-    attention = config.pop("attn_implementation", None)
+    known = AutoConfig.for_model(model_type, **tokens)
+    fields = {name: value for name, value in sizes.items() if hasattr(known, name)} | tokens
+    attention = overrides.pop("attn_implementation", None)
+    config = AutoConfig.for_model(model_type, **{**fields, "initializer_range": 0.2, **overrides})
     torch.manual_seed(seed)
-    built = getattr(transformers, f"{name}Config")(**config)
-    if attention is not None:
-        built._attn_implementation = attention
-    factory: Any = transformers.AutoModelForCausalLM
-    return factory.from_config(built).eval()
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config, attn_implementation=attention).eval()
 
 
 def run(target: Any, requests: Sequence[Request]) -> list[Generation]:

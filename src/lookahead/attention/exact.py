@@ -66,7 +66,7 @@ def attend(
     begin = (positions - DEPTH).clamp(min=0)
     per_row, every_head = slots[:, None, None], torch.arange(kv_heads, device=device)[None, :, None]
 
-    def weigh(scores: torch.Tensor, seen: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    def masked(scores: torch.Tensor, seen: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Scores (R, Hkv, G, n) of keys at positions (R, n), -inf where they are not seen."""
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -76,7 +76,7 @@ def attend(
 
     place = torch.arange(WINDOW, device=device)
     gathered = key[per_row, every_head, columns[:, None]].to(wide)  # (R, Hkv, WINDOW, D)
-    scores = weigh(q @ gathered.transpose(2, 3), place < counts[:, None], begin[:, None] + place)
+    scores = masked(q @ gathered.transpose(2, 3), place < counts[:, None], begin[:, None] + place)
     best = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - best)
     total = weights.sum(-1, keepdim=True)
@@ -89,7 +89,7 @@ def attend(
             at = torch.arange(part.start, part.stop, device=device)[None]
             seen = (at < begin[:, None]) & (slots == slot)[:, None]
             scores = folded @ key[slot, :, part].to(wide).transpose(1, 2)
-            scores = weigh(scores.view(kv_heads, rows, group, PAGE).transpose(0, 1), seen, at)
+            scores = masked(scores.view(kv_heads, rows, group, PAGE).transpose(0, 1), seen, at)
             new = torch.maximum(best, scores.amax(-1, keepdim=True))
             weights, shrink = torch.exp(scores - new), torch.exp(best - new)
             flat = weights.transpose(0, 1).reshape(kv_heads, rows * group, PAGE)

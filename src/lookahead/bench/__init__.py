@@ -9,12 +9,11 @@ The life of a measurement:
     methods.make_methods      a name -> what decodes a prompt, ours or Hugging Face's, under one counter
     run.run                   interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
-    summary, pictures         read records, and nothing else
+    summary, report           read records, and nothing else: tables and the picture
 """
 
 from .methods import RunOptions, default_methods, make_methods, split_methods
 from .model import ModelUnderTest, load_model
-from .pictures import plot
 from .record import Records
 from .run import run
 from .summary import summarise
@@ -30,7 +29,6 @@ __all__ = [
     "load_model",
     "load_workload",
     "make_methods",
-    "plot",
     "run",
     "split_methods",
     "summarise",

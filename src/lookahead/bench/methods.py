@@ -27,10 +27,8 @@ from ..engine.processors import make_process
 from ..sampling import SeededNoise, make_choose
 from .model import ModelUnderTest
 
-HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted")
+HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
 PLAIN = "autoregressive"
-#: Tokens that Hugging Face's prompt lookup drafts at most; the example of its documentation, and our default.
-LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class RunOptions:
 class Outcome:
     """One text, and what it cost.
 
-    The counts of Hugging Face's methods hold the steps only: tokens that a prefill gives beyond the first one,
+    The counts of other libraries' methods hold the steps only: tokens that a prefill gives beyond the first one,
     because it verified a draft too, are not in ``stats``.
     """
 
@@ -157,26 +155,22 @@ class HuggingFace(Method):
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name
-        self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
+        # Ten tokens: the example of transformers' documentation, and our prompt lookup's.
+        self.settings = {"prompt_lookup_num_tokens": 10} if name == "hf-prompt-lookup" else {}
 
     def comparable(self, options: RunOptions) -> bool:
         """Only greedy texts: transformers draws from another stream of random numbers."""
         return not options.temperature and self.name != "hf-sample"
 
-    def _config(self, model: ModelUnderTest, options: RunOptions) -> GenerationConfig:
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         eos = sorted(model.eos) or None
         config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=options.max_new_tokens,
-            eos_token_id=eos,
-            pad_token_id=eos[0] if eos else 0,
+            max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=eos[0] if eos else 0,
             do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
             **self.settings,
-        )
+        )  # fmt: skip
         if config.do_sample:
             config.temperature, config.top_k, config.top_p = options.temperature or 1.0, options.top_k, 1.0
-        return config
-
-    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         rows: list[int] = []
         sizes: list[int] = []
         times: list[float] = []
@@ -193,28 +187,41 @@ class HuggingFace(Method):
             rows.append(int(keywords["input_ids"].shape[1]))
 
         ids = torch.tensor([list(prompt)], device=model.model.device)
-        more = {"assistant_model": model.draft_model} if self.name == "hf-assisted" else {}
-        more |= {"attention_mask": torch.ones_like(ids), "generation_config": self._config(model, options)}
+        mask = torch.ones_like(ids)
         torch.manual_seed(options.seed)
         hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
         try:
             start = perf_counter()
-            text = model.model.generate(ids, streamer=Clock(), **more)
+            text = model.model.generate(ids, streamer=Clock(), attention_mask=mask, generation_config=config)
             end = perf_counter()
         finally:
             hook.remove()
-        tokens = text[0, len(prompt) :].tolist()
-        _, prefill, *steps = sizes  # what comes first is the prompt
-        if len(steps) + 1 != len(rows) or len(tokens) != prefill + sum(steps):
-            raise AssertionError(
-                f"{self.name}: {len(rows)} forward passes, but tokens came {len(steps) + 1} times"
-            )
-        times = [*times[1:-1], end]
-        stats = Stats(prompt_tokens=len(prompt), new_tokens=1 + sum(steps))
-        for evaluated, size in zip(rows[1:], steps, strict=True):
-            stats.count_step(evaluated, evaluated - 1, size)
-        seconds = [b - a for a, b in pairwise(times)]
-        return Outcome(tokens, stats, prefill, times[0] - start, steps, rows[1:], seconds)
+        times = [start, *times[1:-1], end]  # what comes first is the prompt
+        return counted(len(prompt), text[0, len(prompt) :].tolist(), rows[1:], sizes[1:], times)
+
+
+def counted(
+    prompt_tokens: int, tokens: list[int], rows: list[int], sizes: list[int], times: list[float]
+) -> Outcome:
+    """What another library's decoding cost.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        tokens: the new ones.
+        rows: of every step.
+        sizes: tokens that came from the prefill, and from every step.
+        times: when it began, and when each of these tokens came, in seconds.
+    """
+    prefill, *steps = sizes
+    if len(steps) != len(rows) or len(tokens) != sum(sizes):
+        raise AssertionError(
+            f"{len(rows)} steps gave tokens {len(steps)} times, {sum(sizes)} of {len(tokens)}"
+        )
+    stats = Stats(prompt_tokens=prompt_tokens, new_tokens=1 + sum(steps))
+    for evaluated, size in zip(rows, steps, strict=True):
+        stats.count_step(evaluated, evaluated - 1, size)
+    first, *seconds = (b - a for a, b in pairwise(times))
+    return Outcome(tokens, stats, prefill, first, steps, rows, seconds)
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:
@@ -249,8 +256,6 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
             raise SettingsError(f"{head} takes no settings, got {name!r}")
         if model.model is None:
             raise SettingsError(f"{head} needs a transformers model, and there is only a target")
-        if head == "hf-assisted" and model.draft_model is None:
-            raise SettingsError("hf-assisted needs a draft model; give one with --draft-model")
         return [HuggingFace(head)]
     if head not in METHODS:
         raise SettingsError(

@@ -23,8 +23,6 @@ from .. import __version__
 from ..core.records import RecordWriter, read_records
 
 Record = dict[str, Any]
-#: What must be the same for two records to be drawn or averaged together.
-SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 _INSTRUCTIONS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16",
 )  # fmt: skip
@@ -38,23 +36,16 @@ def machine() -> dict[str, Any]:
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
         known = {key.strip(): value.strip() for key, _, value in fields}
         name, flags = known.get("model name", name), known.get("flags", known.get("Features", ""))
-    facts: dict[str, Any] = {
+    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return gpu | {
         "processor": name,
         "instructions": [flag for flag in _INSTRUCTIONS if flag in flags.split()],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": pages and round(pages * os.sysconf("SC_PAGE_SIZE") / 2**30),
     }
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
-
-
-def load_average() -> float | None:
-    """Processes that wanted to run in the last minute, ours included; None where the system does not say."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def was_busy(records: Iterable[Record]) -> str:
@@ -80,7 +71,7 @@ def commit() -> str:
     try:
         git(
             "ls-files", "--error-unmatch", "core/tree.py"
-        )  # the repository may be another one, around site-packages
+        )  # it may be another repository, around site-packages
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
@@ -124,12 +115,6 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
         with RecordWriter(self.path, append=True) as writer:
             writer.write(record)
-
-
-def newest_setup(records: list[Record]) -> tuple[list[Record], int]:
-    """(the records made under the same setup as the last one, how many others there are)."""
-    same = [r for r in records if all(r.get(name) == records[-1].get(name) for name in SETUP)]
-    return same, len(records) - len(same)
 
 
 def describe(record: Mapping[str, Any]) -> str:

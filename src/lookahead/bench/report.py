@@ -1,41 +1,66 @@
-"""What a run leaves behind: the tables on the terminal, the same as Markdown, the pictures."""
+"""What a run leaves behind: the tables on the terminal, the same as Markdown, the picture."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .pictures import plot
+from .pictures import COLOURS, label, new_figure, save
 from .record import Record, describe, was_busy
-from .summary import COMPRESSION, LEGEND, SPEED, Line, markdown, summarise, unequal_text
+from .summary import COLUMNS, LEGEND, Line, Summary, markdown, summarise, unequal_text
 
 
-def _table(title: str, columns: dict[str, Callable[[Line], str]], lines: list[Line]) -> Table:
+def _table(title: str, lines: list[Line]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("method", overflow="fold", min_width=min(24, max(len(line.label) for line in lines)))
-    for heading in columns:
+    for heading in COLUMNS:
         folded = re.sub(r" |(?<=[-/])", "\n", heading)
         table.add_column(folded, justify="right", vertical="bottom", no_wrap=True)
     for line in lines:
         style = "red" if line.all.equal < line.all.compared else None
-        table.add_row(line.label, *(text(line) for text in columns.values()), style=style)
+        table.add_row(line.label, *(text(line) for text in COLUMNS.values()), style=style)
     return table
 
 
+def speeds(summary: Summary) -> Any:
+    """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
+    lines = [line for line in summary.lines if line.all.rate == line.all.rate]
+    several = len({line.workload for line in lines}) > 1
+    names = list(dict.fromkeys(line.label for line in lines))
+    labels = []
+    figure, axes = new_figure(7.0, 1.2 + 0.3 * len(lines))
+    for place, line in enumerate(lines):
+        figures, same = line.all, line.all.equal == line.all.compared
+        shade = COLOURS[names.index(line.label) % len(COLOURS)]
+        axes.barh(place, figures.rate, 0.72, color=shade, edgecolor="white", hatch=None if same else "///")
+        axes.plot([figures.rate_low, figures.rate_high], [place, place], color="#888888", linewidth=1.2)
+        end = (figures.rate_high, place)
+        axes.annotate(f"{figures.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
+        unequal = "" if same else f", {figures.equal} of {figures.compared} equal"
+        labels.append(f"{line.workload}: " * several + line.label + unequal)
+    axes.set_yticks(range(len(lines)), labels)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.margins(x=0.1)
+    axes.grid(False, axis="y")
+    title = "Speed by method" + ("" if several or not lines else f", {lines[0].workload}")
+    label(axes, title, "tokens per second (line: range over repeats)", legend=False)
+    return figure
+
+
 def write_report(records: Sequence[Record], out: Path, command: str) -> None:
-    """Print two tables per workload (speed with equality, compression); write ``summary.md`` and the pictures."""
+    """Print a table per workload; write ``summary.md`` and the picture."""
     summary, console = summarise(records), Console(highlight=False)
     for workload in dict.fromkeys(line.workload for line in summary.lines):
         lines = [line for line in summary.lines if line.workload == workload]
         texts = max(line.all.texts for line in lines)
-        console.print(_table(f"{workload}: {texts} texts per method", SPEED, lines))
-        console.print(_table("", COMPRESSION, lines))
+        console.print(_table(f"{workload}: {texts} texts per method", lines))
     console.print(LEGEND, style="dim", markup=False)
     notes = [
         f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
@@ -46,6 +71,6 @@ def write_report(records: Sequence[Record], out: Path, command: str) -> None:
     where = describe(records[-1])
     page = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, "", *notes]
     (out / "summary.md").write_text("\n".join(page) + "\n", encoding="utf-8")
-    pictures = plot(out)[0] if any(record.get("steps") for record in records) else []
-    text = f"{where}\nrecords, summary and {len(pictures)} pictures: {out}"
-    console.print(text, style="dim", markup=False)
+    if any(record.get("steps") for record in records):
+        save(speeds(summary), out / "tokens-per-second", where)
+    console.print(f"{where}\nrecords, summary and picture: {out}", style="dim", markup=False)

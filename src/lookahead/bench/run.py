@@ -7,6 +7,7 @@ the machine hits all alike. Before that, each method decodes one prompt that is 
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ import torch
 from ..core.stats import first_divergence
 from .methods import PLAIN, Method, RunOptions, make_methods
 from .model import ModelUnderTest, load_model
-from .record import Record, Records, environment, key_of, load_average
+from .record import Record, Records, environment, key_of
 from .workloads import Prompt
 
 #: told (records finished, records in all, what comes next)
@@ -91,10 +92,17 @@ def run(
                 "key": key,
                 "repeat": repeat,
                 "turn": turn,
-                **_about(prompt, method),
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+                "workload": prompt.workload,
+                "prompt": prompt.id,
+                "category": prompt.category,
+                "prompt_tokens": len(tokens),
+                "method": method.label,
+                "state": method.state,
+                "settings": method.settings,
                 **common,
             }
-            record |= {"load": load_average(), "prompt_tokens": len(tokens)}
             if fits:
                 for missed in unseen.pop(method, []):
                     method.decode(model, missed, options)
@@ -130,18 +138,6 @@ def _plan(
                     yield repeat, number, turn, method
 
 
-def _about(prompt: Prompt, method: Method) -> Record:
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "workload": prompt.workload,
-        "prompt": prompt.id,
-        "category": prompt.category,
-        "method": method.label,
-        "state": method.state,
-        "settings": method.settings,
-    }
-
-
 def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(str(number), "prompts", (prompt,))
@@ -155,11 +151,7 @@ def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
 
 
 def _measure(
-    model: ModelUnderTest,
-    prompt: list[int],
-    method: Method,
-    options: RunOptions,
-    reference: list[int] | None,
+    model: ModelUnderTest, prompt: list[int], method: Method, options: RunOptions, reference: list[int] | None
 ) -> Record:
     """Decode one text now; ``reference`` is plain decoding's, None where this is it."""
     outcome = method.decode(model, prompt, options)

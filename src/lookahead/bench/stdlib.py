@@ -1,7 +1,7 @@
 """Prompts from the running Python's standard library, so that there is real input on every machine.
 
-A prompt is a function's signature and docstring, as it stands in the source; the reference is the rest of it.
-One function of a file at most, chosen by a seed: the same Python and the same seed give the same prompts.
+A prompt is a function's signature and docstring; the reference is the rest of it. One function of a file at most,
+chosen by a seed: the same Python and the same seed give the same prompts.
 """
 
 from __future__ import annotations
@@ -50,13 +50,10 @@ def stdlib_prompts(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def _functions(path: Path) -> list[tuple[str, str, str]]:
     """(name, signature and docstring, the rest) of the functions worth completing."""
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in other people's strings
         text = path.read_text(encoding="utf-8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in other people's strings
-            tree = ast.parse(text)
-    except (OSError, UnicodeDecodeError, SyntaxError):
-        return []
+        tree = ast.parse(text)
     lines = text.splitlines(keepends=True)
     found = []
     for node in ast.walk(tree):

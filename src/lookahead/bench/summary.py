@@ -2,10 +2,8 @@
 
 Definitions, the same for every method:
     rate        tokens after the prefill, over the seconds of the steps
-    speed-up    rate over that of plain decoding: of totals, and per prompt (geometric mean)
-    S steps     tokens per step, the mean over all steps (the paper's S, bonus token included)
-    S passes    all new tokens over all forward passes, the prefill counted as one
-    loop-free   the prompts whose plain text has no repeated 8-gram
+    speed-up    rate over that of plain decoding, of totals
+    S           tokens per step, the mean over all steps (the paper's S, bonus token included)
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
 from .methods import PLAIN
@@ -32,24 +30,20 @@ class Figures:
     rate_low: float = NAN
     rate_high: float = NAN
     total: float = NAN  # speed-up of totals
-    per_prompt: float = NAN  # geometric mean of that per prompt
-    s_steps: float = NAN  # compression ratio, as the next one
-    s_passes: float = NAN
+    s_steps: float = NAN  # compression ratio
     rows: float = NAN  # per step
-    prefill: float = NAN  # seconds, median
     equal: int = 0  # texts equal to plain decoding
     compared: int = 0
 
 
 @dataclass(slots=True)
 class Line:
-    """A method in one state on a workload: all prompts, and the loop-free ones."""
+    """A method in one state on a workload."""
 
     workload: str
     method: str
     state: str
     all: Figures
-    loop_free: Figures
     over_hf: float = NAN  # rate over that of Hugging Face's greedy generate, where it was measured
 
     @property
@@ -72,13 +66,14 @@ def _text_of(record: Record) -> tuple[Any, ...]:
     return record["workload"], record["prompt"], record["turn"], record["repeat"], heat
 
 
-def _decoded(record: Record) -> int:
-    return int(record["new_tokens"] - record["prefill_tokens"])
+def _decoded(records: Iterable[Record]) -> int:
+    """Tokens after the prefill."""
+    return sum(record["new_tokens"] - record["prefill_tokens"] for record in records)
 
 
 def _rate(records: Sequence[Record]) -> float:
     seconds = sum(record["decode_seconds"] for record in records)
-    return sum(map(_decoded, records)) / seconds if seconds else NAN
+    return _decoded(records) / seconds if seconds else NAN
 
 
 def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
@@ -95,7 +90,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     """
     if not records:
         return Figures()
-    steps = sum(record["steps"] for record in records)
+    steps = sum(record["steps"] for record in records) or NAN
     repeats = defaultdict(list)
     for record in records:
         repeats[record["repeat"]].append(record)
@@ -103,19 +98,15 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     # A text of one token has no step: it says nothing of speed.
     pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
     pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
-    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     compared = [record["equal"] for record in records if record["equal"] is not None]
     return Figures(
         texts=len(records),
         rate=median(rates),
         rate_low=min(rates),
         rate_high=max(rates),
-        total=_rate(ours) / _rate(theirs),
-        per_prompt=geometric_mean(_rate([a]) / _rate([b]) for a, b in pairs) if pairs else NAN,
-        s_steps=sum(map(_decoded, records)) / steps if steps else NAN,
-        s_passes=sum(record["new_tokens"] for record in records) / (steps + len(records)),
-        rows=sum(record["rows"] for record in records) / steps if steps else NAN,
-        prefill=median(record["prefill_seconds"] for record in records),
+        total=_rate([pair[0] for pair in pairs]) / _rate([pair[1] for pair in pairs]),
+        s_steps=_decoded(records) / steps,
+        rows=sum(record["rows"] for record in records) / steps,
         equal=sum(compared),
         compared=len(compared),
     )
@@ -130,10 +121,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in measured:
         groups[record["workload"], record["method"], record["state"]].append(record)
-    lines = []
-    for (workload, method, state), group in groups.items():
-        straight = [r for r in group if plain.get(_text_of(r), r)["loop_free"]]
-        lines.append(Line(workload, method, state, figures(group, plain), figures(straight, plain)))
+    lines = [Line(*names, figures(group, plain)) for names, group in groups.items()]
     theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
     for line in lines:
         line.over_hf = line.all.rate / theirs.get(line.workload, NAN)
@@ -149,29 +137,20 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-#: heading -> text of a line: what is said of speed, and of the compression ratio
-SPEED: dict[str, Callable[[Line], str]] = {
+#: heading -> text of a line
+COLUMNS: dict[str, Callable[[Line], str]] = {
     "equal": lambda x: f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a",
     "tokens/s": lambda x: number(x.all.rate, 1),
     "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
     "speed-up": lambda x: number(x.all.total),
-    "per prompt": lambda x: number(x.all.per_prompt),
-    "loop-free": lambda x: number(x.loop_free.total),
-}
-COMPRESSION: dict[str, Callable[[Line], str]] = {
-    "speed vs hf-greedy": lambda x: number(x.over_hf),
-    "S steps": lambda x: number(x.all.s_steps),
-    "S passes": lambda x: number(x.all.s_passes),
-    "S loop-free": lambda x: number(x.loop_free.s_steps),
-    "loop-free texts": lambda x: f"{x.loop_free.texts}/{x.all.texts}",
+    "vs hf-greedy": lambda x: number(x.over_hf),
+    "S": lambda x: number(x.all.s_steps),
     "rows/step": lambda x: number(x.all.rows, 1),
-    "prefill ms": lambda x: number(x.all.prefill * 1e3, 1),
 }
 LEGEND = (
-    "tokens/s: median over repeats. speed-up: of totals; per prompt: geometric mean of the ratio. "
-    "cold, warm: without and with the state of the earlier prompts. loop-free: prompts whose plain text has no "
-    "repeated 8-gram. equal: texts equal to plain decoding. S steps: tokens per step; S passes: the prefill "
-    "counted as a pass."
+    "equal: texts equal to plain decoding. tokens/s: median over repeats. speed-up over plain decoding: of totals. "
+    "S: tokens per step. cold, warm: without and with the state of the "
+    "earlier prompts."
 )
 
 
@@ -183,9 +162,8 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts
 
 def markdown(summary: Summary) -> str:
     """The lines as a Markdown table."""
-    columns = SPEED | COMPRESSION
-    rows = [[x.workload, f"`{x.label}`", *(text(x) for text in columns.values())] for x in summary.lines]
-    return markdown_table(["workload", "method", *columns], rows, texts=2)
+    rows = [[x.workload, f"`{x.label}`", *(text(x) for text in COLUMNS.values())] for x in summary.lines]
+    return markdown_table(["workload", "method", *COLUMNS], rows, texts=2)
 
 
 def unequal_text(record: Record) -> str:

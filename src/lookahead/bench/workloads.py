@@ -7,21 +7,17 @@ and the indent after it into one token, and a prompt must not cut that token in 
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from ..core import SettingsError
 from .stdlib import stdlib_prompts
-
-Row = Mapping[str, Any]
-#: (row, its number) -> fields of a ``Prompt``
-Reader = Callable[[Row, int], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,6 @@ class Prompt:
     plain: str | None = None  # the first turn for a model without a chat template; ``turns[0]`` where None
     category: str = ""  # for workloads made of several kinds
     reference: str | None = None  # a text to compare the last answer with, where there is one
-    history: tuple[Mapping[str, str], ...] = ()  # messages before the first turn (a system message, say)
     ids: tuple[int, ...] | None = None  # the only turn as token ids, where there is no text
 
     def tokens(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
@@ -51,126 +46,89 @@ class Prompt:
             return list(self.ids)
         if tokenizer is None:
             raise SettingsError("texts need a tokenizer, and the model has none; pass token ids")
-        earlier, turn = list(zip(self.turns, answers, strict=False)), self.turns[len(answers)]
-        if getattr(tokenizer, "chat_template", None):
-            messages = [dict(message) for message in self.history]
-            for question, answer in earlier:
-                messages += [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
-            messages.append({"role": "user", "content": turn})
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        first = self.turns[0] if self.plain is None else self.plain
-        text = "".join(message["content"] + "\n\n" for message in self.history) + first
-        for answer, following in zip(answers, self.turns[1:], strict=False):
-            text += f"{answer}\n\n{following}\n"
-        return list(tokenizer(text)["input_ids"])
+        chat = getattr(tokenizer, "chat_template", None)
+        first = self.turns[0] if self.plain is None or chat else self.plain
+        texts = [first, *(text for pair in zip(answers, self.turns[1:], strict=False) for text in pair)]
+        if not chat:
+            text = first + "".join(
+                f"{a}\n\n{turn}\n" for a, turn in zip(texts[1::2], texts[2::2], strict=True)
+            )
+            return list(tokenizer(text)["input_ids"])
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A data set: how a row becomes a prompt, what a row must have, and where the file comes from (for people)."""
+    """A data set: what of a row becomes a prompt. A row with ``turns`` is a conversation as it stands."""
 
-    read: Reader
-    fields: tuple[str, ...]
-    origin: str
+    origin: str  # where the file comes from, for people
+    turn: str = "{turns}"  # the user's turn, with fields of the row in braces
+    plain: str = ""  # likewise, for a model without a chat template; ``turn`` where empty
+    id: str = "id"  # field; the row's number where it is not there
+    reference: str = ""  # field; none where empty
 
+    @property
+    def fields(self) -> str:
+        """What a row must have."""
+        named = [field for _, field, _, _ in Formatter().parse(self.turn) if field]
+        return ", ".join([*named, self.reference] if self.reference else named)
 
-def _code(name: str, code: str, solution: str) -> Reader:
-    return lambda row, number: {
-        "id": row["task_id"],
-        "turns": (f"Complete this Python {name}. Answer with the code only.\n\n{row[code]}",),
-        "plain": row[code].rstrip(),
-        "reference": row.get(solution),
-    }
-
-
-def _summary(text: str, reference: str) -> Reader:
-    return lambda row, number: {
-        "id": str(row.get("id", number)),
-        "turns": (f"Summarize:\n{row[text]}",),
-        "plain": f"{row[text]}\n\nSummary:",
-        "reference": row[reference],
-    }
-
-
-def _gsm8k(row: Row, number: int) -> dict[str, Any]:
-    question = row["question"].strip()
-    plain = f"Question: {question}\nAnswer:"
-    return {"id": f"gsm8k/{number}", "turns": (question,), "plain": plain, "reference": row["answer"]}
-
-
-def _mbpp(row: Row, number: int) -> dict[str, Any]:
-    task, tests = row["text"], "\n".join(row["test_list"])
-    return {
-        "id": f"mbpp/{row['task_id']}",
-        "turns": (f"{task} Answer with Python code only. It must pass these tests:\n\n{tests}",),
-        "plain": f'"""\n{task}\n{tests}\n"""',
-        "reference": row.get("code"),
-    }
+    def prompt(self, workload: str, row: Mapping[str, Any], number: int) -> Prompt:
+        """The prompt of a row."""
+        name, category = str(row.get(self.id, number)), str(row.get("category", ""))
+        if "turns" in row:
+            turns, references = row["turns"], row.get("reference")
+            if isinstance(turns, str) or not turns:
+                raise TypeError(f"turns must be a list of at least one text, got {turns!r:.60}")
+            turns = tuple(str(turn) for turn in turns)
+            reference = str(references[-1]) if references else None
+            return Prompt(name, workload, turns, f"{turns[0]}\n", category, reference)
+        given = row.get("prompt", "-")
+        if not isinstance(given, str) or not given:
+            raise TypeError(f"prompt must be a text that is not empty, got {given!r:.60}")
+        texts = {
+            key: "\n".join(map(str, value)) if isinstance(value, list) else value
+            for key, value in row.items()
+        }
+        turn, plain = self.turn.format_map(texts), self.plain.format_map(texts).rstrip()
+        reference = row[self.reference] if self.reference else None
+        return Prompt(name, workload, (turn,), plain or None, category, reference)
 
 
-def _turns(row: Row, number: int) -> dict[str, Any]:
-    turns, references = row["turns"], row.get("reference")
-    if isinstance(turns, str) or not turns:
-        raise TypeError(f"turns must be a list of at least one text, got {turns!r:.60}")
-    return {
-        "id": str(row.get("question_id", number)),
-        "turns": tuple(str(turn) for turn in turns),
-        "plain": f"{turns[0]}\n",
-        "category": row.get("category", ""),
-        "reference": str(references[-1]) if references else None,
-    }
-
-
-def _own(row: Row, number: int) -> dict[str, Any]:
-    """A row of the user's own file: prompt, text, turns or messages."""
-    name = {"id": str(row.get("id", number))}
-    if "turns" in row:
-        return _turns(row, number) | name
-    fields = name | {"category": str(row.get("category", "")), "reference": row.get("reference")}
-    if "messages" in row:
-        *history, last = row["messages"]
-        if last["role"] != "user":
-            raise ValueError(f"the last message must be the user's, got role {last['role']!r}")
-        return fields | {"turns": (last["content"],), "history": tuple(history)}
-    text = row.get("prompt", row.get("text"))
-    if not isinstance(text, str) or not text:
-        raise TypeError(f"prompt must be a text that is not empty, got {text!r:.60}")
-    return fields | {"turns": (text,)}
-
-
-_QUESTION = ("question_id", "category", "turns")
-_CODE = "https://github.com/"
+CODE = "Complete this Python {}. Answer with the code only.\n\n"
+_GITHUB, _HUB = "https://github.com/", "https://huggingface.co/datasets/"
 SOURCES: dict[str, Source] = {
     "humaneval": Source(
-        _code("function", "prompt", "canonical_solution"), ("task_id", "prompt"), f"{_CODE}openai/human-eval"
+        f"{_GITHUB}openai/human-eval",
+        CODE.format("function") + "{prompt}", "{prompt}", "task_id", "canonical_solution",
     ),
-    "gsm8k": Source(_gsm8k, ("question", "answer"), f"{_CODE}openai/grade-school-math (test.jsonl)"),
+    "gsm8k": Source(
+        f"{_GITHUB}openai/grade-school-math (test.jsonl)",
+        "{question}", "Question: {question}\nAnswer:", reference="answer",
+    ),
     "mbpp": Source(
-        _mbpp, ("task_id", "text", "test_list"), f"{_CODE}google-research/google-research (mbpp/mbpp.jsonl)"
+        f"{_GITHUB}google-research/google-research (mbpp/mbpp.jsonl)",
+        "{text} Answer with Python code only. It must pass these tests:\n\n{test_list}",
+        '"""\n{text}\n{test_list}\n"""', "task_id", "code",
     ),
-    "mt-bench": Source(
-        _turns, _QUESTION, f"{_CODE}lm-sys/FastChat (llm_judge/data/mt_bench/question.jsonl)"
-    ),
+    "mt-bench": Source(f"{_GITHUB}lm-sys/FastChat (llm_judge/data/mt_bench/question.jsonl)", id="question_id"),
     "classeval": Source(
-        _code("class", "skeleton", "solution_code"), ("task_id", "skeleton"), f"{_CODE}FudanSELab/ClassEval"
+        f"{_GITHUB}FudanSELab/ClassEval",
+        CODE.format("class") + "{skeleton}", "{skeleton}", "task_id", "solution_code",
     ),
-    "spec-bench": Source(
-        _turns, _QUESTION, f"{_CODE}hemingkx/Spec-Bench (data/spec_bench/question.jsonl)"
-    ),
+    "spec-bench": Source(f"{_GITHUB}hemingkx/Spec-Bench (data/spec_bench/question.jsonl)", id="question_id"),
     "xsum": Source(
-        _summary("document", "summary"), ("document", "summary"),
-        "https://huggingface.co/datasets/EdinburghNLP/xsum, as JSON lines",
+        f"{_HUB}EdinburghNLP/xsum, as JSON lines",
+        "Summarize:\n{document}", "{document}\n\nSummary:", reference="summary",
     ),
     "cnn-dailymail": Source(
-        _summary("article", "highlights"), ("article", "highlights"),
-        "https://huggingface.co/datasets/abisee/cnn_dailymail, as JSON lines",
+        f"{_HUB}abisee/cnn_dailymail, as JSON lines",
+        "Summarize:\n{article}", "{article}\n\nSummary:", reference="highlights",
     ),
 }  # fmt: skip
-_OWN = Source(_own, ("prompt, text, turns or messages",), "a file of the user's own")
 KNOWN = (*SOURCES, "stdlib")
 
 
@@ -181,7 +139,7 @@ def load_workload(
 
     Args:
         name: a known name; ``name=PATH`` to say where its file lies; or the path of a JSON-lines file
-            whose rows have ``prompt``, ``text``, ``turns`` or ``messages``.
+            whose rows have ``prompt`` or ``turns``.
         limit: at most so many, taken in turn from each category.
         seed: chooses among the standard library's functions.
         data: a folder with data sets, each in a folder or a file of its name.
@@ -202,7 +160,7 @@ def load_workload(
             )
         prompts = _prompts(name, SOURCES[name], path)
     elif Path(name).is_file():
-        prompts = _prompts(Path(name).stem, _OWN, Path(name))
+        prompts = _prompts(Path(name).stem, Source("", "{prompt}"), Path(name))
     else:
         raise SettingsError(
             f"unknown workload {name!r}; known are {', '.join(KNOWN)}, or give the path of a JSON-lines file"
@@ -219,12 +177,12 @@ def load_workload(
 def _prompts(name: str, source: Source, path: Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
-    fields = ", ".join(source.fields)
-    for place, number, row in _rows(path):
+    fields = source.fields if source.origin else "prompt or turns"
+    for number, (place, row) in enumerate(_rows(path)):
         if not isinstance(row, Mapping):
             raise SettingsError(f"{place}: an object with {fields} is needed, got {row!r:.60}")
         try:
-            prompt = Prompt(workload=name, **source.read(row, number))
+            prompt = source.prompt(name, row, number)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise SettingsError(
                 f"{place}: a row of {name} must have {fields} ({type(error).__name__}: {error}); "
@@ -239,28 +197,27 @@ def _prompts(name: str, source: Source, path: Path) -> list[Prompt]:
     return prompts
 
 
-def _rows(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """(place for errors, number, row) of a JSON array or of JSON lines, packed with gzip or not."""
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place for errors, row) of JSON lines, or of a JSON array, as ClassEval comes."""
     if not path.is_file():
         raise SettingsError(f"there is no file {path}")
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read as UTF-8 text: {error}") from error
     array = text.lstrip().startswith("[")
-    for number, part in enumerate([text] if array else text.split("\n")):
+    for number, part in enumerate([text] if array else text.split("\n"), 1):
         if not part.strip():
             continue
         try:
             value = json.loads(part)
         except json.JSONDecodeError as error:
-            place = f"{path}, line {number + error.lineno}"
+            place = f"{path}, line {number + error.lineno - 1}"
             raise SettingsError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
         if array:
-            yield from ((f"{path}, entry {entry + 1}", entry, row) for entry, row in enumerate(value))
+            yield from ((f"{path}, entry {entry}", row) for entry, row in enumerate(value, 1))
         else:
-            yield f"{path}, line {number + 1}", number, value
+            yield f"{path}, line {number}", value
 
 
 def find_file(name: str, data: str | Path | None) -> Path | None:
@@ -276,9 +233,8 @@ def find_file(name: str, data: str | Path | None) -> Path | None:
 
     found = [
         path
-        for path in (*root.glob("*"), *root.glob("*/*"))
-        if re.search(r"\.jsonl?(\.gz)?$", path.name)
-        and plain(name) in (plain(path.parent.name), plain(path.name.split(".")[0]))
+        for path in (*root.glob("*.json*"), *root.glob("*/*.json*"))
+        if plain(name) in (plain(path.parent.name), plain(path.stem))
     ]
     # A test split comes before everything else, a training split after it.
     return min(found, key=lambda p: ("test" not in p.name, "train" in p.name, p.name), default=None)

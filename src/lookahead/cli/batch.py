@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import typer
 
 from ..core import LookaheadError, SettingsError
 from ..core.records import RecordWriter, drop_torn_line, read_records
-from .console import Interrupted, as_record, diverged, note, stderr, trace_line, tracing
+from .console import Interrupted, as_record, diverged, note, progress_bar
 from .options import Task, dismiss, read_bytes, warm_pool
 
 if TYPE_CHECKING:
@@ -25,19 +24,12 @@ KINDS = {"prompt": str, "input_ids": list, "messages": list}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One line of the input.
+    """One line of the input."""
 
-    Attributes:
-        line: its number, from 1.
-        id: as given; the line's number where none is; None where the line is no JSON object.
-        prompt: text, token ids or chat messages.
-        error: why the line cannot be used, or None.
-    """
-
-    line: int
-    id: Any
-    prompt: Any
-    error: str | None = None
+    line: int  # its number, from 1
+    id: Any  # as given; the line's number where none is; None where the line is no JSON object
+    prompt: Any  # text, token ids or chat messages
+    error: str | None = None  # why the line cannot be used
 
     @property
     def key(self) -> tuple[int, str]:
@@ -83,26 +75,25 @@ def _job(number: int, line: bytes) -> Job:
 def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
     """Jobs without a record. A record belongs to the job of its line and id.
 
-    Where the input has changed since, or the record names no line, it belongs to the job of its id, if only one
-    has it; but a record without an id belongs to its line alone.
+    Where the input has changed since, the id alone decides.
 
     Raises:
-        SettingsError: the ids alone do not tell which jobs have records.
+        SettingsError: the input has changed, and not every prompt has an id of its own.
     """
-    records_of = Counter((record.get("line"), _text(record["id"])) for record in records)
-    left = [job for job in jobs if not records_of.pop(job.key, 0)]
-    by_id: Counter[str] = Counter()
-    for (line, name), count in records_of.items():
-        by_id[name] += count if line is None or name != "null" else 0
-    for name, count in by_id.items():
-        lines = [job.line for job in left if job.key[1] == name]
-        if count and len(lines) > max(1, count):
+    done = {(record.get("line"), _text(record["id"])) for record in records}
+    if done <= {job.key for job in jobs}:
+        return [job for job in jobs if job.key not in done]
+    named: dict[str, list[int]] = {}
+    for line, name in (job.key for job in jobs):
+        named.setdefault(name, []).append(line)
+    for name, lines in named.items():
+        if len(lines) > 1 or name == "null":
             raise SettingsError(
                 f"--resume cannot tell which of the prompts with id {name} (lines {', '.join(map(str, lines))}) "
-                f"have their results in {output}, whose records are of other lines or name none; "
+                f"have their results in {output}, whose records are of other lines; "
                 "give every prompt an id of its own, or use --overwrite"
             )
-    return [job for job in left if not by_id[job.key[1]]]
+    return [job for job in jobs if job.key[1] not in {name for _, name in done}]
 
 
 class _Stdout(nullcontext[Any]):
@@ -121,35 +112,32 @@ def run_batch(task: Task, load: Callable[[], LLM], options: dict[str, Any], warm
     done = len(jobs) - len(todo)
     if earlier:
         note(f"{done} of {len(jobs)} prompts have results; going on with {len(todo)}")
-    written, errors, status = 0, sum("error" in record for record in earlier), 0
-    equal: list[bool] = []
-    if todo:
-        llm = load()
-        sink = _Stdout() if output is None else RecordWriter(output, append=True)
-        try:
-            with sink, tracing(task.trace, task.resume) as trace, warm_pool(llm, warm) as kept, _bar() as bar:
-                shown = bar.add_task("", total=len(jobs), completed=done)
-                for record in _records(llm, todo, task, options | kept, trace):
-                    sink.write(record)
-                    written += 1
-                    errors += "error" in record
-                    equal += [record["equal"]] if "equal" in record else []
-                    bar.advance(shown)
-        except KeyboardInterrupt:
-            where = ""
-            if output is not None:  # the file knows of a record whose writing was interrupted at its end
-                written = len(read_records(output, "id", "this run")) - len(earlier)
-                where = f" in {output}; the same command with --resume goes on"
-            raise Interrupted(
-                f"interrupted: {done + written} of {len(jobs)} prompts have results{where}"
-            ) from None
-        if equal:
-            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
-        status = diverged(llm, equal)
-    else:
+    if not todo:
         dismiss()
         if output is not None:
             output.touch()
+    errors, status = sum("error" in record for record in earlier), 0
+    if todo:
+        llm, equal = load(), []
+        sink = _Stdout() if output is None else RecordWriter(output, append=True)
+        try:
+            with sink, warm_pool(llm, warm) as kept, progress_bar() as bar:
+                shown = bar.add_task("", total=len(jobs), completed=done)
+                for record in _records(llm, todo, task, options | kept):
+                    sink.write(record)
+                    errors += "error" in record
+                    equal += [record["equal"]] if "equal" in record else []
+                    bar.advance(shown)
+                    done += output is None
+        except KeyboardInterrupt:
+            where = ""
+            if output is not None:  # the file knows of a record whose writing was interrupted at its end
+                done += len(read_records(output, "id", "this run")) - len(earlier)
+                where = f" in {output}; the same command with --resume goes on"
+            raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
+        if equal:
+            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
+        status = diverged(llm, equal)
     note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
     return int(status or errors > 0)
 
@@ -175,9 +163,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
     return []
 
 
-def _records(
-    llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any], trace: RecordWriter | None
-) -> Iterator[dict[str, Any]]:
+def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A record per job as soon as it is done, that of a bad line in its place."""
     from ..engine import compare as comparing
 
@@ -195,8 +181,6 @@ def _records(
         seeds = [options["seed"] + job.line - 1 for job, _ in good]
     for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
         (job, ids), result = good[update.index], update.result
-        if trace is not None and update.step is not None:
-            trace.write(trace_line(job.id, update.step, update.piece))
         if result is None:
             continue
         while bad and bad[0][0] < job.line:
@@ -210,11 +194,3 @@ def _records(
             record |= comparing.compare(llm, result, plain).as_dict()
         yield record
     yield from (record for _, record in bad)
-
-
-def _bar() -> Any:
-    """A bar with the time left, where stderr is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=stderr(), disable=not stderr().is_terminal)

@@ -1,4 +1,4 @@
-"""`lookahead bench [MODEL]`: measure, plot, and step costs.
+"""`lookahead bench [MODEL]`: measure, and step costs.
 
 The words after ``bench`` are a model or one of the commands below; what is no command is a model.
 """
@@ -18,14 +18,13 @@ from typer.core import TyperGroup
 from .. import METHODS
 from ..core import SettingsError
 from ..engine.options import MACHINE, LoadOptions, Options
-from .console import note, stderr
+from .console import note, progress_bar
 from .options import numbers, quiet, takes
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest
 
 MEASURE = "run"
-PROMPTS = "Prompts"
 
 
 class ModelOrCommand(TyperGroup):
@@ -47,16 +46,16 @@ Steps = Annotated[
     ),
 ]
 MORE = (
-    "Also: lookahead bench plot DIR and lookahead bench step-cost [MODEL]. Records are kept as they are made; "
+    "Also: lookahead bench step-cost [MODEL]. Records are kept as they are made; "
     "after an interrupt the same command goes on where it was."
 )
 WORKLOADS = (
     "humaneval, gsm8k, mbpp, mt-bench, classeval, spec-bench, xsum, cnn-dailymail, stdlib, NAME=FILE, or a "
-    "JSON-lines file of prompts or messages. Several times for several. [default: stdlib]"
+    "JSON-lines file of prompts. Several times for several. [default: stdlib]"
 )
 METHOD = (
-    f"hf-greedy, hf-sample, hf-prompt-lookup, hf-assisted, {', '.join(METHODS)}, or lookahead:W,N,G; a list, or "
-    "several times. [default: all that need nothing more]"
+    f"hf-greedy, hf-sample, hf-prompt-lookup, {', '.join(METHODS)}, or lookahead:W,N,G; a list, or several times. "
+    "[default: hf-greedy, hf-prompt-lookup, and all of ours]"
 )
 
 
@@ -78,13 +77,9 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr with the time left; told (finished, in all, what comes next)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    what = TextColumn("{task.description}", markup=False)
-    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), what
-    with Progress(*columns, console=stderr(), transient=True) as bar:
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar that is told (finished, in all, what comes next)."""
+    with progress_bar() as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
@@ -97,22 +92,13 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 )
 def measure(
     *,
-    workload: Annotated[
-        list[str] | None, typer.Option(help=WORKLOADS, metavar="NAME|FILE", rich_help_panel=PROMPTS)
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder that holds data sets by name.", metavar="DIR", rich_help_panel=PROMPTS),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(help="Prompts per workload; 0 for all.", min=0, rich_help_panel=PROMPTS)
-    ] = 8,
+    workload: Annotated[list[str] | None, typer.Option(help=WORKLOADS, metavar="NAME|FILE")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets by name.", metavar="DIR")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts per workload; 0 for all.", min=0)] = 8,
     method: Annotated[list[str] | None, typer.Option(help=METHOD, metavar="LIST")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="For hf-assisted.", metavar="MODEL")] = None,
     out: Out = Path("bench"),
     repeats: Annotated[int, typer.Option(help="Every prompt so many times.", min=1)] = 3,
     warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm, too.")] = True,
-    resume: Annotated[bool, typer.Option(help="Go on with the records that DIR holds.")] = True,
     options: Options,
     load: LoadOptions,
     path: Steps = "auto",
@@ -126,41 +112,19 @@ def measure(
     names = split_methods(method) if method else default_methods()
     workloads = workload or ["stdlib"]
     prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed, data)]
-    loaded = _load(load, path, draft_model=draft_model)
+    loaded = _load(load, path)
     for name in names:
         make_methods(name, loaded)  # a wrong name is an error before anything is measured
     records = Records(out)
-    if not resume and records.path.exists():
-        raise SettingsError(
-            f"{records.path} is there already; choose another --out, or leave out --no-resume"
-        )
     try:
-        with progress_bar() as progress:
-            result = run(names, prompts, loaded, run_options, records, progress)
+        with progress() as told:
+            result = run(names, prompts, loaded, run_options, records, told)
     except KeyboardInterrupt:
-        done = len(records.read())
-        note(f"{done} finished records are in {records.path}; the same command goes on from there")
+        note(
+            f"{len(records.read())} finished records are in {records.path}; the same command goes on from there"
+        )
         raise
     write_report(result, out, command_line())
-
-
-@app.command("plot")
-def plot_records(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder that `lookahead bench --out` wrote.", metavar="DIR")
-    ],
-    out: Annotated[Path | None, typer.Option(help="Where the pictures go; DIR itself if not given.")] = None,
-) -> None:
-    """Draw the records of a folder: speed by method."""
-    from ..bench import plot
-
-    written, others = plot(folder, out)
-    for path in written:
-        typer.echo(path)
-    if others:
-        note(
-            f"note: {others} records of {folder} were made under another setup than the newest and are left out"
-        )
 
 
 @app.command("step-cost")
@@ -176,13 +140,13 @@ def step_cost(
     load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
-    """Measure t(k), the time of a step of k rows, with the physical floor beside it."""
+    """Measure t(k), the time of a step of k rows."""
     from ..bench import step_cost as cost
 
     sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
-    with progress_bar() as progress:
+    with progress() as told:
         for one in dtype.split(","):
-            records += cost.measure(_load(load, path, dtype=one.strip()), *sizes, progress)
+            records += cost.measure(_load(load, path, dtype=one.strip()), *sizes, told)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"

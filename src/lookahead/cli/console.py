@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-
-from ..core import Step
-from ..core.records import RecordWriter
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from ..engine.compare import Comparison
@@ -44,24 +40,11 @@ def problem(text: str) -> None:
     note(f"error: {text}", "red")
 
 
-def tracing(path: Path | None, append: bool = False) -> AbstractContextManager[RecordWriter | None]:
-    """The writer of ``--trace``, or None."""
-    return nullcontext() if path is None else RecordWriter(path, append, durable=False)
-
-
-def trace_line(name: Any, step: Step, piece: str) -> dict[str, Any]:
-    """One step: the tree as drafted, the path that was accepted, the tokens that were emitted."""
-    tree = step.tree
-    parts = ("tokens", "parents", "needs_logits")
-    return {
-        "id": name,
-        "step": 0 if tree is None else step.generation.stats.steps,
-        "rows": step.rows,
-        "tree": None if tree is None else {part: getattr(tree, part) for part in parts},
-        "path": step.path,
-        "tokens": step.tokens,
-        "text": piece,
-    }
+def progress_bar() -> Progress:
+    """A bar with the time left and what comes next, where stderr is a terminal."""
+    what = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), what
+    return Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
 
 
 def as_record(result: Result) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from .. import METHODS, __version__
 from ..core.target import PROMISES
@@ -28,22 +31,26 @@ PACKAGES = (
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
     """Versions, devices, instruction sets, and whether a model can take token trees."""
     llm = load_model(load)
-    report = {"versions": versions(), "machine": machine(), "model": _model(llm)}
+    report: dict[str, dict[str, Any]] = {"versions": versions(), "machine": machine(), "model": _model(llm)}
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))
-    else:
-        _show(report)
+        return
+    console = Console(highlight=False)
+    for title, section in report.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for key, value in section.items():
+            table.add_row(key.replace("_", " "), Text(_plain(value)))
+        console.print(table)
+        console.print()
 
 
 def versions() -> dict[str, str | None]:
     """Installed versions; None for an optional package that is not there."""
-    found: dict[str, str | None] = {"lookahead": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    there = {package.name.lower(): package.version for package in metadata.distributions()}
+    own = {"lookahead": __version__, "python": platform.python_version()}
+    return own | {name: there.get(name) for name in PACKAGES}
 
 
 def machine() -> dict[str, Any]:
@@ -83,22 +90,6 @@ def _model(llm: LLM) -> dict[str, Any]:
         "promise": PROMISES.get(target.path, ""),
         "methods": list(METHODS),
     }
-
-
-def _show(report: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for title, section in report.items():
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for key, value in section.items():
-            table.add_row(key.replace("_", " "), Text(_plain(value)))
-        console.print(table)
-        console.print()
 
 
 def _plain(value: Any) -> str:

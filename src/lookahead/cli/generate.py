@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..core import SettingsError
-from ..core.records import RecordWriter
 from ..engine.options import DraftOptions, LoadOptions, Options
 from .batch import run_batch
-from .console import as_record, compared, diverged, is_follower, note, summary, trace_line, tracing
+from .console import as_record, compared, diverged, is_follower, note, summary
 from .options import Task, load_model, read_text, takes, warm_pool
 
 if TYPE_CHECKING:
@@ -34,21 +34,19 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     if is_follower():  # rank 0 alone reads and writes; the others work for it from here on
         load_model(load, method, config)
     if task.input is not None:
-        raise typer.Exit(
-            run_batch(task, lambda: load_model(load, method, config), options.keywords(), draft.warm)
-        )
+        start = partial(load_model, load, method, config)
+        raise typer.Exit(run_batch(task, start, options.keywords(), draft.warm))
     text = task.prompt
     if text is None:
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
     if not text:
         raise SettingsError("the prompt must not be empty, got an empty text")
-    with tracing(task.trace) as trace:
-        llm = load_model(load, method, config)
-        with warm_pool(llm, draft.warm) as kept:
-            raise typer.Exit(_one(llm, text, task, options.keywords() | kept, trace))
+    llm = load_model(load, method, config)
+    with warm_pool(llm, draft.warm) as kept:
+        raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
-def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any], trace: RecordWriter | None) -> int:
+def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     """Stream one text to stdout; the exit status."""
     from ..engine import compare as comparing
 
@@ -58,8 +56,6 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any], trace: Reco
     result: Result | None = None
     for number, update in enumerate(llm.run([prompt], **options)):
         result = update.result
-        if trace is not None and update.step is not None:
-            trace.write(trace_line(None, update.step, update.piece))
         if update.piece and not task.json:
             color = COLORS[number % len(COLORS)] if task.color else ""
             typer.echo(f"{color}{update.piece}{RESET if color else ''}", nl=False, color=task.color)

@@ -38,7 +38,6 @@ class Task(Given):
     batch_size: int = option(1, "Prompts of --input that share forward passes.")
     compare: bool = option(False, "Decode plainly too: equal or not, steps, seconds.")
     color: bool = option(False, "The tokens of one step share a colour.")
-    trace: Path | None = option(None, "Write every step (tree, path, tokens) as a JSON line.")
     json: bool = option(False, "One JSON object in place of text.")
 
     def __post_init__(self) -> None:

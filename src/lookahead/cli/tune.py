@@ -6,6 +6,8 @@ import json
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from ..core import SettingsError
 from ..engine.options import LoadOptions
@@ -37,17 +39,12 @@ def tune(
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..engine.tuning import tune_model
-
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         found[batch, context, count] = round(seconds * 1e3, 3)
 
-    path = tune_model(llm, counts, lengths, sequences, repeats, keep)
+    path = llm.tune(counts, lengths, sequences, repeats, keep)
     if path is None:
         raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
     if as_json:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoints import BUNDLED
     from .llm import LLM
-    from .loading import BUNDLED, load, refresh
+    from .loading import load, refresh
     from .options import Options
     from .results import Result, Stream, Update
 
@@ -22,7 +23,7 @@ __all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load", "r
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import llm, loading, options, results
+    from . import checkpoints, llm, loading, options, results
 
-    modules = (llm, loading, options, results)
+    modules = (checkpoints, llm, loading, options, results)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

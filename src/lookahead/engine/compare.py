@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,15 +38,12 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
+        ours, plain = self.ours, self.plain
         return {
-            "equal": self.equal,
-            "first_divergence": self.first_divergence,
-            "gap": self.gap,
-            "steps": self.ours.stats.steps,
-            "plain_steps": self.plain.stats.steps,
-            "seconds": self.ours.seconds,
-            "plain_seconds": self.plain.seconds,
-        }
+            "equal": self.equal, "first_divergence": self.first_divergence, "gap": self.gap,
+            "steps": ours.stats.steps, "plain_steps": plain.stats.steps,
+            "seconds": ours.seconds, "plain_seconds": plain.seconds,
+        }  # fmt: skip
 
 
 def decode_plainly(llm: LLM, prompt: Prompt, seed: int | None, options: dict[str, Any]) -> Result:
@@ -71,16 +69,11 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     """What ``model.generate`` of transformers itself gives greedily, as a reference from outside."""
     from transformers import GenerationConfig
 
-    eos = sorted(llm.eos)
-    if llm.context is not None:
-        max_new_tokens = min(max_new_tokens, llm.context - len(prompt))
+    eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-    )
-    ids = torch.tensor([prompt], device=llm.model.device)
+        do_sample=False, max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),
+        eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0,
+    )  # fmt: skip
     with torch.no_grad():
         output = llm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     tokens: list[int] = output[0, len(prompt) :].tolist()

@@ -23,21 +23,13 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 
 def option(
-    default: Any,
-    help: str,
-    rule: Rule | None = None,
-    *,
-    panel: str | None = None,
-    metavar: str | None = None,
-    kind: Any = None,
-    cli: bool = True,
-    keyword: bool = True,
-) -> Any:
-    """A dataclass field with what people are told of it.
+    default: Any, help: str, rule: Rule | None = None, *, panel: str | None = None, metavar: str | None = None,
+    kind: Any = None, cli: bool = True, keyword: bool = True,
+) -> Any:  # fmt: skip
+    """A dataclass field with what people are told of it, by ``--help`` and the API reference alike.
 
     Args:
-        default: its neutral value; None as a default needs to keep no rule.
-        help: one or two sentences, for ``--help`` and the API reference alike.
+        default: its neutral value.
         rule: for every other value.
         panel, metavar: in ``--help``, the heading of its group (None for the dataclass's ``PANEL``) and the
             placeholder of its value.

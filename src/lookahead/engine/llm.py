@@ -7,7 +7,9 @@ several threads may call one LLM. What one call decodes together shares forward 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -68,8 +70,7 @@ class LLM:
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
         self.method = method_for(method, config)
-        # Some methods have settings of their own kind; their drafter checks them.
-        if self.method not in OWN_SETTINGS:
+        if self.method not in OWN_SETTINGS:  # whose drafter checks them
             config = self._triple if config is None else LookaheadConfig.of(config)
         self.config = config
         make_drafter(self.method, self.config)
@@ -89,14 +90,17 @@ class LLM:
     @property
     def vocabulary(self) -> int:
         """V, columns of the logits."""
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+        return int(self._text_config.vocab_size)
 
     @property
     def context(self) -> int | None:
         """The longest text in tokens, prompt included; None where the model names no limit."""
-        text_config = self.model.config.get_text_config(decoder=True)
-        limit = getattr(text_config, "max_position_embeddings", None)
+        limit = getattr(self._text_config, "max_position_embeddings", None)
         return int(limit) if limit else None
+
+    @property
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -104,9 +108,7 @@ class LLM:
         given = getattr(self.model.generation_config, "eos_token_id", None)
         if given is None:
             given = getattr(self.tokenizer, "eos_token_id", None)
-        if given is None:
-            return frozenset()
-        return frozenset([given] if isinstance(given, int) else given)
+        return frozenset([given] if isinstance(given, int) else given or ())
 
     @property
     def path(self) -> str:
@@ -114,14 +116,7 @@ class LLM:
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
-        """A fresh target on this model; its ``path`` and ``reason`` say which kind and why.
-
-        Args:
-            path: what ``lookahead.targets.factory.make_target`` takes, to force one of the kinds.
-
-        Raises:
-            SettingsError: the forced path is not there for this model.
-        """
+        """A fresh target on this model; see ``lookahead.targets.factory.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
             from ..parallel import ParallelTarget
 
@@ -129,11 +124,7 @@ class LLM:
         return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt (text, chat messages or token ids).
-
-        Raises:
-            SettingsError: a prompt that cannot be taken; see ``lookahead.engine.prompts.encode``.
-        """
+        """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
     @overload
@@ -169,11 +160,8 @@ class LLM:
         results: dict[int, Result] = {}
         for update in self.run(prompts, **options):
             if update.result is not None:
-                if update.result.error is not None:
-                    raise update.result.error
-                results[update.index] = update.result
-        in_order = [results[i] for i in range(len(prompts))]
-        return in_order if several else in_order[0]
+                results[update.index] = update.result.checked()
+        return [results[i] for i in range(len(prompts))] if several else results[0]
 
     @keywords_of(Options)
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
@@ -216,8 +204,7 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        numbered = enumerate(zip(prompts, seeds, strict=True))
-        entries = [self._begin(i, prompt, chosen, seed) for i, (prompt, seed) in numbered]
+        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
         return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
@@ -225,18 +212,40 @@ class LLM:
 
         Args:
             file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
-            config: settings of adaptive; None for those of ``load``.
+            config: settings of adaptive.
 
         Raises:
             SettingsError: the file is of another model, or no such file.
         """
         return self._state(config, keep=True, file=file)
 
+    def tune(
+        self, rows: Sequence[int], contexts: Sequence[int], batches: Sequence[int], repeats: int,
+        progress: Callable[[int, int, int, float], None],
+    ) -> Path | None:  # fmt: skip
+        """Measure the times of steps of all these sizes and keep them for adaptive, this machine and this model.
+
+        Args:
+            rows: per sequence; must contain 1, which is plain decoding.
+            contexts: committed tokens; what does not fit the model is left out.
+            batches: sequences in one pass.
+            repeats: measurements of each size, at least 1.
+            progress: told (batch, context, rows, seconds) of each size.
+
+        Returns:
+            The file that holds the times; None where no context fits.
+        """
+        from ..drafters.adaptive import measure_times, model_key, save_times
+
+        target = self.target()
+        times = measure_times(target, self.vocabulary, rows, contexts, batches, repeats, progress, inf)
+        return save_times(model_key(self.model, target.path), times) if times.bins else None
+
     def _state(self, config: Any, keep: bool, file: str | os.PathLike[str] | None = None) -> AdaptiveState:
         """What adaptive learns into, with the step times of this model here: kept ones, or measured now."""
         from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
 
-        text = self.model.config.get_text_config(decoder=True)
+        text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
         wanted = settings.budget and self.probe.mode == "tree"
@@ -251,10 +260,8 @@ class LLM:
 
     def _method_of(self, options: Options) -> str:
         """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
-        if options.method is not None:
-            return options.method
-        if options.config is None and options.pool is None:
-            return self.method
+        if options.method is not None or (options.config is None and options.pool is None):
+            return options.method or self.method
         kind = method_for(None, options.config, options.pool)
         return self.method if (kind in OWN_SETTINGS) == (self.method in OWN_SETTINGS) else kind
 

@@ -258,11 +258,11 @@ class DraftOptions(Given):
             raise SettingsError(
                 f"{_flag(name)} has no effect with --method {method}; leave it out or use --method {other}"
             )
-        beside = [name for name in TRIPLE[1:] if name in given]
-        if "lookahead" in given and beside:
-            raise SettingsError(
-                f"--lookahead and {_flag(beside[0])} cannot be given together; use one of them"
-            )
+        for name in TRIPLE[1:]:
+            if "lookahead" in given and name in given:
+                raise SettingsError(
+                    f"--lookahead and {_flag(name)} cannot be given together; use one of them"
+                )
         if given.get("preset", "off") not in PRESETS:
             raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         given.pop("warm", None)

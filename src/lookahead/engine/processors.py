@@ -21,18 +21,13 @@ from ..core import SettingsError
 from ..sampling import Process
 from .options import Options
 
-#: Option, its type there, the value that changes nothing, and what applies it.
-Row = tuple[str, type, float, Callable[..., Any]]
-PENALTIES: tuple[Row, ...] = (
-    ("repetition_penalty", float, 1, RepetitionPenaltyLogitsProcessor),
-    ("no_repeat_ngram_size", int, 0, NoRepeatNGramLogitsProcessor),
-)
-WARPERS: tuple[Row, ...] = (
-    ("temperature", float, 1, TemperatureLogitsWarper),
-    ("top_k", int, 0, TopKLogitsWarper),
-    ("top_p", float, 1, TopPLogitsWarper),
-    ("min_p", float, 0, MinPLogitsWarper),
-    ("typical_p", float, 1, TypicalLogitsWarper),
+#: Of a sampled text, in this order: option, the value that changes nothing (and its type), what applies it.
+WARPERS: tuple[tuple[str, float, Callable[..., Any]], ...] = (
+    ("temperature", 1.0, TemperatureLogitsWarper),
+    ("top_k", 0, TopKLogitsWarper),
+    ("top_p", 1.0, TopPLogitsWarper),
+    ("min_p", 0.0, MinPLogitsWarper),
+    ("typical_p", 1.0, TypicalLogitsWarper),
 )
 
 
@@ -42,7 +37,6 @@ def make_process(
     """What is applied to the scores before a token is chosen; None where that is nothing.
 
     Args:
-        options: of the generation.
         prompt_length: tokens of the prompt.
         eos: end tokens.
         tokenizer: for bad words given as text.
@@ -51,15 +45,21 @@ def make_process(
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.
     """
-    ends, low = sorted(eos), options.min_new_tokens
-    steps = _made(PENALTIES, options)
+    ends, steps = sorted(eos), list[Any]()
+    if options.repetition_penalty not in (None, 1):
+        steps.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    if options.no_repeat_ngram_size is not None:
+        steps.append(NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
     if options.bad_words:
         steps.append(NoBadWordsLogitsProcessor(_bad_words(options.bad_words, tokenizer), ends))
-    if low is not None and ends:
+    if options.min_new_tokens is not None and ends:
+        low = options.min_new_tokens
         steps.append(MinNewTokensLengthLogitsProcessor(prompt_length, low, ends, device=str(device)))
     steps += options.processors
     if options.sampled:
-        steps += _made(WARPERS, options)
+        for name, neutral, make in WARPERS:
+            if (value := getattr(options, name)) not in (None, neutral):
+                steps.append(make(type(neutral)(value)))
 
     def process(ids: Any, scores: Any) -> Any:
         for step in steps:
@@ -67,11 +67,6 @@ def make_process(
         return scores
 
     return process if steps else None
-
-
-def _made(rows: Sequence[Row], options: Options) -> list[Callable[..., Any]]:
-    given = [(getattr(options, name), *rest) for name, *rest in rows]
-    return [make(kind(value)) for value, kind, neutral, make in given if value not in (None, neutral)]
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[list[int]]:

@@ -14,19 +14,14 @@ Prompt = Any
 
 
 def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
-    """(prompts, whether a list of them was given)."""
-    prompt = _plain(prompt)
+    """(prompts, whether a list of them was given). Tensors and arrays become lists."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence):
         return [prompt], False
-    items = [_plain(item) for item in prompt]
-    if all(isinstance(item, int) for item in items) or _all_are(items, Mapping):
+    items = [item.tolist() if hasattr(item, "tolist") else item for item in prompt]
+    if _all_are(items, int) or _all_are(items, Mapping):
         return [items], False
     return items, True
-
-
-def _plain(value: Any) -> Any:
-    """A tensor or an array as a list."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _all_are(value: Any, kind: type) -> bool:
@@ -56,7 +51,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
         ids = list(tokenizer(prompt).input_ids)
     elif _all_are(prompt, Mapping) and len(prompt):
         ids = _from_messages(prompt, tokenizer, missing)
-    elif _all_are(prompt, int) and not any(isinstance(item, bool) for item in prompt):
+    elif _all_are(prompt, int) and bool not in map(type, prompt):
         ids = list(prompt)
     else:
         raise SettingsError(
@@ -80,11 +75,10 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
 
 
 def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str) -> list[int]:
-    for message in messages:
+    chat = [dict(message) for message in messages]
+    for message in chat:
         if not {"role", "content"} <= message.keys():
-            raise SettingsError(
-                f'a chat message must be {{"role": ..., "content": ...}}, got {dict(message)!r}'
-            )
+            raise SettingsError(f'a chat message must be {{"role": ..., "content": ...}}, got {message!r}')
     if tokenizer is None:
         raise SettingsError(f"chat messages need a tokenizer, and {missing}; give token ids instead")
     if not getattr(tokenizer, "chat_template", None):
@@ -95,7 +89,6 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
     from jinja2 import TemplateError
 
     try:
-        chat = [dict(message) for message in messages]
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
     except (TemplateError, TypeError, ValueError) as error:
         raise SettingsError(f"the model's chat template refuses these messages: {error}") from None

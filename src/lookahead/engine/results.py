@@ -34,6 +34,12 @@ class Result:
     stopped: str | None = None
     error: LookaheadError | None = None
 
+    def checked(self) -> Result:
+        """Itself; raises the error that ended it."""
+        if self.error is not None:
+            raise self.error
+        return self
+
     @property
     def seconds(self) -> float:
         """Wall time of all phases."""
@@ -76,8 +82,8 @@ class Stream:
     def __next__(self) -> str:
         for update in self._updates:
             self.result = update.result
-            if update.result is not None and update.result.error is not None:
-                raise update.result.error
+            if update.result is not None:
+                update.result.checked()
             if update.piece:
                 return update.piece
         raise StopIteration
@@ -104,18 +110,18 @@ class Entry:
 
     def update(self, generation: Generation, step: Step | None) -> Update:
         """What a step gave, with the result where it was the last one."""
-        done, text = generation.finish_reason, self.text
+        done, text, result = generation.finish_reason, self.text, None
         if step is not None and self.request.finished is None:  # which is told of each token at once
             for token in step.tokens:
                 text.push(token)
         if done is not None:
             text.finish()
         piece = text.drain()
-        if done is None:
-            return Update(self.index, step, piece, None)
-        prompt, error = list(self.request.prompt), generation.error
-        tokens, stats = generation.tokens, generation.stats
-        result = Result(text.text, tokens, done, stats, prompt, self.seed, text.stopped, error)
+        if done is not None:
+            result = Result(
+                text.text, generation.tokens, done, generation.stats, list(self.request.prompt), self.seed,
+                text.stopped, generation.error,
+            )  # fmt: skip
         return Update(self.index, step, piece, result)
 
 

@@ -15,55 +15,12 @@ LONGEST_WINDOW = 32
 CONTEXT = 6
 
 
-class Detokenizer:
-    """Text of a growing list of tokens, by whole characters.
+class TextStream:
+    """The text of a growing list of tokens; it ends before the first stop string, wherever that begins.
 
     Args:
         tokenizer: anything with transformers' ``decode``; None gives no text.
         prompt: token ids before the text; its last few settle how the text begins.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._window = list(prompt[-CONTEXT:])
-        self._known = len(self._window)
-        # A prompt may end inside a character: then the text begins with it.
-        self._shown = self._decode().rstrip(INCOMPLETE)
-
-    def _decode(self) -> str:
-        if self._tokenizer is None:
-            return ""
-        text: str = self._tokenizer.decode(
-            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def push(self, token: int) -> str:
-        """The text that ``token`` makes final; empty while a character is incomplete."""
-        self._window.append(token)
-        text = self._decode()
-        if text.endswith(INCOMPLETE) and len(self._window) - self._known < LONGEST_WINDOW:
-            return ""
-        return self._advance(text)
-
-    def flush(self) -> str:
-        """What is left at the end; an unfinished character becomes U+FFFD, as in ``decode``."""
-        return self._advance(self._decode()) if len(self._window) > self._known else ""
-
-    def _advance(self, text: str) -> str:
-        piece = text[len(self._shown) :]
-        # The newest tokens stay as the context of what follows.
-        self._window = self._window[-CONTEXT:]
-        self._known = len(self._window)
-        self._shown = self._decode()
-        return piece
-
-
-class TextStream:
-    """A sequence's text with stop strings: it ends before the first one, wherever that begins.
-
-    Args:
-        tokenizer, prompt: see ``Detokenizer``.
         stop: strings that end the text and are not part of it.
 
     Attributes:
@@ -72,22 +29,27 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._tokenizer = tokenizer
         self._stop = stop
-        self._held = self._ready = ""
-        self.text = ""
+        self._window = list(prompt[-CONTEXT:])
+        self._known = len(self._window)
+        # A prompt may end inside a character: then the text begins with it.
+        self._shown = self._decode().rstrip(INCOMPLETE)
+        self._held = self._ready = self.text = ""
         self.stopped: str | None = None
 
     def push(self, token: int) -> bool:
         """Take one token. True once a stop string is complete."""
-        if self.stopped is None:
-            self._take(self._detokenizer.push(token))
+        self._window.append(token)
+        text = self._decode()
+        if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
+            self._take(text)
         return self.stopped is not None
 
     def finish(self) -> None:
-        """No more tokens: what was held back is text after all, unless a stop string was met."""
-        if self.stopped is None:
-            self._take(self._detokenizer.flush())
+        """No more tokens: an unfinished character becomes U+FFFD, and what was held back is text after all."""
+        if len(self._window) > self._known:
+            self._take(self._decode())
         if self.stopped is None:
             self._ready += self._held
         self._held = ""
@@ -98,8 +60,22 @@ class TextStream:
         self.text += piece
         return piece
 
-    def _take(self, piece: str) -> None:
-        held = self._held + piece
+    def _decode(self) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(
+            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _take(self, text: str) -> None:
+        """``text`` of the window is final; the newest tokens stay as the context of what follows."""
+        held = self._held + text[len(self._shown) :]
+        self._window = self._window[-CONTEXT:]
+        self._known = len(self._window)
+        self._shown = self._decode()
+        if self.stopped is not None:
+            return
         found = [(held.find(stop), -len(stop), stop) for stop in self._stop if stop in held]
         if found:  # the first to begin; of those that begin together the longest
             safe, _, self.stopped = min(found)

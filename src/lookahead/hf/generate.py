@@ -8,7 +8,8 @@ order. Options that cannot be honoured are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,16 +80,12 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     found = probe(model)  # refuses what is no decoder-only language model
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    triple = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    sizes = {key: value for key, value in triple.items() if value is not None}
     if lookahead_config is None:
         lookahead_config = getattr(config, "lookahead_config", None)
-    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    name, settings = _drafting(
-        method or getattr(config, "lookahead_method", None),
-        lookahead_config,
-        {key: value for key, value in sizes.items() if value is not None},
-        pool,
-        model.device.type,
-    )
+    method = method or getattr(config, "lookahead_method", None)
+    name, settings = _drafting(method, lookahead_config, sizes, pool, model.device.type)
 
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
@@ -101,25 +98,28 @@ def generate(
     keeps = keeps and found.facts is not None
     # The compiled path's cache is of another form than the one that is handed back.
     path = "transformers" if keeps and model.device.type == "cpu" else "auto"
-    target = make_target(model, path=path, exact=exact)
+    fresh = partial(make_target, model, path=path, exact=exact)
+    target = fresh()
     if keeps:
         target = cast(Target, _Keeping(cast(TransformersTarget, target)))
     if found.mode == "plain":  # one row a step, so there is nothing to draft
         make_drafter(name, settings, target.vocabulary)  # refuses settings that it cannot take, as elsewhere
         name, settings = "autoregressive", None
-    if pool is None and name == "adaptive":
-        pool = _cold_state(model, settings, target.path, lambda: make_target(model, path=path, exact=exact))
+    if pool is None and name == "adaptive":  # nothing of earlier texts, but the step times measured here
+        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
+
+        settings = AdaptiveConfig.of(settings)
+        times = times_for(model, target.path, fresh) if settings.budget else None
+        pool = AdaptiveState(settings, keep=False, times=times)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
 
-    def collected(wanted: bool | None) -> list[torch.Tensor] | None:
-        return [] if returns and wanted else None
-
     rows = [
         Row(
             b, input_ids[b], limit, row_processors(processors, b, batch), criteria, noise, temperature,
-            collected(config.output_scores), collected(config.output_logits), streamer,
+            [] if returns and config.output_scores else None, [] if returns and config.output_logits else None,
+            streamer,
         )
         for b in range(batch)
     ]  # fmt: skip
@@ -147,8 +147,14 @@ def generate(
         stats.extend(all_stats)
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
-    early = _carried_on(rows, longest, pad if criteria.pads else None)
+    # Rows that ended early go on as in transformers: with padding, or, where nothing pads, with their text.
+    # Padding by itself needs no model; scores of padded places do.
+    early = [
+        row for row in rows if row.emitted < longest and (row.records or pad is None or not criteria.pads)
+    ]
     if early:
+        for row in early:
+            row.fill = pad if criteria.pads else None
         texts = [prompts[row.index] + row.tokens().tolist() for row in early]
         run(early, texts, [longest - row.emitted for row in early])
     if noise is not None:
@@ -187,27 +193,6 @@ def _drafting(
             f"{next(iter(sizes))} and lookahead_config cannot be given together to {name}; use one of them"
         )
     return name, {**(config or {}), **sizes}
-
-
-def _cold_state(model: PreTrainedModel, config: Any, path: str, fresh: Callable[[], Target]) -> Any:
-    """Nothing of earlier texts, but the step times of this model on this machine, measured once."""
-    from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
-
-    settings = AdaptiveConfig.of(config)
-    if not settings.budget:
-        return AdaptiveState(settings, keep=False)
-    return AdaptiveState(settings, keep=False, times=times_for(model, path, fresh))
-
-
-def _carried_on(rows: list[Row], longest: int, fill: int | None) -> list[Row]:
-    """Rows that ended early and go on as in transformers: with padding, or, where nothing pads, with their text.
-
-    Padding by itself needs no model; scores of padded places do.
-    """
-    early = [row for row in rows if row.emitted < longest and (fill is None or row.records)]
-    for row in early:
-        row.fill = fill
-    return early
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

@@ -15,38 +15,28 @@ from transformers.generation.logits_process import (
 from ..core import SettingsError
 
 #: Model inputs that transformers prepares itself and that need nothing more from us.
-PREPARED = (
+PREPARED = {
     "attention_mask",
     "position_ids",
     "past_key_values",
     "use_cache",
     "logits_to_keep",
     "cache_params",
-)
-#: Options that are refused by their own name alone, with a remark where the name needs one.
-UNSUPPORTED = {
-    "penalty_alpha": " (contrastive search)",
-    "dola_layers": "",
-    "constraints": "",
-    "force_words_ids": "",
-    "prefill_chunk_size": "",
-    "output_attentions": "",
-    "output_hidden_states": "",
 }
+#: Options that are refused by their own name alone.
+UNSUPPORTED = (
+    "dola_layers", "constraints", "force_words_ids", "prefill_chunk_size", "output_attentions",
+    "output_hidden_states",
+)  # fmt: skip
 
 
 def refuse(
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    input_ids: torch.Tensor,
-    synced_gpus: bool,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-    given: dict[str, Any],
-) -> None:
-    """Raise SettingsError for the first option that this loop cannot honour; arguments as of ``generate``.
+    config: GenerationConfig, processors: LogitsProcessorList, input_ids: torch.Tensor, synced_gpus: bool,
+    streamer: Any, model_kwargs: dict[str, Any], given: dict[str, Any],
+) -> None:  # fmt: skip
+    """Raise SettingsError for the first option that this loop cannot honour.
 
-    ``given``: what ``caller_arguments`` found.
+    Arguments as of ``generate``; ``given`` is what ``caller_arguments`` found.
     """
     batch = input_ids.shape[0]
     plain = "leave it out, or call model.generate without custom_generate"
@@ -54,7 +44,8 @@ def refuse(
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams} (beam search)", "use num_beams=1"),
         (given.get("assistant_model") is not None, "assistant_model", "lookahead needs no draft model"),
         (bool(config.prompt_lookup_num_tokens), "prompt_lookup_num_tokens", 'use method="prompt-lookup"'),
-        *((bool(getattr(config, key, None)), key + remark, plain) for key, remark in UNSUPPORTED.items()),
+        (bool(getattr(config, "penalty_alpha", None)), "penalty_alpha (contrastive search)", plain),
+        *((bool(getattr(config, key, None)), key, plain) for key in UNSUPPORTED),
         (
             config.cache_implementation in ("quantized", "offloaded", "offloaded_static", "paged"),
             f"cache_implementation={config.cache_implementation!r}",
@@ -94,11 +85,8 @@ def caller_arguments() -> dict[str, Any]:
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
-    try:
-        for _ in range(6):
-            frame = frame.f_back if frame is not None else None
-            if frame is not None and frame.f_code is code:
-                return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
-        return {}
-    finally:
-        del frame
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return (
+        {} if frame is None else {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+    )

@@ -73,11 +73,11 @@ class Row:
         return not (self.ended and self.criteria.pads)
 
     def tokens(self) -> torch.Tensor:
-        """The tokens emitted."""
+        """Those emitted."""
         return self._ids[0, len(self.prompt) : self._end]
 
     def noise(self) -> RowNoise | None:
-        """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
+        """That of the tokens from here on; None where the sequence is greedy or only padded."""
         if self.stream is None or self.fill is not None:
             return None
         return RowNoise(self.stream, self.index, self.emitted, self.temperature)
@@ -143,11 +143,9 @@ class Criteria:
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
     """Processors see one row at a time, so one that asks for the row's number is told it."""
-    if not processors:
-        return None
-    return (
-        processors if batch == 1 else LogitsProcessorList(_row_processor(p, row, batch) for p in processors)
-    )
+    if batch == 1 or not processors:
+        return processors or None
+    return LogitsProcessorList(_row_processor(one, row, batch) for one in processors)
 
 
 def _row_processor(processor: Any, row: int, batch: int) -> Any:
@@ -159,8 +157,7 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
         kept = getattr(processor, name, None)
         if kept is not None and not isinstance(kept, int):
             own = copy.copy(processor)
-            # With num_return_sequences there are fewer entries than rows.
-            place = row * len(kept) // batch
+            place = row * len(kept) // batch  # with num_return_sequences there are fewer entries than rows
             setattr(own, name, kept[place : place + 1])
             if hasattr(own, "batch_size"):
                 own.batch_size = 1

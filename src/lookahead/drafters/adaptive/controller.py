@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, inf
+from statistics import fmean
 
 from .step_times import MENU, SPIKE, Average, StepTimes, place_of
 
 #: What a text may lose against plain decoding: so many plain steps, and a share of its time; a larger one where a
 #: plain step takes less than ``TINY`` seconds and drafting costs much beside it.
-MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.03
+MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.02
 #: Plain steps that gains may add to the loss budget.
 MOST_GAIN = 8.0
 #: Share of the time that probes may take where nothing comes of them.
@@ -39,13 +40,13 @@ class Controller:
 
     Attributes:
         regret: seconds lost against plain decoding so far, negative where gained; spent: seconds of all steps.
-        cooldowns: how often the loss budget was used up. plain_steps: steps of one row.
+        cooldowns: how often the loss budget was used up.
     """
 
     def __init__(self, times: StepTimes, context: int) -> None:
         self.times, self.context, self.batch = times, context, 1
         self.regret = self.spent = 0.0
-        self.cooldowns = self.plain_steps = 0
+        self.cooldowns = 0
         #: Cooldowns since drafts have last gained a plain step, and the regret when the latest began.
         self._backoff, self._mark = 0, 0.0
         self._tokens, self._seconds, self._accepted, self._expected = (
@@ -109,7 +110,7 @@ class Controller:
             total += p * bias if k > 1 else 0.0
             place += k > MENU[place]
             if k == MENU[place] or k == len(probabilities):
-                value = total - rate * (table[place] + (self.times.probe.value if k == 1 else 0.0))
+                value = total - rate * table[place]
                 if value > most:
                     best, most = k, value
         return best
@@ -118,28 +119,40 @@ class Controller:
         """To set up drafting took ``seconds``."""
         self.regret += self.times.setup.add(seconds)
 
-    def learn_plain(self, seconds: float, probe: float = 0.0) -> None:
-        """A step of one row took ``seconds``, and besides ``probe`` to look for candidates that were not taken."""
-        if self.times.widest == 1:  # else others of the batch have drafted, and it was no plain pass
-            seconds = self.times.learn(self.batch, self.context, 1, seconds)
-        lost = self.times.probe.add(probe) if probe else 0.0
-        self.regret += lost
-        self.plain_steps += 1
-        self._advance(1, seconds + lost, 0.0)
+    def learn_plain(self, passes: list[float], own: float, disturbed: bool) -> None:
+        """A run of plain steps: the seconds of each pass, and ``own`` of the drafter in all of them.
 
-    def learn(self, rows: int, expected: float, tokens: int, seconds: float) -> None:
-        """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected, in ``seconds``."""
-        self.times.learn(self.batch, self.context, max(rows, self.times.widest), seconds)
-        table = self.table
-        seconds = min(
-            seconds, SPIKE * table[place_of(rows)]
-        )  # interruptions and others' rows are not its loss
+        Args:
+            disturbed: a drafted step or a probe came before; the first pass found cold caches, and that is its price.
+        """
+        if self.table:
+            plain = self.table[0]
+            passes = [min(seconds, SPIKE * plain) for seconds in passes]
+            self.regret += own + (passes[0] - plain if disturbed else 0.0)
+        clean = passes[disturbed:]
+        if clean:
+            self.times.learn(self.batch, self.context, 1, fmean(clean), len(clean))
+        for seconds in passes:
+            self._advance(1, seconds, 0.0)
+
+    def learn(self, rows: int, expected: float, tokens: int, seconds: float, passed: float) -> None:
+        """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected.
+
+        Args:
+            seconds: all that the step took.
+            passed: of these, what ``StepTimes.bins`` holds for as many rows.
+        """
+        times, table = self.times, self.table
+        # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
+        if rows > 1 or (times.widest == 1 and passed < table[0]):
+            times.learn(self.batch, self.context, max(rows, times.widest), passed)
+        # Interruptions, and others' rows, are not its loss.
+        seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))
         self.regret = max(-MOST_GAIN * table[0], self.regret + seconds - tokens * table[0])
         self._advance(tokens, seconds, expected - 1)
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds
-        self.context += tokens
         for average, value in (
             (self._tokens, tokens), (self._seconds, seconds), (self._accepted, tokens - 1), (self._expected, expected)
         ):  # fmt: skip

@@ -1,36 +1,26 @@
 """The adaptive drafter: grows a tree, reads every row of the answer, and learns what its proposals are worth.
 
 The sources propose, ``calibration`` prices what they propose, ``growth`` builds the tree, ``controller`` says how
-many rows pay, ``state`` is what may be kept. A text is in one of three phases, and each holds what exists in it:
-
-    Waiting -> Drafting <-> Cooldown
+many rows pay, ``state`` is what may be kept. A text is in one of two phases, and each holds what exists in it:
+``Plain`` steps (at first, and where drafting does not pay) and ``Drafting``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from ...core import Drafter, Scores, SettingsError, TokenTree
 from ...core.drafter import UNLIMITED_ROWS, Noise
 from .config import SOURCES, AdaptiveConfig
-from .controller import Controller
+from .controller import COOLDOWN, Controller
 from .grower import Grower
 from .sources.suffix import SuffixTrie
 from .sources.window import WindowSource
 from .state import AdaptiveState
 from .step_times import MENU, StepTimes, place_of
-
-
-@dataclass(slots=True)
-class Waiting:
-    """Plain steps, until the loss budget can pay for setting up. ``unread``: the prompt, and what was emitted."""
-
-    prompt: list[int]
-    eos: frozenset[int]
-    unread: list[int]
 
 
 @dataclass(slots=True)
@@ -40,29 +30,29 @@ class Drafting:
     Attributes:
         grower: one sequence's view of the sources, and the tree that was grown last.
         window: its rows are added where there is room; None for no window.
-        unread: tokens that the sources have not seen yet.
         own_rows: rows of the last tree that the grower chose; those of the window follow.
     """
 
     grower: Grower
     window: WindowSource | None
-    unread: list[int]
     own_rows: int = 0
-
-    def catch_up(self) -> None:
-        """Take in what has not been read yet: the prompt, or what plain steps have emitted."""
-        if self.unread:
-            self.grower.take(self.unread)
-            self.grower.forget_answers()
-            self.unread = []
 
 
 @dataclass(slots=True)
-class Cooldown:
-    """``steps_left`` plain steps without a probe of the candidates; then ``drafting`` goes on."""
+class Plain:
+    """Plain steps, without a probe of the candidates.
 
-    drafting: Drafting
-    steps_left: int
+    Attributes:
+        steps: so many; then ``drafting`` goes on, or is set up where it is None and the loss budget can pay for it.
+        unread: tokens that no source has seen.
+        passes: seconds of each pass so far; own: of the drafter in all of them.
+    """
+
+    steps: int
+    drafting: Drafting | None
+    unread: list[int]
+    passes: list[float] = field(default_factory=list)
+    own: float = 0.0
 
 
 def _check_vocabulary(state: AdaptiveState, vocabulary: int) -> None:
@@ -101,36 +91,37 @@ class AdaptiveDrafter(Drafter):
         self._sampling = noise
 
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        self._phase: Waiting | Drafting | Cooldown = Waiting(list(prompt), eos, [*prompt, first])
+        self._prompt, self._eos = list(prompt), eos
+        self._phase: Plain | Drafting = Plain(0, None, [*prompt, first])
         self._last, self._emitted = first, 1
         self._noise: dict[int, Any] = {}
         self._times = self.state.times if self.state is not None else StepTimes()
         #: None: as many rows as the settings allow, whatever they cost.
         self._controller = Controller(self._times, len(prompt)) if self.config.budget else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
-        self._start = self._end = 0.0
+        self._plain_steps = 0
+        #: When the step began and its tree was there; seconds of the last step's accounts, which the next one bears.
+        self._start = self._grown = self._late = 0.0
 
-    def _set_up(self, text: Waiting) -> Drafting:
+    def _set_up(self, text: list[int]) -> Drafting:
         """Make what drafting needs."""
         config, sampled = self.config, self._sampling is not None
         kept = self.state is not None and self.state.keep
         state = self.state if kept else AdaptiveState(config)
         assert state is not None
-        vocabulary = max(self.vocabulary, max(text.unread) + 1)
+        vocabulary = max(self.vocabulary, max(text) + 1)
         _check_vocabulary(state, vocabulary)
         grower = Grower(state.tables(sampled), vocabulary, config, sampled)
         grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
-        grower.tail = [text.prompt[0]] * 3
+        grower.tail = [self._prompt[0]] * 3
         if self._sampling is not None:
             grower.noise = self._noise_below
             grower.temperature = max(self._sampling.temperature, 1e-3)
         window = None
         if config.window_size:
-            window = WindowSource(config.window_size, config.ngram_size, text.prompt, text.eos, config.seed)
-        drafting = Drafting(grower, window, text.unread)
-        drafting.catch_up()
-        return drafting
+            window = WindowSource(config.window_size, config.ngram_size, self._prompt, self._eos, config.seed)
+        return Drafting(grower, window)
 
     def _noise_below(self, depth: int) -> Any:
         """Noise of the token that is chosen under nodes of this depth."""
@@ -141,31 +132,42 @@ class AdaptiveDrafter(Drafter):
         return self._noise[index]
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        self._start = perf_counter()
-        tree = self._draft(max_depth, min(max_rows, self.config.max_rows))
+        self._start, self._late = perf_counter() - self._late, 0.0
+        if isinstance(self._phase, Plain) and self._phase.steps == 0:
+            self._phase = self._after(self._phase)
+        if isinstance(self._phase, Plain):
+            tree = TokenTree(self._last)
+        else:
+            tree = self._grow(self._phase, max_depth, min(max_rows, self.config.max_rows))
         self._times.drafted(len(tree))
-        self._end = perf_counter()
+        self._grown = perf_counter()
         return tree
 
-    def _draft(self, max_depth: int, limit: int) -> TokenTree:
-        phase, controller = self._phase, self._controller
-        if isinstance(phase, Waiting) and (controller is None or controller.can_set_up):
-            phase = self._phase = self._set_up(phase)
+    def _after(self, plain: Plain) -> Plain | Drafting:
+        """The phase that follows upon plain steps."""
+        controller, drafting = self._controller, plain.drafting
+        if drafting is None:
+            if controller is not None and not controller.can_set_up:
+                return Plain(COOLDOWN, None, plain.unread)
+            drafting = self._set_up(plain.unread)
+        drafting.grower.take(plain.unread)
+        drafting.grower.forget_answers()
+        if plain.drafting is None and controller is not None:
             now = perf_counter()  # what happens once in a text says nothing of its steps
-            if controller is not None:
-                controller.set_up(now - self._start)
+            controller.set_up(now - self._start)
             self._start = now
-        if not isinstance(phase, Drafting):
-            return TokenTree(self._last)
-        phase.catch_up()
+        return drafting
+
+    def _grow(self, drafting: Drafting, max_depth: int, limit: int) -> TokenTree:
+        controller, grower = self._controller, drafting.grower
         if controller is None:
-            phase.grower.grow(limit, max_depth)
-            return self._tree(phase, len(phase.grower.tokens), limit, max_depth)
+            grower.grow(limit, max_depth)
+            return self._tree(drafting, len(grower.tokens), limit, max_depth)
         prices = controller.prices(limit)
         limit = len(prices) - 1
-        phase.grower.grow(limit, max_depth, prices)
-        rows = controller.choose(phase.grower.probabilities)
-        return self._tree(phase, rows, min(limit, MENU[place_of(rows)]), max_depth)
+        grower.grow(limit, max_depth, prices)
+        rows = controller.choose(grower.probabilities)
+        return self._tree(drafting, rows, min(limit, MENU[place_of(rows)]), max_depth)
 
     @staticmethod
     def _tree(phase: Drafting, rows: int, room: int, max_depth: int) -> TokenTree:
@@ -186,37 +188,42 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         begin = perf_counter()
-        phase, controller = self._phase, self._controller
         self._times.evaluated()
-        if isinstance(phase, Drafting):
-            self._study(phase, tree, scores, path, tokens)
+        if isinstance(self._phase, Drafting):
+            self._study(self._phase, tree, scores, path, tokens)
         else:
-            (phase.drafting if isinstance(phase, Cooldown) else phase).unread.extend(tokens)
+            self._phase.unread.extend(tokens)
         self._last = tokens[-1]
         self._emitted += len(tokens)
+        self._plain_steps += len(tree) == 1
         for index in [index for index in self._noise if index < self._emitted]:
             del self._noise[index]
-        if controller is not None:
-            controller.batch = self._times.batch
-            self._account(controller, len(tree), len(tokens), begin)
+        if self._controller is not None:
+            self._account(self._controller, len(tree), len(tokens), begin)
 
     def _account(self, controller: Controller, rows: int, tokens: int, begin: float) -> None:
         """Count a step that began to be observed at ``begin``, and go on to the phase that follows from it."""
-        phase = self._phase
-        if not isinstance(phase, Drafting):
-            controller.learn_plain(begin - self._end)
-            if isinstance(phase, Cooldown):
-                phase.steps_left -= 1
-                self._phase = phase if phase.steps_left else phase.drafting
-            return
-        now = perf_counter()
-        if rows == 1:
-            controller.learn_plain(begin - self._end, self._end - self._start + now - begin)
+        phase, times = self._phase, self._times
+        controller.batch, controller.context = times.batch, len(self._prompt) + self._emitted
+        end = perf_counter()
+        own = self._grown - self._start + end - begin
+        if isinstance(phase, Plain):
+            phase.steps -= 1
+            phase.own += own
+            if times.widest == 1:  # else others of the batch have drafted, and it was no plain pass
+                phase.passes.append(begin - self._grown)
+            if phase.steps:
+                return
+            controller.learn_plain(phase.passes, phase.own, phase.drafting is not None)
         else:
-            controller.learn(rows, self._expected, tokens, now - self._start)
-        steps = controller.cooldown(rows)
-        if steps:
-            self._phase = Cooldown(phase, steps)
+            passed = (begin if rows == 1 else end) - self._grown
+            controller.learn(rows, self._expected, tokens, end - self._start, passed)
+            if rows == 1:
+                times.probe.add(own)
+            steps = controller.cooldown(rows)
+            if steps:
+                self._phase = Plain(steps, phase, [])
+        self._late = perf_counter() - end
 
     def _study(
         self, phase: Drafting, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
@@ -244,7 +251,7 @@ class AdaptiveDrafter(Drafter):
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and real acceptance, and the controller's figures."""
         phase, controller = self._phase, self._controller
-        drafting = phase.drafting if isinstance(phase, Cooldown) else phase
+        drafting = phase.drafting if isinstance(phase, Plain) else phase
         credit, rows = dict.fromkeys((*SOURCES, "window"), 0), 0
         if isinstance(drafting, Drafting):
             credit = drafting.grower.credit
@@ -254,5 +261,5 @@ class AdaptiveDrafter(Drafter):
         if self.config.window_size:
             figures["window_rows"] = rows
         if controller is not None:
-            figures |= {"plain_steps": controller.plain_steps, "cooldowns": controller.cooldowns}
+            figures |= {"plain_steps": self._plain_steps, "cooldowns": controller.cooldowns}
         return figures

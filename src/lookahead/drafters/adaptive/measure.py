@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +30,7 @@ def measure_times(
     rows: Sequence[int] = SHORT_ROWS,
     contexts: Sequence[int] = SHORT_CONTEXTS,
     batches: Sequence[int] = (1,),
-    repeats: int = 3,
+    repeats: int = 5,
     progress: Callable[[int, int, int, float], None] | None = None,
     patience: float = PATIENCE,
 ) -> StepTimes:
@@ -41,7 +40,7 @@ def measure_times(
         target: any; its slots must be free, and they are left free.
         vocabulary: V.
         rows, contexts, batches: what to measure; contexts that the model cannot hold are left out.
-        repeats: steps per point; the median counts.
+        repeats: steps per point at most; the quickest counts.
         progress: told (batch, context, rows, seconds) after every point.
         patience: seconds after which no more is measured than must be; a large model is not held up.
     """
@@ -57,24 +56,24 @@ def measure_times(
         slots = list(range(batch))
         prompt = [rng.randrange(vocabulary) for _ in range(context)]
         target.prefill([(slot, prompt) for slot in slots])
-        points: dict[int, float] = {}
+        spent: dict[int, list[float]] = {count: [] for count in rows}
         try:
-            for count in rows:
-                spent: list[float] = []
-                while len(spent) < discard + repeats:
-                    late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
-                    if late and (len(spent) > discard or (not spent and len(points) >= 2)):
-                        break
-                    tree = _random_tree(count, vocabulary, target.depth_limit(0), rng)
-                    spent.append(_step(target, slots, tree))
-                    quickest = min(quickest, spent[-1])
-                if spent:
-                    points[count] = median(spent[discard:])
-                    if progress is not None:
-                        progress(batch, context, count, points[count])
+            # Sizes take turns, and the quickest counts: what else the machine does then tells them apart least.
+            # A plain step comes behind another one, because a wide one leaves cold caches behind.
+            for _, count in product(range(discard + repeats), (1, *rows)):
+                late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
+                if late and (count not in rows[:2] or len(spent[count]) > discard):
+                    continue
+                tree = _random_tree(count, vocabulary, target.depth_limit(0), rng)
+                spent[count].append(_step(target, slots, tree))
+                quickest = min(quickest, spent[count][-1])
         finally:
             for slot in slots:
                 target.release(slot)
+        points = {count: min(seconds[discard:]) for count, seconds in spent.items() if seconds[discard:]}
+        for count, seconds in points.items():
+            if progress is not None:
+                progress(batch, context, count, seconds)
         times.bins[StepTimes.bin_of(batch, context)] = from_points(points)
     return times
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from bisect import bisect_left
 from math import inf, log2
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,15 @@ class Average:
 
 
 class StepTimes:
-    """t(k) in seconds by number of sequences and length of the context, learning from the step included.
+    """t(k) in seconds by number of sequences and length of the context.
 
     Tables are kept by (batch, context) bins; one that was never measured starts as a copy of the nearest. A step of
     one row tells how fast the machine is and moves its whole table; a step of more rows moves its own entry, and
     those beside it less and less. So what is known of plain decoding comes from plain steps alone.
 
     Attributes:
-        bins: tables by bin, seconds by place in ``MENU``; the first is a plain step, no drafter's time in it.
+        bins: tables by bin, seconds by place in ``MENU``. The first is a whole plain step, with no drafter's time in
+            it; the others are what follows once the tree is grown: the pass, and learning from its rows.
         probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
         setup: seconds to set up drafting for a text, its prompt read.
         batch, widest: sequences in the pass, and rows of the largest tree.
@@ -71,7 +73,7 @@ class StepTimes:
     @staticmethod
     def bin_of(batch: int, context: int) -> tuple[int, int]:
         """Bins by half powers of two, and by powers of two; contexts of up to 256 tokens share one."""
-        return int(2 * log2(max(1, batch))), max(0, int(log2(max(1, context))) - 7)
+        return int(2 * log2(max(1, batch))), max(0, context.bit_length() - 8)
 
     def table(self, batch: int, context: int) -> list[float] | None:
         """Seconds by place in ``MENU``; None before the first measurement."""
@@ -81,27 +83,25 @@ class StepTimes:
             self.bins[key] = list(self.bins[near])
         return self.bins.get(key)
 
-    def learn(self, batch: int, context: int, rows: int, seconds: float) -> float:
-        """One step of ``rows`` rows took ``seconds``; returns them as clipped."""
+    def learn(self, batch: int, context: int, rows: int, seconds: float, steps: int = 1) -> None:
+        """So many steps of ``rows`` rows took ``seconds`` each."""
         table = self.table(batch, context)
         if table is None:
             guess = seconds / (1 + GUESS * (rows - 1))
             self.bins[self.bin_of(batch, context)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
-            return seconds
+            return
         own = place_of(rows)
-        seconds = min(SPIKE * table[own], max(table[own] / SPIKE, seconds))
-        change = (seconds / table[own]) ** WEIGHT
+        change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - WEIGHT) ** steps)
         for i in range(len(table)):
             if not own or i:
                 table[i] *= change ** (0.5 ** abs(i - own) if own else 1.0)
         for i in range(len(table)):  # more rows are never quicker: what says so is noise
             table[i] = max(table[i], table[own]) if i > own else min(table[i], table[own])
-        return seconds
 
 
 def place_of(rows: int) -> int:
     """Place in ``MENU`` of the smallest entry that is not below ``rows``."""
-    return next((place for place, k in enumerate(MENU) if k >= rows), len(MENU) - 1)
+    return min(bisect_left(MENU, rows), len(MENU) - 1)
 
 
 def from_points(points: dict[int, float]) -> list[float]:

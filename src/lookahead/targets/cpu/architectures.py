@@ -1,4 +1,4 @@
-"""Where each architecture keeps its parts, and the parts themselves: tensors of the model, not copies.
+"""Where each architecture keeps its parts: tensors of the model, not copies.
 
 To let an architecture join, register a ``Spec`` under the name of its causal LM class. What is assumed:
 pre-norm blocks of RMS norms, rotary positions on halves, grouped-query attention, a gated feed-forward with
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from .formats import Linear
+
 #: Rotary types whose angles depend on the position alone.
 FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
-LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
-NORMS = ("attention_norm", "query_norm", "key_norm", "feed_forward_norm")
 
 
 class Unsupported(Exception):
@@ -31,8 +31,7 @@ def _window_everywhere(config: Any, layer: int) -> int:
 
 def _window_by_type(config: Any, layer: int) -> int:
     types = getattr(config, "layer_types", None)
-    sliding = types is not None and types[layer] == "sliding_attention"
-    return _window_everywhere(config, layer) if sliding else 0
+    return _window_everywhere(config, layer) if types and types[layer] == "sliding_attention" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,79 +83,15 @@ def register(name: str, spec: Spec) -> None:
     REGISTRY[name] = spec
 
 
-class Linear(NamedTuple):
-    """Weight (out, in) and bias (out,) or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-class Norm(NamedTuple):
-    """Weight (n,) and epsilon of an RMS norm."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """One block; linears and norms by the names that ``Spec`` has for them."""
-
-    linears: dict[str, Linear]
-    norms: dict[str, Norm]
-    window: int
-    rotates: bool
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class ModelParts:
-    """A whole model: H query heads, K key heads, head size D."""
-
-    embedding: torch.Tensor
-    layers: list[LayerParts]
-    norm: Norm
-    head: Linear
-    rotary: nn.Module
-    heads: int
-    key_heads: int
-    head_size: int
-
-
-def read_parts(model: nn.Module, config: Any) -> ModelParts:
-    """The parts of a model whose class is registered.
+def spec_of(model: nn.Module, config: Any) -> Spec:
+    """The spec of a model's class.
 
     Raises:
-        Unsupported: the class is not registered, or the model is not what its spec assumes.
+        Unsupported: the class is not registered, or the model is not what is assumed.
     """
     name = type(model).__name__
-    spec = REGISTRY.get(name)
-    if spec is None:
+    if name not in REGISTRY:
         raise Unsupported(f"{name} is not among the architectures of the compiled path")
-    _check(model, config)
-    try:
-        layers = list(model.get_submodule(spec.layers).children())
-        attention: Any = layers[0].get_submodule(spec.attention)
-        parts = [_layer(layer, spec, config, index) for index, layer in enumerate(layers)]
-        size = int(attention.head_dim)
-        heads, key_heads = (len(parts[0].linears[kind].weight) // size for kind in ("query", "key"))
-        return ModelParts(
-            embedding=_plain(model, spec.embedding, nn.Embedding).weight,
-            layers=parts,
-            norm=_norm(model, spec.norm),
-            head=_linear(model, spec.head),
-            rotary=model.get_submodule(spec.rotary),
-            heads=heads,
-            key_heads=key_heads,
-            head_size=size,
-        )
-    except AttributeError as error:
-        raise Unsupported(
-            f"{name} is built differently from what the compiled path knows ({error})"
-        ) from error
-
-
-def _check(model: nn.Module, config: Any) -> None:
     activation = getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise Unsupported(f"the compiled path knows SiLU feed-forwards, this model has {activation!r}")
@@ -167,23 +102,16 @@ def _check(model: nn.Module, config: Any) -> None:
         raise Unsupported("the model is in training mode with dropout; call model.eval()")
     if _global_forward_hooks or _global_forward_pre_hooks:
         raise Unsupported("torch has hooks for every module, which compiled passes would not call")
-    for name, module in model.named_modules():
-        where = f"{type(module).__name__} {name}".strip()
+    for path, module in model.named_modules():
+        where = f"{type(module).__name__} {path}".strip()
         if module._forward_hooks or module._forward_pre_hooks:
             raise Unsupported(f"{where} has hooks, which compiled passes would not call")
         if "forward" in vars(module):
             raise Unsupported(f"{where} has a forward of its own, which compiled passes would not call")
+    return REGISTRY[name]
 
 
-def _layer(layer: nn.Module, spec: Spec, config: Any, index: int) -> LayerParts:
-    linears = {name: _linear(layer, getattr(spec, name)) for name in LINEARS}
-    norms = {name: _norm(layer, getattr(spec, name)) for name in NORMS if getattr(spec, name)}
-    attention: Any = layer.get_submodule(spec.attention)
-    scale = float(attention.scaling)
-    return LayerParts(linears, norms, spec.window(config, index), spec.rotates(config, index), scale)
-
-
-def _plain(module: nn.Module, path: str, kind: type[nn.Module]) -> Any:
+def plain(module: nn.Module, path: str, kind: type[nn.Module]) -> Any:
     """The part, if it is exactly of this kind: an adapter or a quantised layer computes something else."""
     part = module.get_submodule(path)
     if type(part) is not kind:
@@ -191,11 +119,21 @@ def _plain(module: nn.Module, path: str, kind: type[nn.Module]) -> Any:
     return part
 
 
-def _linear(module: nn.Module, path: str) -> Linear:
-    linear = _plain(module, path, nn.Linear)
-    return Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+def linear_of(module: nn.Module, path: str) -> Linear:
+    """Weight and bias of a linear; zeros for a bias that is not there."""
+    linear = plain(module, path, nn.Linear)
+    weight = linear.weight.detach()
+    return Linear(weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach())
 
 
-def _norm(module: nn.Module, path: str) -> Norm:
+class Norm(NamedTuple):
+    """Weight (n,) and epsilon of an RMS norm."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+def norm_of(module: nn.Module, path: str) -> Norm:
+    """An RMS norm's numbers."""
     norm: Any = module.get_submodule(path)
     return Norm(norm.weight.detach(), float(norm.variance_epsilon))

@@ -4,114 +4,116 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from numba import config as numba_config
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...threads import thread_count
 from ..facts import ModelFacts
-from . import packed_weights as packing
-from .architectures import Linear, ModelParts, Norm, Unsupported, read_parts
-from .execution_plan import KEY_BLOCK, LAYER, PLAN, ExecutionState, Segment
+from . import formats
+from .architectures import Norm, Unsupported, linear_of, norm_of, plain, spec_of
+from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
+from .formats import GROUP, Arena, Format, Linear, format_for, round_up
 from .forward_pass import pass_address
-from .kv_cache import KVCache
-from .microkernel import GROUP
-from .numeric_format import Format, format_for
-from .packed_weights import Arena, round_up
-from .pass_logits import BufferPool, PassLogits
-from .rope import RotaryTable
 from .thread_pool import thread_pool
-
-
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """Seconds of a pass, without what Python does before and after; gemms and attention are shares of these."""
-
-    seconds: float
-    gemm: float
-    attention: float
 
 
 class CompiledModel:
     """A model whose passes are one call for each thread. Several threads may run passes at once.
 
     Args:
-        parts: tensors of a loaded model; linears are copied, never written.
+        model: a loaded model of a registered class; linears are copied, never written.
+        config: its text config.
         numbers: how products are computed; the best for this processor by default.
 
     Attributes:
-        last_pass: what the last pass took, of whichever thread.
+        logits_strides: bytes from row to row of logits (R, width), and of peaks (R, width / 32) fp32.
+
+    Raises:
+        Unsupported: the model is not what the spec of its class assumes.
     """
 
-    def __init__(self, parts: ModelParts, numbers: Format | None = None) -> None:
-        self.dtype = parts.embedding.dtype
-        self.numbers = numbers or format_for(self.dtype)
-        self.layout = f"compiled passes on {self.numbers}"
-        self.heads, self.key_heads, self.head_size = parts.heads, parts.key_heads, parts.head_size
-        self.padded_head = round_up(parts.head_size, KEY_BLOCK * self.numbers.key_pair)
-        self.vocabulary = len(parts.head.weight)
-        self.embedding = parts.embedding.contiguous()
+    def __init__(self, model: nn.Module, config: Any, numbers: Format | None = None) -> None:
+        self._spec = spec = spec_of(model, config)
+        try:
+            self.embedding = plain(model, spec.embedding, nn.Embedding).weight.detach().contiguous()
+            layers = list(model.get_submodule(spec.layers).children())
+            self.dtype = self.embedding.dtype
+            self.numbers = numbers or format_for(self.dtype)
+            self.layout = f"compiled passes on {self.numbers}"
+            self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+            attention: Any = layers[0].get_submodule(spec.attention)
+            self.head_size = int(attention.head_dim)
+            self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
+            self._rotary = model.get_submodule(spec.rotary)
+            self._angles = torch.empty(0)
+            self._kept: list[torch.Tensor] = []  # what the records' addresses point to
+            self._layers, self._model = np.zeros(len(layers), LAYER), np.zeros(1, PLAN)
+            self._fill(model, layers, config)
+        except AttributeError as error:
+            name = type(model).__name__
+            raise Unsupported(
+                f"{name} is built differently from what the compiled path knows ({error})"
+            ) from error
         self._job = pass_address(self.numbers)
-        self._rotary = RotaryTable(parts.rotary, parts.head_size)
-        self._kept: list[torch.Tensor] = []  # what the records' addresses point to
-        self._layers = np.zeros(len(parts.layers), LAYER)
-        self._model = np.zeros(1, PLAN)
-        self._fill(parts)
         self._idle: deque[ExecutionState] = deque()
-        self.buffers = BufferPool()
-        self.last_pass = PassTime(0.0, 0.0, 0.0)
 
-    def _fill(self, parts: ModelParts) -> None:
-        plan, size, arena = self._model[0], self.head_size, None
-        for record, layer in zip(self._layers, parts.layers, strict=True):
-            of, norms = layer.linears, layer.norms
-            queries, keys = packing.paired_heads(of["query"], size), packing.paired_heads(of["key"], size)
+    def _fill(self, model: nn.Module, layers: list[nn.Module], config: Any) -> None:
+        spec, size, arena = self._spec, self.head_size, None
+        head = linear_of(model, spec.head)
+        for index, (record, layer) in enumerate(zip(self._layers, layers, strict=True)):
+            query, key, value = (linear_of(layer, path) for path in (spec.query, spec.key, spec.value))
+            query, key = formats.paired_heads(query, size), formats.paired_heads(key, size)
             linears = {
-                "qkv": packing.joined(queries, keys, of["value"]), "output": of["output"],
-                "gate_up": packing.gate_and_up(of["gate"], of["up"]), "down": of["down"],
+                "qkv": formats.joined(query, key, value), "output": linear_of(layer, spec.output),
+                "gate_up": formats.gate_and_up(linear_of(layer, spec.gate), linear_of(layer, spec.up)),
+                "down": linear_of(layer, spec.down),
             }  # fmt: skip
             if arena is None:  # every layer takes as much as the first
-                each = sum(
-                    round_up(packing.packed_bytes(linear, self.numbers), 64) for linear in linears.values()
-                )
-                arena = Arena(len(parts.layers) * each + packing.packed_bytes(parts.head, self.numbers))
+                sizes = (formats.packed_bytes(linear, self.numbers) for linear in linears.values())
+                each = sum(round_up(size, 64) for size in sizes)
+                arena = Arena(len(layers) * each + formats.packed_bytes(head, self.numbers))
             for name, linear in linears.items():
                 record[name] = self._linear(linear, arena)
-            for name in ("attention_norm", "feed_forward_norm"):
-                record[name] = self._norm(norms[name])
-            if "query_norm" in norms:
-                query, key = norms["query_norm"], norms["key_norm"]
-                order = packing.paired(size)
-                weights = [query.weight[order]] * self.heads + [key.weight[order]] * self.key_heads
-                record["head_norm"] = self._norm(Norm(torch.stack(weights), query.epsilon))
-            record["window"], record["rotates"], record["scale"] = layer.window, layer.rotates, layer.scale
+            record["attention_norm"] = self._norm(norm_of(layer, spec.attention_norm))
+            record["feed_forward_norm"] = self._norm(norm_of(layer, spec.feed_forward_norm))
+            if spec.query_norm:
+                order = formats.paired(size)
+                of_query, of_key = norm_of(layer, spec.query_norm), norm_of(layer, spec.key_norm)
+                weights = [of_query.weight[order]] * self.heads + [of_key.weight[order]] * self.key_heads
+                record["head_norm"] = self._norm(Norm(torch.stack(weights), of_query.epsilon))
+            record["window"] = spec.window(config, index) or EVERYTHING
+            record["rotates"] = spec.rotates(config, index)
+            record["scale"] = layer.get_submodule(spec.attention).scaling
         assert arena is not None
-        plan["final_norm"] = self._norm(parts.norm)
+        plan, self.vocabulary = self._model[0], len(head.weight)
+        plan["final_norm"] = self._norm(norm_of(model, spec.norm))
         # Tokens behind the vocabulary are never the best.
-        plan["lm_head"] = self._linear(parts.head, arena, float("-inf"))
-        hidden, inner = parts.embedding.shape[1], parts.layers[0].linears["down"].weight.shape[1]
+        plan["lm_head"] = self._linear(head, arena, float("-inf"))
+        hidden, inner = self.embedding.shape[1], linears["down"].weight.shape[1]
         element, step, heads_size = self.numbers.input.bytes, self.numbers.step, self.heads * size
-        logits_stride, peaks_stride = PassLogits.strides(self.vocabulary, self.dtype)
+        width = round_up(self.vocabulary, GROUP)
+        self.logits_strides = width * self.dtype.itemsize, width // GROUP * 4
         fields = {
             "hidden": hidden, "heads": self.heads, "key_heads": self.key_heads, "head_size": size,
-            "padded_head": self.padded_head, "vocabulary": self.vocabulary, "layer_count": len(parts.layers),
+            "padded_head": self.padded_head, "vocabulary": self.vocabulary, "layer_count": len(layers),
             "layers": self._layers.ctypes.data, "embedding": self.embedding.data_ptr(),
             "x_stride": 4 * round_up(hidden, GROUP), "normed_stride": round_up(hidden, step) * element,
             "attended_stride": round_up(heads_size, step) * element,
             "gated_stride": round_up(round_up(inner, GROUP // 2), step) * element,
             "qkv_stride": 4 * round_up(heads_size + 2 * self.key_heads * size, GROUP),
-            "logits_stride": logits_stride, "peaks_stride": peaks_stride,
+            "logits_stride": self.logits_strides[0], "peaks_stride": self.logits_strides[1],
         }  # fmt: skip
-        for name, value in fields.items():
-            plan[name] = value
+        for name, number in fields.items():
+            plan[name] = number
 
     def _linear(self, linear: Linear, arena: Arena, padding: float = 0.0) -> tuple[int, int, int, int, int]:
         """The record ``execution_plan.LINEAR`` of packed weights."""
-        weights, bias, steps = packing.pack(linear, self.numbers, arena, padding)
+        weights, bias, steps = formats.pack(linear, self.numbers, arena, padding)
         self._kept += [weights, bias]
         groups, size = weights.shape
         return weights.data_ptr(), size, bias.data_ptr(), steps, groups
@@ -126,19 +128,28 @@ class CompiledModel:
         shape = len(self._layers), self.key_heads, self.padded_head
         return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
 
+    def _rotary_up_to(self, position: int) -> torch.Tensor:
+        """Cosine and sine of positions 0..position or more, from the model's own module: (positions, D / 2, 2)."""
+        table = self._angles
+        if position >= len(table):
+            with torch.no_grad():
+                places = torch.arange(1 << position.bit_length())[None]
+                both = self._rotary(torch.empty(1, dtype=torch.float32), places)
+                half = self.head_size // 2
+                self._angles = table = torch.stack([x[0, :, :half].float() for x in both], -1).contiguous()
+        return table
+
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
-        cache: KVCache,
-    ) -> PassLogits:  # fmt: skip
+        cache: KVCache, memory: np.ndarray[Any, Any],
+    ) -> None:  # fmt: skip
         """Evaluate rows and write their keys and values behind the slots' committed tokens.
 
         Args:
             tokens, positions: of all rows, those of the first segment first.
-            reads: the rows whose logits are wanted.
+            reads: the R rows whose logits are wanted.
             cache: has room for them.
-
-        Returns:
-            Logits in a buffer of ``buffers``, to which the caller gives it back.
+            memory: uint8; takes the logits, then the peaks, R times ``logits_strides`` bytes.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -154,21 +165,17 @@ class CompiledModel:
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads)
-        p, rotary = state.plan, self._rotary.up_to(max(positions))
-        memory = self.buffers.acquire(len(reads) * int(p["logits_stride"] + p["peaks_stride"]) + 64)
+        p, rotary = state.plan, self._rotary_up_to(max(positions))
         p["logits"] = memory.ctypes.data
-        p["peaks"] = memory.ctypes.data + len(reads) * int(p["logits_stride"])
+        p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
         p["rotary"], p["cache"] = rotary.data_ptr(), cache.storage.data_ptr()
-        p["cache_layer"], p["cache_slot"], p["cache_head"] = cache.strides()
-        state.tile_config[:] = packing.tile_config(len(tokens))
+        strides = (stride * cache.storage.element_size() for stride in cache.storage.stride()[:3])
+        p["cache_layer"], p["cache_slot"], p["cache_head"] = strides
+        state.tile_config[:] = formats.tile_config(len(tokens))
         state.holds = (self, memory, rotary, cache.storage)
-        start = perf_counter()
         pool.run(self._job, state.address, state)
-        seconds, total = perf_counter() - start, int(p["total_ticks"]) or 1
-        self.last_pass = PassTime(seconds, p["gemm_ticks"] / total, p["attention_ticks"] / total)
-        best, state.holds = state.winners[: len(reads)].tolist(), None
+        state.holds = None
         self._idle.append(state)
-        return PassLogits(memory, self.dtype, len(reads), self.vocabulary, best)
 
 
 def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
@@ -185,9 +192,8 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
         )
-    parts = read_parts(model, facts.config)
     try:
-        return CompiledModel(parts)
+        return CompiledModel(model, facts.config)
     except (MemoryError, Unsupported):
         raise
     except Exception as error:  # whatever numba and LLVM do on a processor or a folder that they cannot use

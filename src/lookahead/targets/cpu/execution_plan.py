@@ -1,7 +1,7 @@
-"""What a pass works on, as records with named fields, and the state of one caller: such a plan and its buffers.
+"""What a pass works on: a plan as records with named fields, the state of one caller, and the cache.
 
 Fields that name memory hold addresses; strides and sizes of buffers are bytes. Compiled code reads the records by
-the same names (``llvm.record_at``).
+the same names (``llvm.address_as``).
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ...core import TokenTree
-from .microkernel import GROUP, ROW_BLOCK
-from .numeric_format import Format
-from .packed_weights import Arena, round_up
+from ..kv_storage import KVStorage
+from .formats import GROUP, Arena, Format, round_up
+from .gemm import ROW_BLOCK
 
 #: Keys of so many columns lie side by side in the cache; scores are computed for so many columns at once.
 KEY_BLOCK, SCORE_BLOCK = 16, 64
 #: Queries that are attended together.
 QUERY_BLOCK = 16
+#: A window that leaves nothing out.
+EVERYTHING = 1 << 40
 
 
 def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
@@ -46,14 +49,12 @@ PLAN = _record(
     ("lm_head", LINEAR),
     # buffers: rows, what gemms read and write (normed: one for each thread), queries, scratch of each thread
     ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
-    ("qkv qkv_stride query scratch scratch_each score_line tile_config winners", "i8"),
+    ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
     # the cache, from layer to layer, slot to slot and head to head
     ("cache cache_layer cache_slot cache_head", "i8"),
     # the step; a tree row's columns are path_columns[path_ends[row]:path_ends[row + 1]]
     ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
     ("logits logits_stride peaks peaks_stride", "i8"),
-    # what a pass reports
-    ("gemm_ticks attention_ticks total_ticks", "i8"),
 )
 
 
@@ -112,14 +113,12 @@ class ExecutionState:
             "query": self._numbers.query.bytes * (rows * int(p["heads"]) + QUERY_BLOCK) * head,
             "scratch": threads * each,
             "tile_config": 64,
-            "winners": 8 * rows,
         }
         arena = Arena(sum(round_up(size, 64) for size in sizes.values()))
         self._buffers = {name: arena.take(size) for name, size in sizes.items()}
         for name, buffer in self._buffers.items():
             p[name] = buffer.data_ptr()
         self.tile_config = self._buffers["tile_config"].numpy()
-        self.winners = self._buffers["winners"].numpy().view(np.int64)
 
     def describe(
         self,
@@ -129,9 +128,7 @@ class ExecutionState:
         reads: Sequence[int],
     ) -> None:
         """Write what changes from step to step: rows, who sees whom, and the rows whose logits are wanted."""
-        table: list[int] = []
-        ends, columns = [0], list[int]()
-        first = 0
+        table, ends, columns, first = list[int](), [0], list[int](), 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
             table += (segment.slot, segment.length, first, segment.rows, tree is None)
@@ -155,3 +152,43 @@ class ExecutionState:
             p[name] = address
             address += 8 * len(part)
         p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
+
+
+class KVCache(KVStorage):
+    """Keys and values in the model's dtype, written in place and moved only by a commit.
+
+    (layers, S slots, 2K, C capacity, D): the first K of the third axis are keys, the others values, so that a commit
+    is one gather and one scatter for the whole model. ``attention`` says how a head's numbers lie. What D is rounded
+    up by stays zero; C is a multiple of 64, so that kernels may compute a few columns too many.
+
+    Args:
+        capacity: tokens per slot to begin with.
+        head_size: D as it is padded.
+        key_pair: neighbours of a key that lie together.
+    """
+
+    def __init__(
+        self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
+    ) -> None:
+        self.key_heads, self.slots, self._key_pair = key_heads, 1, key_pair
+        self.capacity = round_up(max(capacity, 1), SCORE_BLOCK)
+        self.storage = torch.zeros(layers, 1, 2 * key_heads, self.capacity, head_size, dtype=dtype)
+
+    def _grow(self, slots: int, capacity: int) -> None:
+        layers, _, heads, _, size = self.storage.shape
+        new = self.storage.new_zeros(layers, slots, heads, capacity, size)
+        new[:, : self.slots, :, : self.capacity] = self.storage
+        self.storage = new
+
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        if list(path) == list(range(len(path))):  # they lie in place
+            return
+        source, target = torch.tensor(path) + length, torch.arange(len(path)) + length
+        mine = self.storage[:, slot]
+        values = mine[:, self.key_heads :]
+        values[:, :, target] = values[:, :, source]
+        layers, _, capacity, head = mine.shape
+        blocks = (capacity // KEY_BLOCK, head // self._key_pair, KEY_BLOCK, self._key_pair)
+        keys = mine[:, : self.key_heads].view(layers, self.key_heads, *blocks)
+        moved = keys[:, :, source // KEY_BLOCK, :, source % KEY_BLOCK]
+        keys[:, :, target // KEY_BLOCK, :, target % KEY_BLOCK] = moved

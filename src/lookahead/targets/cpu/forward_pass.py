@@ -1,33 +1,30 @@
 """One pass as one call for each thread: every layer's stages in turn, with a barrier where one waits for another.
 
-Each thread takes its share of every stage: outputs of a gemm, rows of a norm, queries of attention. Who computes what
-changes nothing in the result.
+Each thread takes its share of every stage: outputs of a gemm, rows of an RMS norm (Zhang and Sennrich 2019), heads of
+rotary positions (Su et al. 2021) and of attention. Who computes what changes nothing in the result. Rotary pairs
+(i, i + D/2) of a head are neighbours (2i, 2i + 1) here: the weights' rows are packed in that order.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
-from numba import carray, cfunc, types
+from numba import carray, cfunc, from_dtype, types
 from numba.extending import overload
 
 from .attention import attention_of
-from .execution_plan import LAYER, PLAN, SEGMENT
+from .execution_plan import KEY_BLOCK, LAYER, PLAN, SEGMENT
+from .formats import FORMATS, Format
 from .gemm import gemm_of
-from .llvm import VOID, at, call, emitted, floats_at, integers_at, jit, record_at, ticks
-from .microkernel import GROUP
-from .numeric_format import FORMATS, Format
-from .processor import STAMP
-from .rope import rms_norm_of, rope_of
+from .llvm import REASSOCIATE, STAMP, VOID, address_as, at, call, emitted, floats_at, integers_at, jit
 from .thread_pool import barrier, share
 
 #: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
 FEW_ROWS = 2
 LAYER_BYTES, SEGMENT_BYTES = LAYER.itemsize, SEGMENT.itemsize
-plan_at, layer_at, segment_at = record_at(PLAN), record_at(LAYER), record_at(SEGMENT)
+plan_at, layer_at, segment_at = (address_as(from_dtype(record)) for record in (PLAN, LAYER, SEGMENT))
 
 configure_tiles = emitted(lambda b, place: call(b, "llvm.x86.ldtilecfg", VOID, [at(b, place)]) and None, 1)
 release_tiles = emitted(lambda b: call(b, "llvm.x86.tilerelease", VOID, []) and None, 0)
@@ -48,14 +45,59 @@ def _embed_of(numbers: Format) -> Any:
     return jit(embed, numbers.name)
 
 
-def _attention_stages(numbers: Format) -> tuple[Any, Any]:
-    """Rotation with the cache write, and attention, of this thread's heads of rows."""
-    rope, attend = rope_of(numbers), attention_of(numbers)
-    query_bytes, out_bytes = numbers.query.bytes, numbers.input.bytes
+@partial(jit, fastmath=REASSOCIATE)
+def inverse_rms(address: int, size: int, epsilon: float) -> Any:
+    """1 / sqrt(mean(x^2) + epsilon) of fp32 numbers; a norm is x times this times the weight."""
+    xs = carray(floats_at(address), (size,))
+    total = np.float32(0)
+    for i in range(size):
+        total += xs[i] * xs[i]
+    return np.float32(1) / np.sqrt(total / np.float32(size) + epsilon)
+
+
+def _norm_rows_of(numbers: Format) -> Any:
+    element, narrow = numbers.input.pointer, numbers.input.narrow
+
+    def norm_rows(
+        p: Any, norm: Any, rows: int, row_numbers: int, control: int, arrived: int, rank: int, size: int
+    ) -> tuple[int, int]:
+        """Norm rows of x, as a gemm reads them; returns where they lie for this thread, and the count of arrivals.
+
+        Args:
+            row_numbers: row r of the result is row ``row_numbers[r]`` of x; 0 where it is row r.
+        """
+        out, begin, end = p.normed, 0, rows
+        if rows <= FEW_ROWS:
+            out += rank * p.normed_each
+        else:
+            begin, end = share(rows, rank, size)
+        ws = carray(floats_at(norm.weight), (p.hidden,))
+        chosen = carray(integers_at(row_numbers), (rows,))
+        for r in range(begin, end):
+            source = p.x + p.x_stride * (chosen[r] if row_numbers != 0 else r)
+            xs = carray(floats_at(source), (p.hidden,))
+            outs = carray(element(out + p.normed_stride * r), (p.hidden,))
+            factor = inverse_rms(source, p.hidden, norm.epsilon)
+            for i in range(p.hidden):
+                outs[i] = narrow(xs[i] * factor * ws[i])
+        return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
+
+    return jit(norm_rows, numbers.name, fastmath=REASSOCIATE)
+
+
+def _rotate_of(numbers: Format) -> Any:
+    query_at, to_query, query_bytes = numbers.query.pointer, numbers.query.narrow, numbers.query.bytes
+    stored_at, to_stored, stored_bytes = numbers.stored.pointer, numbers.stored.narrow, numbers.stored.bytes
+    pair = numbers.key_pair
 
     def rotate(p: Any, layer: Any, cache: int, rank: int, size: int) -> None:
+        """Norm and rotate this thread's heads of rows; queries go out scaled, keys and values into the cache.
+
+        Queries of a sequence are (K, rows, H / K, padded head).
+        """
         positions = carray(integers_at(p.positions), (p.rows,))
-        lanes = p.heads + 2 * p.key_heads
+        heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
+        lanes, groups = heads + 2 * key_heads, heads // key_heads
         begin, end = share(p.rows * lanes, rank, size)
         s = 0
         for item in range(begin, end):
@@ -65,13 +107,48 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
                 s += 1
                 segment = segment_at(p.segments + s * SEGMENT_BYTES)
             local = row - segment.first_row
-            store = cache + segment.slot * p.cache_slot + (lane - p.heads) * p.cache_head
-            angles = p.rotary + 4 * p.head_size * positions[row] if layer.rotates != 0 else 0
-            y = p.qkv + p.qkv_stride * row + 4 * lane * p.head_size
-            query = p.query + query_bytes * segment.first_row * p.heads * p.padded_head
-            rope(p, layer, y, lane, angles, query, local, segment.rows, store, segment.length + local)
+            column = segment.length + local
+            y = p.qkv + p.qkv_stride * row + 4 * lane * head
+            ys = carray(floats_at(y), (head,))
+            if lane < heads + key_heads:
+                if layer.head_norm.weight != 0:
+                    ws = carray(floats_at(layer.head_norm.weight + 4 * lane * head), (head,))
+                    factor = inverse_rms(y, head, layer.head_norm.epsilon)
+                    for i in range(head):
+                        ys[i] *= factor * ws[i]
+                if layer.rotates != 0:
+                    angles = carray(floats_at(p.rotary + 4 * head * positions[row]), (head,))
+                    for i in range(0, head, 2):
+                        a, b = ys[i], ys[i + 1]
+                        ys[i] = a * angles[i] - b * angles[i + 1]
+                        ys[i + 1] = a * angles[i + 1] + b * angles[i]
+            store = cache + segment.slot * p.cache_slot + (lane - heads) * p.cache_head
+            if lane < heads:
+                place = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
+                place += lane % groups
+                out = carray(query_at(p.query + query_bytes * place * padded), (head,))
+                scale = layer.scale
+                for i in range(head):
+                    out[i] = to_query(ys[i] * scale)
+            elif lane < heads + key_heads:
+                place = column // KEY_BLOCK * padded * KEY_BLOCK + column % KEY_BLOCK * pair
+                keys = carray(stored_at(store + place * stored_bytes), (head * KEY_BLOCK,))
+                for i in range(head):
+                    keys[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])
+            else:
+                values = carray(stored_at(store + column * padded * stored_bytes), (head,))
+                for i in range(head):
+                    values[i] = to_stored(ys[i])
+
+    return jit(rotate, numbers.name, fastmath=REASSOCIATE)
+
+
+def _attend_of(numbers: Format) -> Any:
+    attend = attention_of(numbers)
+    query_bytes, out_bytes = numbers.query.bytes, numbers.input.bytes
 
     def attend_rows(p: Any, layer: Any, cache: int, rank: int, size: int) -> None:
+        """Attention of this thread's heads of rows."""
         groups = p.heads // p.key_heads
         scratch = p.scratch + rank * p.scratch_each
         begin, end = share(p.rows * p.heads, rank, size)
@@ -91,144 +168,75 @@ def _attention_stages(numbers: Format) -> tuple[Any, Any]:
                     attend(p, segment, layer.window, query, keys, values, out, first, last, scratch)
                 seen += queries
 
-    return jit(rotate, numbers.name), jit(attend_rows, numbers.name)
-
-
-def _best_token_of(numbers: Format) -> Any:
-    """The token with the largest logit of a row, the first of equals; -1 where a logit is NaN."""
-    logits_at, widen = numbers.stored.pointer, numbers.stored.widen
-    group_bytes = GROUP * numbers.stored.bytes
-
-    def best_token(p: Any, row: int) -> int:
-        peaks = carray(floats_at(p.peaks + row * p.peaks_stride), (p.lm_head.groups,))
-        nans, largest = np.int32(0), np.float32(-np.inf)
-        for g in range(p.lm_head.groups):
-            nans += np.int32(1) if peaks[g] != peaks[g] else np.int32(0)
-            largest = peaks[g] if peaks[g] > largest else largest
-        if nans > 0:
-            return -1
-        group, token = 0, 0
-        while group < p.lm_head.groups - 1 and peaks[group] != largest:
-            group += 1
-        logits = carray(logits_at(p.logits + row * p.logits_stride + group * group_bytes), (GROUP,))
-        while token < GROUP - 1 and widen(logits[token]) != largest:
-            token += 1
-        return group * GROUP + token
-
-    return jit(best_token, numbers.name)
+    return jit(attend_rows, numbers.name)
 
 
 def _pass_of(numbers: Format) -> Any:
     """The pass of one thread; ``arrived`` threads were counted before it (``thread_pool``)."""
     store, add, gate, keep_logits = gemm_of(numbers)
-    rms_norm, embed = rms_norm_of(numbers), _embed_of(numbers)
-    rotate, attend = _attention_stages(numbers)
-    best_token, on_tiles = _best_token_of(numbers), numbers.kind == "tiles"
-
-    def norm_rows(
-        p: Any, norm: Any, rows: int, row_numbers: int, control: int, arrived: int, rank: int, size: int
-    ) -> tuple[int, int]:
-        """Norm rows; returns where they lie for this thread, and the count of arrivals."""
-        out, begin, end = p.normed, 0, rows
-        if rows <= FEW_ROWS:
-            out += rank * p.normed_each
-        else:
-            begin, end = share(rows, rank, size)
-        rms_norm(p.x, p.x_stride, row_numbers, norm, out, p.normed_stride, begin, end, p.hidden)
-        return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
-
-    norm_rows = jit(norm_rows, numbers.name)
+    embed, norm_rows = _embed_of(numbers), _norm_rows_of(numbers)
+    rotate, attend = _rotate_of(numbers), _attend_of(numbers)
+    on_tiles = numbers.kind == "tiles"
 
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p = plan_at(address)
         rows, scratch = p.rows, p.scratch + rank * p.scratch_each
         if on_tiles:
             configure_tiles(p.tile_config)
-        gemm_ticks, attention_ticks, start = 0, 0, ticks()
         begin, end = share(rows, rank, size)
         embed(p, begin, end)
         arrived = barrier(control, arrived, size)
         for index in range(p.layer_count):
             layer, cache = layer_at(p.layers + index * LAYER_BYTES), p.cache + index * p.cache_layer
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, control, arrived, rank, size)
-            mark = ticks()
             store(layer.qkv, x, p.normed_stride, rows, p.qkv, p.qkv_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            gemm_ticks += ticks() - mark
             rotate(p, layer, cache, rank, size)
             arrived = barrier(control, arrived, size)
-            mark = ticks()
             attend(p, layer, cache, rank, size)
             arrived = barrier(control, arrived, size)
-            attention_ticks += ticks() - mark
-            mark = ticks()
             add(layer.output, p.attended, p.attended_stride, rows, p.x, p.x_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            gemm_ticks += ticks() - mark
             x, arrived = norm_rows(p, layer.feed_forward_norm, rows, 0, control, arrived, rank, size)
-            mark = ticks()
             gate(layer.gate_up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
             add(layer.down, p.gated, p.gated_stride, rows, p.x, p.x_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            gemm_ticks += ticks() - mark
         reads = p.reads
         if reads > 0:
             x, arrived = norm_rows(p, p.final_norm, reads, p.read_rows, control, arrived, rank, size)
-            mark = ticks()
             keep_logits(
                 p.lm_head, x, p.normed_stride, reads, p.logits, p.logits_stride, p.peaks, p.peaks_stride,
                 scratch, rank, size,
             )  # fmt: skip
-            arrived = barrier(control, arrived, size)
-            gemm_ticks += ticks() - mark
-            begin, end = share(reads, rank, size)
-            winners = carray(integers_at(p.winners), (reads,))
-            for r in range(begin, end):
-                winners[r] = best_token(p, r)
         if on_tiles:
             release_tiles()
-        if rank == 0:
-            p.gemm_ticks, p.attention_ticks, p.total_ticks = gemm_ticks, attention_ticks, ticks() - start
         barrier(control, arrived, size)
 
     return jit(run, numbers.name)
 
 
-# What is compiled for the disk may not close over compiled functions, so the format is told by a number's type.
-_TAGS = {
-    types.int8: FORMATS["tiles", torch.bfloat16],
-    types.int16: FORMATS["pairs", torch.bfloat16],
-    types.uint16: FORMATS["vectors", torch.bfloat16],
-    types.int32: FORMATS["vectors", torch.float32],
-}
-
-
-def _run(address: int, control: int, rank: int, size: int, arrived: int, tag: Any) -> None:
+def _run(address: int, control: int, rank: int, size: int, arrived: int, number: int) -> None:
     raise NotImplementedError("compiled code only")
 
 
-def _run_code(address, control, rank, size, arrived, tag):  # type: ignore[no-untyped-def]  # numba compares both
-    run = _pass_of(_TAGS[tag])
-    return lambda address, control, rank, size, arrived, tag: run(address, control, rank, size, arrived)
-
-
-overload(_run)(_run_code)
-
-
-def _job(stamp: int, tag: Any, variant: str) -> Any:
-    def job(address: int, control: int, rank: int, size: int, arrived: int) -> None:
-        if address != stamp:  # never so: the stamp is here to name the code on disk
-            _run(address, control, rank, size, arrived, tag)
-
-    job.__qualname__ += variant  # see llvm.jit
-    return cfunc(types.void(*[types.int64] * 5), cache=True)(job)
+@overload(_run, prefer_literal=True)
+def _run_code(address, control, rank, size, arrived, number):  # type: ignore[no-untyped-def]  # numba compares both
+    run = _pass_of(tuple(FORMATS.values())[number.literal_value])
+    return lambda address, control, rank, size, arrived, number: run(address, control, rank, size, arrived)
 
 
 @cache
 def _compiled(numbers: Format) -> Any:
-    kind = next(kind for kind, known in _TAGS.items() if known is numbers)
-    return _job(STAMP, np.dtype(str(kind)).type(0), numbers.name)
+    # What is compiled for the disk may not close over compiled functions, so the format is told by its number.
+    number, stamp = tuple(FORMATS.values()).index(numbers), STAMP
+
+    def job(address: int, control: int, rank: int, size: int, arrived: int) -> None:
+        if address != stamp:  # never so: the stamp is here to name the code on disk
+            _run(address, control, rank, size, arrived, number)
+
+    job.__qualname__ += numbers.name  # see llvm.jit
+    return cfunc(types.void(*[types.int64] * 5), cache=True)(job)
 
 
 def pass_address(numbers: Format) -> int:

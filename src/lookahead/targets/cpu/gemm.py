@@ -1,7 +1,12 @@
 """Rows times packed weights, group by group, and what is done with each block of sums while it is in the cache.
 
-Sums (rows, 32) fp32 are stored, added, gated, or kept as logits: in LLVM's vectors, because these few hundred
-nanoseconds are what keeps a gemm from the memory's speed.
+The microkernel holds the sums of up to 32 rows with one group of 32 outputs in registers. Every sum is one chain over
+the inner size, in an order that depends on neither the number of rows nor a row's place among them: so a row has the
+same bits in any step. One pass over a matrix tile costs about as much for 16 rows as for one, and less than its
+kilobyte takes to come from memory: up to 32 rows run at nearly the memory's speed.
+
+The epilogue stores, adds, gates or keeps sums as logits, in LLVM's vectors, because these few hundred nanoseconds are
+what keeps a gemm from the memory's speed.
 """
 
 from __future__ import annotations
@@ -13,11 +18,131 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from . import llvm
-from .llvm import F32, I16, INTEGERS, VECTOR, call, integers, jit, lanes, load_numbers, multiply_add, offset
-from .microkernel import GROUP, ROW_BLOCK, VECTORS, microkernel
-from .numeric_format import Format
-from .processor import LANES
+from .formats import GROUP, Format
+from .llvm import (
+    INTEGERS,
+    LANES,
+    VECTOR,
+    VOID,
+    call,
+    const,
+    integers,
+    lanes,
+    load_numbers,
+    multiply_add,
+    offset,
+)
 from .thread_pool import share
+
+#: Vectors of a group, and most rows of a call of the microkernel.
+VECTORS, ROW_BLOCK = GROUP // LANES, 32
+#: Rows whose sums fit the register file.
+ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, llvm.REGISTERS), 1)
+#: Lines of each of the next group's panels that are asked for before a group is done.
+NEXT_LINES = 16
+
+
+def tile(number: int) -> ir.Constant:
+    """The name of a tile register."""
+    return ir.Constant(llvm.I8, number)
+
+
+def load_tile(builder: Any, number: int, address: Any, stride: Any) -> None:
+    """Up to 16 rows of 64 bytes."""
+    call(builder, "llvm.x86.tileloadd64", VOID, [tile(number), llvm.at(builder, address), stride])
+
+
+def _prefetch(builder: Any, address: Any, distance: int, lines: int) -> None:
+    """Ask for some cache lines at a distance, into the second level."""
+    for line in range(lines):
+        ahead = llvm.at(builder, offset(builder, address, distance + 64 * line))
+        call(builder, "llvm.prefetch.p0", VOID, [ahead, *(ir.Constant(llvm.I32, n) for n in (0, 2, 1))])
+
+
+def _tiles(builder: Any, row_tiles: int, weights: Any, rows: Any, stride: Any, steps: Any, out: Any) -> None:
+    """16 rows per row tile. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; a step is 32 inner numbers."""
+    for number in range(2 * row_tiles):
+        call(builder, "llvm.x86.tilezero", VOID, [tile(number)])
+    second = offset(builder, rows, (stride, 16))
+    panel_bytes = builder.mul(steps, const(1024))
+    with cgutils.for_range(builder, steps) as loop:
+        here = offset(builder, weights, (loop.index, 1024))
+        panels = [here, offset(builder, here, panel_bytes)]
+        # The processor's own prefetching stops at pages; a few lines of the next one start it early.
+        for panel in panels:
+            _prefetch(builder, panel, 4096, 4)
+        load_tile(builder, 4, offset(builder, rows, (loop.index, 64)), stride)
+        if row_tiles == 2:
+            load_tile(builder, 5, offset(builder, second, (loop.index, 64)), stride)
+        for number, panel in enumerate(panels, 6):
+            load_tile(builder, number, panel, const(64))
+        for row in range(row_tiles):
+            for n in range(2):
+                call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(2 * row + n), tile(4 + row), tile(6 + n)])
+    following = offset(builder, weights, (panel_bytes, 2))
+    for panel in (following, offset(builder, following, panel_bytes)):
+        _prefetch(builder, panel, 0, NEXT_LINES)
+    for row in range(row_tiles):
+        for n in range(2):
+            place = llvm.at(builder, offset(builder, out, row * 16 * 4 * GROUP + n * 64))
+            call(builder, "llvm.x86.tilestored64", VOID, [tile(2 * row + n), place, const(4 * GROUP)])
+
+
+def _on_tiles(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
+    with builder.if_else(builder.icmp_signed(">", count, const(16))) as (many, few):
+        for row_tiles, branch in ((2, many), (1, few)):
+            with branch:
+                _tiles(builder, row_tiles, weights, rows, stride, steps, out)
+
+
+class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's bfloat, which llvmlite does not know by name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def _dot_pairs(builder: Any, part: Any, factor: Any, total: Any) -> Any:
+    """The sum and the products of two bf16 numbers in each lane (AVX512-BF16)."""
+    halves = ir.VectorType(_BFloat(), 32)
+    a, b = (builder.bitcast(x, halves) for x in (factor, part))
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, a, b])
+
+
+def _microkernel(numbers: Format) -> Any:
+    """(weights, rows, stride, steps, count, out): sums (count, 32) fp32 of up to 32 rows with one group.
+
+    ``rows`` lie ``stride`` bytes apart; ``steps`` are those of the format. In vectors a step is 4 bytes of a row.
+    """
+    if numbers.kind == "tiles":
+        return llvm.emitted(_on_tiles, 6)
+    pairs = numbers.kind == "pairs"
+    narrow = numbers.stored.is_bf16 and not pairs
+    vector_bytes = numbers.step * numbers.stored.bytes * LANES
+
+    def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
+        def parts(step: Any) -> list[Any]:
+            here = offset(builder, weights, (step, VECTORS * vector_bytes))
+            _prefetch(builder, here, 4096, 1)
+            return [
+                load_numbers(builder, offset(builder, here, v * vector_bytes), narrow) for v in range(VECTORS)
+            ]
+
+        def some(size: int, first: Any) -> None:
+            factors = offset(builder, rows, (stride, first)), stride
+            sums = offset(builder, out, (first, 4 * GROUP)), 4 * GROUP
+            multiply = _dot_pairs if pairs else multiply_add
+            llvm.accumulate(builder, size, VECTORS, steps, parts, factors, sums, multiply=multiply)
+
+        llvm.in_blocks(builder, count, [size for size in (8, 4, 2, 1) if size <= ROWS_AT_ONCE], some)
+
+    return llvm.emitted(emit, 6)
 
 
 def exponential(builder: Any, x: Any) -> Any:
@@ -40,21 +165,20 @@ def exponential(builder: Any, x: Any) -> Any:
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
-def _rounded(builder: Any, value: Any) -> Any:
-    """bf16 in the upper halves of integers: to the nearest, ties to even; NaN stays NaN."""
-    bits = builder.bitcast(value, INTEGERS)
-    odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
-    rounded = builder.and_(builder.add(builder.add(bits, integers(0x7FFF)), odd), integers(-65536))
-    return builder.select(builder.fcmp_unordered("uno", value, value), integers(0x7FC00000), rounded)
-
-
 def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> Any:
-    """Vector ``v`` of a line to memory, as bf16 where ``narrow``; returns what was stored, as fp32."""
+    """Vector ``v`` of a line to memory, as bf16 where ``narrow``: to the nearest, ties to even; NaN stays NaN.
+
+    Returns:
+        What was stored, as fp32.
+    """
     if not narrow:
         llvm.store_vector(builder, value, offset(builder, line, 4 * LANES * v))
         return value
-    bits = _rounded(builder, value)
-    kind = ir.VectorType(I16, LANES)
+    bits = builder.bitcast(value, INTEGERS)
+    odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
+    bits = builder.and_(builder.add(builder.add(bits, integers(0x7FFF)), odd), integers(-65536))
+    bits = builder.select(builder.fcmp_unordered("uno", value, value), integers(0x7FC00000), bits)
+    kind = ir.VectorType(llvm.I16, LANES)
     half = builder.trunc(builder.lshr(bits, integers(16)), kind)
     builder.store(half, llvm.at(builder, offset(builder, line, 2 * LANES * v), kind)).align = 2
     return builder.bitcast(bits, VECTOR)
@@ -69,7 +193,7 @@ def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any], None]) -> Any:
         with cgutils.for_range(builder, count) as loop:
             row, values = offset(builder, sums, (loop.index, 4 * GROUP)), []
             for v in range(VECTORS):
-                both = (load_numbers(builder, offset(builder, x, 4 * LANES * v), False) for x in (row, bias))
+                both = (load_numbers(builder, offset(builder, x, 4 * LANES * v)) for x in (row, bias))
                 values.append(builder.fadd(*both))
             line = offset(builder, out, (loop.index, stride))
             emit_line(builder, values, line, offset(builder, peaks, (loop.index, peak_stride)))
@@ -84,7 +208,7 @@ def _store(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
 
 def _add(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
     for v, value in enumerate(values):
-        before = load_numbers(builder, offset(builder, line, 4 * LANES * v), False)
+        before = load_numbers(builder, offset(builder, line, 4 * LANES * v))
         store_rounded(builder, builder.fadd(value, before), line, v, False)
 
 
@@ -109,11 +233,11 @@ def _logits(narrow: bool) -> Any:
             value = store_rounded(builder, value, line, v, narrow)
             nan = builder.or_(nan, builder.fcmp_unordered("uno", value, value))
             largest = builder.select(builder.fcmp_ordered(">", value, largest), value, largest)
-        top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [largest], ("nnan",))
+        top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", llvm.F32, [largest], ("nnan",))
         bits = builder.bitcast(nan, ir.IntType(LANES))
         is_nan = builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
-        top = builder.select(is_nan, ir.Constant(F32, float("nan")), top)
-        builder.store(top, llvm.at(builder, peak, F32)).align = 4
+        top = builder.select(is_nan, ir.Constant(llvm.F32, float("nan")), top)
+        builder.store(top, llvm.at(builder, peak, llvm.F32)).align = 4
 
     return emit_line
 
@@ -124,7 +248,7 @@ def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any]:
     Each takes (linear, x, stride, rows, out, out stride, peaks, peak stride, scratch, rank, size) and does this
     thread's share; strides are bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
     """
-    kernel = microkernel(numbers)
+    kernel = _microkernel(numbers)
 
     def ending_in(name: str, emit_line: Any, group_bytes: int) -> Any:
         epilogue = _epilogue(emit_line)
@@ -142,7 +266,7 @@ def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any]:
                     here, peak = out + g * group_bytes + r * out_stride, peaks + 4 * g + r * peak_stride
                     epilogue(scratch, bias, here, out_stride, peak, peak_stride, count)
 
-        return jit(gemm, name + numbers.name)
+        return llvm.jit(gemm, name + numbers.name)
 
     return (
         ending_in("store", _store, 4 * GROUP),

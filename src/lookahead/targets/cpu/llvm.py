@@ -1,4 +1,5 @@
-"""Words of compiled code that numba lacks: typed memory at an address, atomics, and vectors in LLVM's language.
+"""What this processor offers to compiled code, and words that numba lacks: typed memory at an address, atomics, and
+vectors in LLVM's language.
 
 ``emitted`` makes a function of compiled code from one that writes LLVM instructions; addresses and counts are
 64-bit integers. bf16 numbers are held as unsigned 16-bit integers.
@@ -6,19 +7,61 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numba
-import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.core import cgutils, config
+from numba.extending import intrinsic
 
-from .processor import ARM, FUSED, LANES, X86
 
+def _features() -> dict[str, bool]:
+    """Of the processor that numba compiles for: this one, unless its own settings name another."""
+    if config.CPU_FEATURES is not None:
+        return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
+    return {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
+
+
+_FEATURES = _features()
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+#: fp32 numbers in a vector, vectors in the register file, and whether a * b + c is one instruction.
+LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+REGISTERS = 32 if LANES == 16 or ARM else 16
+FUSED = ARM or bool(_FEATURES.get("fma")) or LANES == 16
+
+
+def _tiles_permitted() -> bool:
+    """Linux lends the tile registers to a process that asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    wanted = ("amx-tile", "amx-bf16")
+    if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0)
+
+
+#: bf16 products on matrix tiles (AMX).
+TILES = LANES == 16 and _tiles_permitted()
+#: bf16 products of pairs in vectors (AVX512-BF16).
+PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
+
+
+def _stamp() -> int:
+    digest = hashlib.sha256(repr((LANES, REGISTERS, FUSED, TILES, PAIRS)).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")
+
+
+#: Names compiled code on disk: it changes with the decisions above and with the text of any file of this package.
+STAMP = _stamp()
 #: Sums in lanes and fused multiply-adds; NaN and infinity keep their meaning.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 
@@ -27,30 +70,15 @@ F32, VOID = ir.FloatType(), ir.VoidType()
 VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def jit(function: Function, variant: str = "", **options: Any) -> Function:
-    """Compile without Python's lock and with numpy's rules for division; typed, where numba's own is not.
+def jit(function: Any, variant: str = "", **options: Any) -> Any:
+    """Compile without Python's lock and with numpy's rules for division.
 
     Functions that differ only in what they close over need a ``variant`` each: the linker knows them by name and
     types of arguments, and takes one for the other where both come from the disk.
     """
     function.__qualname__ += variant
-    compiled: Function = numba.njit(function, nogil=True, error_model="numpy", **options)
-    return compiled
-
-
-def on_disk(function: Function, signature: Any = None) -> Function:
-    """Keep the code on disk, compiled now for a signature or when called; it may close over plain values only."""
-    compiled: Function = numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-    return compiled
-
-
-def inlined(function: Function) -> Function:
-    """A function that compiled code may call, and Python too."""
-    known: Function = register_jitable(function)
-    return known
+    return numba.njit(function, nogil=True, error_model="numpy", **options)
 
 
 def const(value: int) -> ir.Constant:
@@ -86,15 +114,12 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
     return value
 
 
-def load_numbers(builder: Any, address: Any, narrow: bool, lanes: int = LANES) -> Any:
-    """One number (lanes = 1) or a vector, as fp32; ``narrow`` where memory holds bf16."""
-    single = lanes == 1
+def load_numbers(builder: Any, address: Any, narrow: bool = False) -> Any:
+    """A vector, as fp32; ``narrow`` where memory holds bf16."""
     if not narrow:
-        return load(builder, address, F32 if single else VECTOR, 4)
-    bits = load(builder, address, I16 if single else ir.VectorType(I16, lanes), 2)
-    wide = I32 if single else INTEGERS
-    shift = ir.Constant(I32, 16) if single else integers(16)
-    return builder.bitcast(builder.shl(builder.zext(bits, wide), shift), F32 if single else VECTOR)
+        return load(builder, address, VECTOR, 4)
+    bits = builder.zext(load(builder, address, ir.VectorType(I16, LANES), 2), INTEGERS)
+    return builder.bitcast(builder.shl(bits, integers(16)), VECTOR)
 
 
 def store_vector(builder: Any, value: Any, address: Any) -> None:
@@ -143,7 +168,7 @@ def accumulate(
 
     sums = {(r, v): cgutils.alloca_once(builder, VECTOR) for r in range(rows) for v in range(columns)}
     for at_sum, total in sums.items():
-        builder.store(load_numbers(builder, place(*at_sum), False) if add else ZEROS, total)
+        builder.store(load_numbers(builder, place(*at_sum)) if add else ZEROS, total)
     with cgutils.for_range(builder, steps) as loop:
         loaded = parts(loop.index)
         for r in range(rows):
@@ -182,50 +207,13 @@ def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) 
     return intrinsic(typed)
 
 
-def pointer_to(kind: Any) -> Any:
-    """(address) -> a pointer to numbers of a numba type, for ``carray``."""
-    return _typed_address(types.CPointer(kind))
+def address_as(kind: Any) -> Any:
+    """(address) -> a pointer for ``carray``, or a record whose fields are read and written by name."""
 
-
-def record_at(dtype: np.dtype[Any]) -> Any:
-    """(address) -> the record of a structured dtype that lies there; its fields are read and written by name."""
-    return _typed_address(numba.from_dtype(dtype))
-
-
-def _typed_address(result: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(result))
+        return builder.inttoptr(values[0], context.get_value_type(kind))
 
-    return intrinsic(lambda context, address: (result(types.int64), generate))
-
-
-floats_at, integers_at = pointer_to(types.float32), pointer_to(types.int64)
+    return intrinsic(lambda context, address: (kind(types.int64), generate))
 
 
-def _atomic(operation: str) -> Callable[..., Any]:
-    return lambda builder, address, value: builder.atomic_rmw(
-        operation, at(builder, address, I64), value, "seq_cst"
-    )
-
-
-def _pause(builder: Any) -> None:
-    if X86:
-        call(builder, "llvm.x86.sse2.pause", VOID, [])
-    elif ARM:
-        call(builder, "llvm.aarch64.hint", VOID, [ir.Constant(I32, 1)])
-
-
-def _jump(builder: Any, address: Any, *arguments: Any) -> None:
-    kind = ir.FunctionType(VOID, [I64] * len(arguments))
-    builder.call(builder.inttoptr(address, kind.as_pointer()), list(arguments))
-
-
-#: Words that several threads share, sequentially consistent; ``fetch_add`` and ``exchange`` give the old value.
-fetch_add, exchange = (emitted(_atomic(name), 2, types.int64) for name in ("add", "xchg"))
-atomic_load = emitted(lambda b, address: b.load_atomic(at(b, address, I64), "seq_cst", 8), 1, types.int64)
-#: Tell the core that this is a waiting loop.
-pause = emitted(_pause, 0)
-#: A counter of time, 0 where there is none.
-ticks = emitted(lambda b: call(b, "llvm.readcyclecounter", I64, []) if X86 else const(0), 0, types.int64)
-#: Call the compiled function at an address with five 64-bit integers.
-jump = emitted(_jump, 6)
+floats_at, integers_at = (address_as(types.CPointer(kind)) for kind in (types.float32, types.int64))

@@ -2,17 +2,107 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from bisect import insort
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
 
 from ...core import TokenTree
 from ..facts import ModelFacts, memory_errors
+from ..logits import LogitsBatch, LogitsRows
+from ..top import top_of_rows
 from .compiled_model import CompiledModel
 from .execution_plan import Segment
-from .pass_logits import Buffer, PassLogits, SegmentScores
 
+Numbers = np.ndarray[Any, np.dtype[Any]]
 #: Rows of a prompt that are evaluated together.
 PROMPT_CHUNK = 512
+
+
+class BufferPool:
+    """Owns the buffers that nobody uses, because fresh pages cost more than filling them.
+
+    Whoever acquires one owns it until it is released.
+
+    Args:
+        most: free buffers that are kept; the smallest goes where there are more.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._free: list[Numbers] = []  # smallest first
+        self._lock = threading.Lock()
+
+    def acquire(self, size: int) -> Numbers:
+        """At least ``size`` bytes, uint8, of any contents: the smallest free buffer that fits, or a new one."""
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if len(buffer) >= size:
+                    return self._free.pop(i)
+        return np.empty(1 << max(0, size - 1).bit_length(), np.uint8)
+
+    def release(self, buffer: Numbers) -> None:
+        """Give a buffer back; its owner must not touch it any more."""
+        with self._lock:
+            insort(self._free, buffer, key=len)
+            del self._free[: -self._most]
+
+
+#: Of all passes of the process.
+buffers = BufferPool()
+
+
+class PassLogits(LogitsBatch):
+    """What one pass has read: logits (1, R, V); the best tokens of each row are found when asked for.
+
+    Args:
+        memory: (bytes,) uint8; holds the logits (R, width), then the peaks (R, width / 32) fp32.
+    """
+
+    def __init__(self, memory: Numbers, compiled: CompiledModel, rows: int) -> None:
+        stride, peaks_stride = compiled.logits_strides
+        logits, peaks = np.split(memory[: rows * (stride + peaks_stride)], [rows * stride])
+        super().__init__(
+            torch.from_numpy(logits.reshape(1, rows, stride)).view(compiled.dtype)[..., : compiled.vocabulary]
+        )
+        self.memory = memory
+        self._peaks = peaks.view(np.float32).reshape(rows, peaks_stride // 4)
+
+    def detach(self) -> Numbers:
+        """Go on with a copy of the logits; returns the memory, which is free now."""
+        self.logits, self._peaks = self.logits.clone(), self._peaks.copy()
+        return self.memory
+
+    def best(self, b: int, r: int) -> int:
+        """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
+        if self._best is None:
+            tokens = self.top(1)[0][0, :, 0]
+            self._best = [np.where(np.isnan(self._peaks).any(1), -1, tokens).tolist()]
+        return super().best(b, r)
+
+    def top(self, k: int) -> tuple[Numbers, Numbers]:
+        """The k best tokens of every row, int32, and their log-odds against the best, both (1, R, min(k, V))."""
+        k = min(k, self.logits.shape[-1])
+        if self._top is None or self._top[0].shape[-1] < k:
+            ids, odds = top_of_rows(self.logits[0], k, self._peaks)
+            self._top = ids[None], odds[None]
+        return super().top(k)
+
+
+class SegmentScores(LogitsRows):
+    """The logits of one sequence's nodes, which begin at row ``start``. Fulfils ``lookahead.core.Scores``."""
+
+    def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
+        super().__init__(logits, 0)
+        self._row = {node: row for row, node in enumerate(nodes, start)}
+
+    def row(self, node: int) -> torch.Tensor:
+        """Logits of shape (V,), a copy."""
+        return super().row(node).clone()
 
 
 class CpuTarget:
@@ -37,7 +127,7 @@ class CpuTarget:
         self.cache = compiled.new_cache(capacity)
         self.lengths: dict[int, int] = {}
         self._last: weakref.ref[PassLogits] | None = None
-        self._memory: Buffer | None = None
+        self._memory: Numbers | None = None
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position."""
@@ -54,8 +144,8 @@ class CpuTarget:
                     end = begin + len(tokens)
                     segment = Segment(slot, begin, len(tokens), None)
                     reads = [len(tokens) - 1] if end == len(prompt) else []
-                    logits = self.compiled.run(tokens, range(begin, end), [segment], reads, self.cache)
-                    self.compiled.buffers.release(logits.detach())  # of one row at most
+                    logits = self._run(tokens, range(begin, end), [segment], reads)
+                    buffers.release(logits.detach())  # of one row at most
             self.lengths[slot] = len(prompt)
             scores.append(SegmentScores(logits, 0, [0]))
         return scores
@@ -75,9 +165,20 @@ class CpuTarget:
         with memory_errors(f"a step of {len(tokens)} rows for {len(trees)} sequences"):
             room = max(segment.length + segment.rows for segment in segments)
             self.cache.reserve(max(segment.slot for segment in segments) + 1, room)
-            logits = self.compiled.run(tokens, positions, segments, reads, self.cache)
+            logits = self._run(tokens, positions, segments, reads)
         self._last, self._memory = weakref.ref(logits), logits.memory
         return [SegmentScores(logits, start, nodes) for start, nodes in parts]
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        segments: Sequence[Segment],
+        reads: Sequence[int],
+    ) -> PassLogits:
+        memory = buffers.acquire(len(reads) * sum(self.compiled.logits_strides) + 64)
+        self.compiled.run(tokens, positions, segments, reads, self.cache, memory)
+        return PassLogits(memory, self.compiled, len(reads))
 
     def _recycle(self) -> None:
         """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
@@ -85,7 +186,7 @@ class CpuTarget:
         if logits is not None:
             logits.detach()
         if self._memory is not None:
-            self.compiled.buffers.release(self._memory)
+            buffers.release(self._memory)
         self._last = self._memory = None
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:

@@ -12,13 +12,15 @@ import contextlib
 import os
 import sys
 import threading
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from numba import types
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import register_jitable
 
-from .llvm import I32, atomic_load, call, emitted, exchange, fetch_add, inlined, jump, on_disk, pause
-from .processor import STAMP
+from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, emitted
 
 # The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
 # each rank whether it sleeps and the last job that it has seen. Words that many threads look at have a cache line.
@@ -28,15 +30,34 @@ RANKS, RANK_BYTES, SEEN = 192, 64, 8
 SPINS, SPINS_AWAKE = 2000, 6000
 
 
-def _yield(builder: Any) -> None:
+def _pause(builder: Any) -> None:
+    if X86:
+        call(builder, "llvm.x86.sse2.pause", VOID, [])
+    elif ARM:
+        call(builder, "llvm.aarch64.hint", VOID, [ir.Constant(I32, 1)])
+
+
+def _yield_core(builder: Any) -> None:
     if sys.platform != "win32":
         call(builder, "sched_yield", I32, [])
 
 
-yield_core = emitted(_yield, 0)
+def _jump(builder: Any, address: Any, *arguments: Any) -> None:
+    kind = ir.FunctionType(VOID, [I64] * len(arguments))
+    builder.call(builder.inttoptr(address, kind.as_pointer()), list(arguments))
 
 
-@inlined
+# Words that several threads share, sequentially consistent; ``fetch_add`` and ``exchange`` give the old value.
+atomic_load = emitted(lambda b, word: b.load_atomic(at(b, word, I64), "seq_cst", 8), 1, types.int64)
+fetch_add = emitted(lambda b, word, n: b.atomic_rmw("add", at(b, word, I64), n, "seq_cst"), 2, types.int64)
+exchange = emitted(lambda b, word, n: b.atomic_rmw("xchg", at(b, word, I64), n, "seq_cst"), 2, types.int64)
+#: Tell the core that this is a waiting loop; offer it to other threads.
+pause, yield_core = emitted(_pause, 0), emitted(_yield_core, 0)
+#: Call the compiled function at an address with five 64-bit integers.
+jump = emitted(_jump, 6)
+
+
+@register_jitable
 def barrier(control: int, arrived: int, size: int) -> int:
     """Wait until all threads are here; returns the arrivals counted by then."""
     arrived += size
@@ -50,16 +71,22 @@ def barrier(control: int, arrived: int, size: int) -> int:
     return arrived
 
 
-@inlined
+@register_jitable
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
     """The part of ``range(count)`` that is this thread's."""
     return count * rank // size, count * (rank + 1) // size
 
 
-@inlined
-def _do_job(control: int, rank: int) -> None:
+@register_jitable
+def _next_job(control: int, rank: int) -> bool:
+    """Do a job that was posted and that this rank has not seen, if there is one."""
+    number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + RANK_BYTES * rank + SEEN
+    if number == atomic_load(seen):
+        return False
+    exchange(seen, number)
     size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
     jump(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
+    return True
 
 
 def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
@@ -75,10 +102,7 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
         exchange(asleep, 0)
         spins = 0
         while control != stamp:
-            number = atomic_load(control + JOB_NUMBER)
-            if number != atomic_load(asleep + SEEN):
-                exchange(asleep + SEEN, number)
-                _do_job(control, rank)
+            if _next_job(control, rank):
                 spins = 0
                 continue
             pause()
@@ -88,7 +112,10 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
             if spins > SPINS_AWAKE:
                 exchange(asleep, 1)
                 # A job may have come by now; whose flag is gone has been sent for.
-                if atomic_load(control + JOB_NUMBER) == number or exchange(asleep, 0) == 0:
+                if (
+                    atomic_load(control + JOB_NUMBER) == atomic_load(asleep + SEEN)
+                    or exchange(asleep, 0) == 0
+                ):
                     return
                 spins = 0
 
@@ -104,16 +131,14 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
         return sleepers
 
     def lead(control: int) -> None:
-        number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + SEEN
-        if control != stamp and number != atomic_load(seen):
-            exchange(seen, number)
-            _do_job(control, 0)
+        if control != stamp:
+            _next_job(control, 0)
 
-    word = types.int64
+    word, on_disk = types.int64, partial(njit, nogil=True, cache=True)
     return (
-        on_disk(serve, types.void(word, word)),
-        on_disk(post, word(word, word, word)),
-        on_disk(lead, types.void(word)),
+        on_disk(types.void(word, word))(serve),
+        on_disk(word(word, word, word))(post),
+        on_disk(types.void(word))(lead),
     )
 
 
@@ -165,21 +190,14 @@ class ThreadPool:
             self._owner = None
 
 
-_pools: dict[tuple[int, int], ThreadPool] = {}
 _alone = threading.local()
-_making = threading.Lock()
+#: Pools of a process, which a fork does not take along: (process id, threads) -> pool.
+_shared = cache(lambda process, size: ThreadPool(size))
 
 
 def thread_pool(size: int) -> ThreadPool:
     """The pool of this many threads, or of the calling thread alone; a forked process makes its own."""
-    if size == 1:
-        if not hasattr(_alone, "pool"):
-            _alone.pool = ThreadPool(1)
-        alone: ThreadPool = _alone.pool
-        return alone
-    key = (os.getpid(), size)
-    found = _pools.get(key)
-    if found is None:
-        with _making:
-            found = _pools.get(key) or _pools.setdefault(key, ThreadPool(size))
-    return found
+    if size == 1 and not hasattr(_alone, "pool"):
+        _alone.pool = ThreadPool(1)
+    pool: ThreadPool = _alone.pool if size == 1 else _shared(os.getpid(), size)
+    return pool

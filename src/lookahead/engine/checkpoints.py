@@ -1,0 +1,191 @@
+"""A directory or a hub id -> a transformers model and its tokenizer; what is damaged or missing is said in one line.
+
+Weights are read from safetensors only: other formats can run code while they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import SettingsError
+from .options import LoadOptions
+
+#: Where the model that comes with the package lies.
+BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
+)  # fmt: skip
+
+
+class Checkpoint:
+    """Where a model lies, and how it is read.
+
+    Attributes:
+        name: of a directory or on the hub.
+        shown: the same for people.
+
+    Raises:
+        SettingsError: no such directory, or one that holds no whole model.
+    """
+
+    def __init__(self, chosen: LoadOptions) -> None:
+        self.name, local = _locate(chosen.path_or_id)
+        self.shown = self.name if chosen.path_or_id is not None else "bundled"
+        self.folder = Path(self.name) if local else None
+        self.attention = chosen.attention
+        self.keywords = {
+            "revision": chosen.revision,
+            "trust_remote_code": chosen.trust_remote_code,
+            "local_files_only": chosen.local_files_only or (not local and not _hub_reachable()),
+        }
+        if self.folder is not None:
+            _check_folder(self.folder)
+
+    def read_model(self, dtype: Any) -> Any:
+        """A model for causal language, in a torch.dtype or the checkpoint's ("auto")."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        config = self._read(AutoConfig)
+        remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote
+        if not known or getattr(config, "is_encoder_decoder", False):
+            raise SettingsError(
+                f"lookahead decoding needs a decoder-only language model; {self.name} is of type "
+                f"{config.model_type!r}, which is not"
+            )
+        attention = {} if self.attention is None else {"attn_implementation": self.attention}
+        model, info = self._read(
+            AutoModelForCausalLM, dtype=dtype, use_safetensors=True, output_loading_info=True, **attention
+        )
+        missing = sorted(info["missing_keys"])
+        if missing:  # transformers would fill these at random and go on
+            raise SettingsError(
+                f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
+                f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
+            )
+        return model
+
+    def read_tokenizer(self) -> tuple[Any, str]:
+        """(tokenizer, ""), or (None, why there is none): token ids work without."""
+        if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
+            return None, f"{self.name} has no tokenizer files"
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.name, **self.keywords), ""
+        except Exception as error:  # they fail in many ways; the reason is shown when text comes
+            return None, f"the tokenizer of {self.name} cannot be loaded ({first_line(error)})"
+
+    def _read(self, auto: Any, **keywords: Any) -> Any:
+        """``auto.from_pretrained`` with its many ways to fail said in one line."""
+        try:
+            return auto.from_pretrained(self.name, **self.keywords, **keywords)
+        except torch.OutOfMemoryError:
+            raise SettingsError(f"{self.name} did not fit in memory; take a smaller dtype or model") from None
+        except ImportError as error:
+            raise SettingsError(
+                f"{self.name} needs a package that is not installed: {first_line(error)}"
+            ) from None
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            if self.folder is not None:
+                raise SettingsError(f"{self.name} cannot be loaded: {first_line(error)}") from None
+            offline = " (no network, so only the local cache was searched)"
+            raise SettingsError(
+                f"a model must be a directory that exists or a hub id that can be fetched, got {self.name!r}"
+                f"{offline if self.keywords['local_files_only'] else ''}: {first_line(error)}"
+            ) from None
+
+
+def _locate(path_or_id: str | os.PathLike[str] | None) -> tuple[str, bool]:
+    """(name, whether it is a directory)."""
+    text = os.fspath(BUNDLED if path_or_id is None else path_or_id)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return str(path), True
+    if path.is_file():
+        raise SettingsError(f"a model is a directory, got the file {text!r}; give the directory it lies in")
+    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
+    if isinstance(path_or_id, os.PathLike) or looks_like_path or not text:
+        raise SettingsError(f"a model must be a directory that exists or a hub id, got {text!r}")
+    return text, False
+
+
+def _hub_reachable() -> bool:
+    """Whether the hub's name resolves; without a network its client would retry for half a minute."""
+    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return True
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
+
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _check_folder(path: Path) -> None:
+    """Say what a model's folder lacks, or what in it is damaged, before anything heavy is read."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (path / "config.json").is_file():
+        raise SettingsError(
+            f"a model directory must hold config.json and *.safetensors; {path} has no config.json"
+        )
+    _read_json(path / "config.json", "config.json must be JSON")
+    index = path / "model.safetensors.index.json"
+    found = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        raise SettingsError(
+            f"a model directory must hold its weights as *.safetensors; {path} has "
+            + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
+        )
+    for shard in found:
+        try:
+            with safe_open(str(shard), framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise SettingsError(
+                f"weights must be whole safetensors files; {shard} ({shard.stat().st_size} bytes) cannot be read "
+                f"({error}); copy or download it again"
+            ) from None
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index of weights names."""
+    rule = "an index of weights must be an index of safetensors shards"
+    content = _read_json(index, rule)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise SettingsError(f"{rule}; {index} has no weight_map")
+    shards = [index.parent / name for name in sorted(set(names.values()))]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise SettingsError(
+            f"every shard named in {index.name} must be there; {index.parent} lacks {', '.join(missing[:3])}{more}; "
+            "copy or download the model again"
+        )
+    return shards
+
+
+def _read_json(path: Path, rule: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingsError(f"{rule}; {path} is not ({error})") from None
+
+
+def first_line(error: BaseException) -> str:
+    """Of what a library says, at most 300 characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
