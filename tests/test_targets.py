@@ -9,10 +9,11 @@ import lookahead.targets.transformers as target_module
 from families import tiny_model
 from lookahead.core import Decoder, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
+from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
-from lookahead.targets.transformers import PlainTarget, TransformersTarget
+from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
@@ -204,9 +205,9 @@ def test_the_probe_lets_no_silent_error_through(fault, monkeypatch):
     fault(monkeypatch)
     model = tiny_model("llama")
     found = probe(model)
-    assert found.mode == "plain"
+    assert found.mode == "batch-rows"
     assert "differently from causal passes" in found.reason
-    assert isinstance(make_target(model), PlainTarget)
+    assert isinstance(make_target(model), BatchRowsTarget)
 
 
 def test_the_probe_is_asked_once_per_model():

@@ -26,6 +26,9 @@ class PassFacts:
         max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
         cache_name: of the cache among the arguments of ``forward``.
         takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
+        kinds: of its attention layers.
+        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
+            changes; ("", ``NO_LIMIT``) if none.
         rotary: is told of every pass's positions.
     """
 
@@ -37,6 +40,8 @@ class PassFacts:
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.takes_positions = "position_ids" in parameters
         self.takes_rows = "logits_to_keep" in parameters
+        self.kinds = LayerKinds.of(self.config)
+        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.rotary = RotaryReset(model)
 
 
@@ -46,15 +51,11 @@ class ModelFacts(PassFacts):
     Attributes:
         shapes: per layer (key heads, key head size, value head size), None where a layer keeps nothing.
         dtype: of keys, values and masks.
-        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
-            changes; ("", ``NO_LIMIT``) if none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.kinds = LayerKinds.of(self.config)
         self.alibi = AlibiBias.of(model, self.config)
-        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
         # Keys and values of one token, through the model's own cache.
