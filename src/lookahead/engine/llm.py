@@ -201,7 +201,7 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
+        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
         return decode_prompts(self._prefixes.lend, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
@@ -245,7 +245,7 @@ class LLM:
         text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        wanted = settings.budget and self.probe.mode == "tree"
+        wanted = settings.budget and self.probe.mode != "plain"
         times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
@@ -270,7 +270,7 @@ class LLM:
             return self.config
         return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
+    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
@@ -286,7 +286,7 @@ class LLM:
         if pool is None and method == "adaptive":
             pool = self._state(options.config, keep=False)
         drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
-        if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
+        if self.probe.mode == "plain":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:
