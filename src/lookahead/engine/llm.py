@@ -246,7 +246,8 @@ class LLM:
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
         wanted = settings.budget and self.probe.mode != "plain"
-        times = times_for(self.model, self.path, self.target) if wanted else None
+        with said_where_slow("measuring steps of this model (once; their times are kept)"):
+            times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
         return AdaptiveState(settings, keep, times, scope)

@@ -104,6 +104,13 @@ class PrefixTarget:
         return self._target.depth_limit(self._slots[slot])
 
 
+def with_prefixes(target: Target, kept: int) -> Target:
+    """The target with prefix caching; itself where its rows cannot be used again, or none are to be kept."""
+    if kept and isinstance(target, ReusingTarget) and target.keeps_prefixes:
+        return PrefixTarget(target, kept)
+    return target
+
+
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens at the beginning that are the same."""
     shorter = min(len(one), len(other))
@@ -136,9 +143,7 @@ class PrefixCache:
         try:
             state = self._state()
             if target is None or state != self._of:
-                target, self._of = self._make(), state
-                if isinstance(target, ReusingTarget) and target.keeps_prefixes:
-                    target = PrefixTarget(target, self._kept)
+                target, self._of = with_prefixes(self._make(), self._kept), state
             yield target
             orderly = True
         except GeneratorExit:  # the caller stops between two steps
