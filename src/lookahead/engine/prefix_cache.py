@@ -1,7 +1,7 @@
 """Prefix caching: keys and values of finished texts are kept, and prompts that begin like one of them go on there.
 
 Earlier turns of a conversation and system prompts are then not evaluated again. On the compiled CPU path a row has
-the same bits wherever it is evaluated, so texts are the same bit for bit; elsewhere they are equal up to rounding.
+the same bits wherever it is evaluated, and so has a text; elsewhere they are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class PrefixCache:
-    """Lends one ``PrefixTarget`` to one caller at a time; whoever comes meanwhile gets a target of its own.
+    """Lends one ``PrefixTarget`` to one caller at a time; whoever else comes gets a target of its own.
 
     Args:
         make_target: a fresh target.
