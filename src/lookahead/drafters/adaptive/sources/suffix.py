@@ -205,15 +205,6 @@ class Reader:
         """What compiled code takes."""
         return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number)
 
-    @property
-    def matched(self) -> int:
-        """Tokens of the text's end that have been followed by something before, at most the order."""
-        if self._generation != self.trie.generation:
-            return 0
-        total = self.trie.nodes["total"]
-        lengths = range(len(self._contexts) - 1, 0, -1)
-        return next((n for n in lengths if self._contexts[n] > 0 and total[self._contexts[n]]), 0)
-
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """The text goes on."""
         self.trie.reserve(len(tokens))
