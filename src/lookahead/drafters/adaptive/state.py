@@ -51,10 +51,8 @@ class AdaptiveState:
     def __init__(
         self, config: Any = None, keep: bool = True, times: StepTimes | None = None, scope: str = ""
     ) -> None:
-        self.config = AdaptiveConfig.of(config)
-        self.keep = keep
+        self.config, self.keep, self.scope = AdaptiveConfig.of(config), keep, scope
         self.times = times if times is not None else StepTimes()
-        self.scope = scope
         self._tables: dict[bool, Tables] = {}
         #: The largest token in what was loaded from a file.
         self.largest = -1
@@ -63,6 +61,14 @@ class AdaptiveState:
     def corpus(self) -> SuffixTrie:
         """Suffix trie of the texts of all requests."""
         return SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
+
+    def check(self, vocabulary: int) -> None:
+        """Raise SettingsError where what was loaded holds tokens that such a vocabulary has not."""
+        if self.largest >= vocabulary:
+            raise SettingsError(
+                f"a saved state must be of this model: it holds token {self.largest}, "
+                f"the vocabulary has {vocabulary}"
+            )
 
     def tables(self, sampled: bool) -> Tables:
         """Those of greedy or of sampled decoding."""
