@@ -58,7 +58,7 @@ def _rank(number, size, port, function, arguments, pipe):
         pipe.send((type(error).__name__, str(error)))
 
 
-def launch(size, function, *arguments, within=60.0, hanging=-1):
+def launch(size, function, *arguments, within=240.0, hanging=-1):
     """Run ``function(rank, *arguments)`` on every rank. Per rank (what, value, seconds).
 
     Nobody waits for the rank that is meant to hang.
@@ -95,8 +95,13 @@ def launch(size, function, *arguments, within=60.0, hanging=-1):
 
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
+    from lookahead.targets.equivalence import differ
+    from lookahead.targets.factory import probe
 
-    return parallel.join(make_target, parallel.start("gloo", timeout), model, check_every=4)
+    connections = parallel.start("gloo", timeout)
+    if model is None:  # a target whose logits are the same on every rank
+        return parallel.join(make_target, connections)
+    return parallel.join(make_target, connections, model, functools.partial(differ, probe(model).equivalence))
 
 
 class Sampled:

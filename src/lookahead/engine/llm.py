@@ -247,7 +247,7 @@ class LLM:
         text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        wanted = settings.budget and self.probe.mode == "tree"
+        wanted = settings.budget and self.probe.mode != "plain"
         times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
@@ -288,7 +288,7 @@ class LLM:
         if pool is None and method == "adaptive":
             pool = self._state(options.config, keep=False)
         drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
-        if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
+        if self.probe.mode == "plain":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:

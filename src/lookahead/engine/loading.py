@@ -6,6 +6,7 @@ Every way in which a model cannot be used is found here, before the first token,
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..core import SettingsError
 from ..drafters import make_drafter, method_for
 from ..targets.cpu.formats import format_for
+from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import forget
 from .checkpoints import Checkpoint, first_line
@@ -52,12 +54,13 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         model, tokenizer, method=chosen.method, config=chosen.config, name=checkpoint.shown,
         tokenizer_error=missing,
     )  # fmt: skip
-    if llm.probe.mode != "tree":
+    if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
 
-        llm.rank_group = join(lambda: make_target(model), connections, model)
+        rounding = partial(differ, llm.probe.equivalence)
+        llm.rank_group = join(lambda: make_target(model), connections, model, rounding)
     return llm
 
 
