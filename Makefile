@@ -4,14 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast soak coverage lint bench gpu-check clean
+.PHONY: help demo test test-fast soak coverage lint bench results gpu-check clean
 help:
-	@echo "make demo       the bundled model completes a function, with lookahead and plainly, compared"
+	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
 	@echo "make test-fast  the tests that take no more than a second or two each"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
+	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets; hours)"
 	@echo "make gpu-check  every check that needs a GPU, in one table"
 
 # torch first and pinned: an unpinned one brings gigabytes of GPU libraries.
@@ -25,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN)/python -m lookahead generate --prompt-file examples/prompts/binary_search.py --max-new-tokens 160 --compare --color
+	$(RUN)/python -m lookahead demo
 
 # Tiny models are faster on one thread than on threads that wait for each other.
 test: $(READY) lint
@@ -51,6 +52,11 @@ lint: $(READY)
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-cache
+
+# Goes on after an interrupt, and says how long it takes. llama.cpp is measured too where llama-cpp-python is installed.
+DATA ?= data
+results: $(READY)
+	$(RUN)/python -m benchmarks.results --data $(DATA)
 
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -501,7 +502,8 @@ def check_ranks(machine: Machine) -> None:
 def as_rank(machine: Machine) -> None:
     """What each process of ``check_ranks`` does."""
     from lookahead import parallel
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.equivalence import differ
+    from lookahead.targets.factory import make_target, probe
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()
@@ -510,7 +512,8 @@ def as_rank(machine: Machine) -> None:
         print(f"RANKS rows of logits travel by = {connections.backend}")
     _sending(machine, connections, device)
     model = tiny_model("llama", initializer_range=0.1).to(device)
-    ranks = parallel.join(lambda: make_target(model), connections, model)
+    rounding = partial(differ, probe(model).equivalence)
+    ranks = parallel.join(lambda: make_target(model), connections, model, rounding)
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
     target = parallel.ParallelTarget(ranks)
     assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60)

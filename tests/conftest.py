@@ -10,6 +10,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# No test may depend on how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Without a GPU the attention kernel runs in triton's interpreter, to be chosen before triton is first imported.
 if not torch.cuda.is_available():

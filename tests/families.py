@@ -53,7 +53,7 @@ TABLE = {
     "mamba": ("mamba", {"state_size": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 }
-#: All but the last two evaluate trees.
+#: All but the last two evaluate trees; lfm2 drafts by batch rows.
 FAMILIES = tuple(TABLE)
 RECURRENT_FAMILIES = ("mamba", "lfm2")
 

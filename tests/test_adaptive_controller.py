@@ -15,7 +15,7 @@ from lookahead.drafters.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.drafters.adaptive.controller import COOLDOWN, LONGEST_COOLDOWN, MAX_REGRET, SHARE, Controller
+from lookahead.drafters.adaptive.controller import COOLDOWN, MAX_REGRET, SHARE, Controller
 from lookahead.drafters.adaptive.drafter import Drafting, Plain
 from lookahead.drafters.adaptive.step_times import MENU, from_points, place_of, times_file
 from lookahead.testing import FakeTarget, run
@@ -142,25 +142,20 @@ def test_a_step_never_loses_more_than_the_loss_budget(table):
     assert controller.cooldowns > 2 or table in (FLAT, KNEE)  # there the correction of F forbids drafts first
 
 
-def test_cooldowns_back_off_up_to_a_limit_and_start_over_after_gains():
+def test_a_cooldown_lasts_until_the_loss_budget_can_pay_again():
     controller = controller_of(FLAT)
-
-    def lose():
+    for _ in range(8):
         steps = 0
         while not steps:
             controller.learn(64, 20.0, 1, 1.9 * FLAT[0], 1.9 * FLAT[0])
             steps = controller.cooldown(64)
+        assert steps >= COOLDOWN
         controller.learn_plain([FLAT[0]] * steps, 0.0, True)
-        return steps
-
-    waits = [lose() for _ in range(8)]
-    assert COOLDOWN <= min(waits) < max(waits[:3]) < LONGEST_COOLDOWN
-    assert waits[-2:] == [LONGEST_COOLDOWN] * 2
-    for _ in range(3):
-        controller.learn(8, 4.0, 4, FLAT[place_of(8)], FLAT[place_of(8)])
-    assert controller.cooldown(8) == 0
-    controller.regret = (MAX_REGRET + 0.1) * FLAT[0] + SHARE * controller.spent
-    assert controller.cooldown(8) < LONGEST_COOLDOWN
+        assert controller.cooldown(64) == 0
+    controller.learn(64, 20.0, 1, 1.9 * FLAT[0], 1.9 * FLAT[0])
+    assert controller.cooldown(64) > 0
+    controller.learn(8, 4.0, 4, FLAT[place_of(8)], FLAT[place_of(8)])
+    assert controller.cooldown(8) == 0  # gains pay, too
 
 
 def test_expensive_probes_are_made_rarely():
@@ -320,7 +315,7 @@ def test_never_slower_when_all_that_a_draft_costs_is_counted(clock, often):
     target = Lingering(200, lambda prefix: unpredictable(prefix) if len(prefix) % often == 0 else 7)
     target.per_row = 0.3
     run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, measured(target)), 400)])
-    assert Clocked.now <= bound(400)
+    assert Clocked.now <= bound(400) + 0.3  # what is left behind is not known before it was seen
 
 
 class Liar:

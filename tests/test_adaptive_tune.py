@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.drafters.adaptive import AdaptiveState, load_times, model_key, times_of
+from lookahead.drafters.adaptive import AdaptiveState, load_times, model_key, times_for
 from toy import save
 
 
@@ -39,7 +39,7 @@ def test_tuned_times_are_found_again(toy):
     plain = lookahead.load(toy, method="autoregressive").generate([5, 6, 7] * 4, max_new_tokens=30)
     result = llm.generate([5, 6, 7] * 4, max_new_tokens=30)
     assert result.tokens == plain.tokens
-    times = times_of(key, lambda: pytest.fail("measured again"))
+    times = times_for(llm.model, llm.target().path, lambda: pytest.fail("measured again"))
     assert times.bins != kept.bins  # it went on learning
 
 
@@ -49,7 +49,6 @@ def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     monkeypatch.setattr(
         "lookahead.drafters.adaptive.measure.measure_times", lambda *a: calls.append(1) or original(*a)
     )
-    monkeypatch.setattr("lookahead.drafters.adaptive.measure._known", {})
     llm = lookahead.load(toy, method="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)

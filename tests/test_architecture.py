@@ -64,7 +64,7 @@ def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
         if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
             called.append((str(Path(frame.f_code.co_filename).relative_to(SOURCE)), frame.f_code.co_qualname))
 
-    command = ["lookahead", "generate", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
+    command = ["lookahead", "generate", "tiny", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
     monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
 

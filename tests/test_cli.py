@@ -171,6 +171,33 @@ def test_tokens_of_a_step_share_a_colour(model, llm):
     assert len(set(colours)) > 1
 
 
+def test_demo(model, llm, tmp_path):
+    """Every text of the folder, then a table of which no cell is empty."""
+    for name, text in (("1-one", PROMPT), ("2-two", "hello\nyou")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    options = ("--max-new-tokens", 12, "--dtype", "float32")
+    code, out, err = call("demo", model, "--prompts", tmp_path, *options)
+    assert code == 0, err
+    texts = [
+        llm.generate([{"role": "user", "content": t}], max_new_tokens=12).text for t in (PROMPT, "hello\nyou")
+    ]
+    assert f"1-one: def add(a, b):\n{texts[0]}\n" in out
+    assert f"2-two: hello\n{texts[1]}\n" in out
+    rows = [line.split() for line in out.splitlines() if line.endswith("yes")]
+    assert [(row[0], len(row)) for row in rows] == [("1-one", 7), ("2-two", 7)]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:4])
+    assert err.index("the first time in a dtype its code is compiled") < err.index("ready after")
+    refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
+
+
+def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
+    monkeypatch.setattr("lookahead.engine.llm.LLM._config_of", lambda *args: {"budget": False})
+    (tmp_path / "p.txt").write_text(PROMPT)
+    code, out, _ = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 40, "--dtype", "float32")
+    assert code == 1
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("p  ")] == ["no"]
+
+
 # ---------------------------------------------------------------- many prompts
 
 
@@ -626,5 +653,11 @@ def test_a_warm_file_of_another_model_is_refused(model, tmp_path):
     file = tmp_path / "warm"
     call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 5, "--warm", file)
     refused(
-        "is for 'llama .* tokens', and 'llama .*' was asked for", "generate", "--prompt", "x", "--warm", file
+        "is for 'llama .* tokens', and 'llama .*' was asked for",
+        "generate",
+        "tiny",
+        "--prompt",
+        "x",
+        "--warm",
+        file,
     )

@@ -320,8 +320,6 @@ def test_settings_by_any_of_their_names():
     assert LookaheadConfig.of({"POOL_FROM_PROMPT": 0}).pool_from_prompt is False
     assert LookaheadConfig.of((1, 1, 0)).off
     assert LookaheadConfig.of("7b").triple == (15, 5, 15)
-    sizes = [LookaheadConfig.for_parameters(p).triple for p in (7e9, 13e9, 34e9)]
-    assert sizes == [(15, 5, 15), (10, 5, 10), (7, 5, 7)]
 
 
 def test_methods_are_registered():

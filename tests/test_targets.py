@@ -9,10 +9,11 @@ import lookahead.targets.transformers as target_module
 from families import tiny_model
 from lookahead.core import Decoder, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
+from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
-from lookahead.targets.transformers import PlainTarget, TransformersTarget
+from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
@@ -148,6 +149,24 @@ def test_a_rotary_base_that_changes_with_length():
             run(target, requests)
 
 
+@pytest.mark.parametrize("path", ["transformers", "plain"])
+def test_a_text_does_not_depend_on_a_longer_one_before_it(path):
+    """transformers keeps the frequencies of the longest text; its own text changes with the call before."""
+    model = tiny_model("llama-dynamic-ntk")
+    prompt = [3 + i * i % 89 for i in range(60)]
+    ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
+    first, second = (
+        model.generate(ids, attention_mask=mask, max_new_tokens=60, eos_token_id=None)[0, 60:].tolist()
+        for _ in range(2)
+    )
+    assert first != second
+    target = make_target(model, path=path)
+    for method in ("lookahead", "autoregressive", "lookahead"):
+        model.generate(torch.ones(1, 90, dtype=torch.long), max_new_tokens=30, eos_token_id=None)
+        (ours,) = run(target, [Request(prompt, make_drafter(method), 60)])
+        assert ours.tokens == first
+
+
 def test_the_lm_head_runs_only_on_rows_that_are_read():
     model = tiny_model("llama")
     seen = []
@@ -186,9 +205,9 @@ def test_the_probe_lets_no_silent_error_through(fault, monkeypatch):
     fault(monkeypatch)
     model = tiny_model("llama")
     found = probe(model)
-    assert found.mode == "plain"
+    assert found.mode == "batch-rows"
     assert "differently from causal passes" in found.reason
-    assert isinstance(make_target(model), PlainTarget)
+    assert isinstance(make_target(model), BatchRowsTarget)
 
 
 @pytest.mark.parametrize("own", ["flash_attention_2", "flex_attention"])

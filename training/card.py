@@ -38,7 +38,6 @@ def main() -> None:
     weights = args.model / "model.safetensors"
     with safe_open(weights, "pt") as file:
         sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        dtype = file.get_slice(next(iter(file.keys()))).get_dtype()
     params = sum(s[0] * (s[1] if len(s) > 1 else 1) for s in sizes)
     main_steps = max(row["step"] for row in log if row.get("stage") != "antiloop")
 
@@ -61,7 +60,6 @@ def main() -> None:
             vocab=config["vocab_size"],
             positions=config["max_position_embeddings"],
             longest=max(row.get("length", 0) for row in log),
-            dtype=dtype,
             megabytes=weights.stat().st_size / 1e6,
             steps=log[-1]["step"],
             anti_steps=log[-1]["step"] - main_steps,

@@ -1,6 +1,6 @@
 """Exact, training-free, draft-free acceleration of LLM decoding (lookahead decoding).
 
-    llm = lookahead.load("path-or-hub-id")        # no argument: the bundled model
+    llm = lookahead.load("path-or-hub-id")        # no argument: SmolLM2-135M-Instruct
     result = llm.generate("def quicksort(a):", max_new_tokens=200)
 
     model.generate(**inputs, custom_generate=lookahead.generate)

@@ -1,4 +1,4 @@
-"""What is measured: our drafting methods beside Hugging Face's own decoding, under one counter.
+"""What is measured: our drafting methods beside transformers' and llama.cpp's own decoding, under one counter.
 
 The counter, for both sides: the first forward pass of the target is the prefill, every later one is a step;
 its rows are the positions it evaluates, its tokens those that it adds to the text, the ending token included.
@@ -28,7 +28,10 @@ from ..sampling import SeededNoise, make_choose
 from .model import ModelUnderTest
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
+LLAMA_CPP = ("llamacpp-greedy", "llamacpp-lookup")
 PLAIN = "autoregressive"
+#: Tokens that prompt lookup drafts at most: the example of transformers' documentation, and ours.
+LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +158,7 @@ class HuggingFace(Method):
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name
-        # Ten tokens: the example of transformers' documentation, and our prompt lookup's.
-        self.settings = {"prompt_lookup_num_tokens": 10} if name == "hf-prompt-lookup" else {}
+        self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
 
     def comparable(self, options: RunOptions) -> bool:
         """Only greedy texts: transformers draws from another stream of random numbers."""
@@ -257,9 +259,13 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         if model.model is None:
             raise SettingsError(f"{head} needs a transformers model, and there is only a target")
         return [HuggingFace(head)]
+    if head in LLAMA_CPP:
+        from .llamacpp import LlamaCpp
+
+        return [LlamaCpp(head, ":".join(settings), model)]
     if head not in METHODS:
         raise SettingsError(
-            f"unknown method {head!r}; known are {', '.join((*HUGGING_FACE, *METHODS))}, "
+            f"unknown method {head!r}; known are {', '.join((*HUGGING_FACE, *LLAMA_CPP, *METHODS))}, "
             "with settings as in lookahead:15,5,15 or lookahead:7,5,7:pool_from_prompt=0"
         )
     triple = [part for part in settings if "=" not in part]

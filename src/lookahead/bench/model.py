@@ -23,6 +23,7 @@ class ModelUnderTest:
     eos: frozenset[int] = frozenset()  # tokens that end a text
     max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
     dtype: str = "float32"  # for the records
+    gguf: str | None = None  # the file that it was read from, for llama.cpp
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
@@ -34,6 +35,9 @@ class ModelUnderTest:
 def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any) -> ModelUnderTest:
     """The model of ``lookahead.load``, which takes the options, on a target of the given path."""
     llm = load(path_or_id, **options)
-    if path_or_id is not None and Path(path_or_id).exists():
-        llm.name = Path(path_or_id).resolve().name  # the whole path says nothing on another machine
-    return ModelUnderTest.of(llm, path)
+    file = Path(path_or_id or "-")
+    if file.exists():
+        llm.name = file.resolve().name  # the whole path says nothing on another machine
+    model = ModelUnderTest.of(llm, path)
+    model.gguf = str(file) if file.suffix == ".gguf" else None
+    return model

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..core.records import finite
 from .pictures import COLOURS, label, new_figure, save
 from .record import Record, describe, was_busy
 from .summary import COLUMNS, LEGEND, Line, Summary, markdown, summarise, unequal_text
@@ -55,7 +58,7 @@ def speeds(summary: Summary) -> Any:
 
 
 def write_report(records: Sequence[Record], out: Path, command: str) -> None:
-    """Print a table per workload; write ``summary.md`` and the picture."""
+    """Print a table per workload; write ``summary.md``, its figures as ``summary.json``, and the picture."""
     summary, console = summarise(records), Console(highlight=False)
     for workload in dict.fromkeys(line.workload for line in summary.lines):
         lines = [line for line in summary.lines if line.workload == workload]
@@ -71,6 +74,8 @@ def write_report(records: Sequence[Record], out: Path, command: str) -> None:
     where = describe(records[-1])
     page = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, "", *notes]
     (out / "summary.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+    facts = {"command": command, "where": where, "figures": [asdict(line) for line in summary.lines]}
+    (out / "summary.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
     if any(record.get("steps") for record in records):
         save(speeds(summary), out / "tokens-per-second", where)
     console.print(f"{where}\nrecords, summary and picture: {out}", style="dim", markup=False)

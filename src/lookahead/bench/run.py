@@ -39,7 +39,7 @@ def run(
     Args:
         methods: names as in ``lookahead.bench.methods``, or ready methods; plain decoding is always among them.
         prompts: of a workload, or plain texts, or token ids.
-        model: the model under test; the bundled one where None.
+        model: the model under test; the default one where None.
         options: how to decode.
         records: where records go as they are made, and where finished ones are taken from.
         progress: told before every record.

@@ -20,9 +20,11 @@ from ..core import LookaheadError, SettingsError
 from . import bench
 from .chat import chat
 from .console import Interrupted, is_follower, note, problem
+from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .options import ranks
+from .serve import RAW, serve
 from .tune import tune
 from .verify import verify
 
@@ -105,8 +107,9 @@ def _root(
         )
 
 
-for command in (generate, chat, verify, doctor, tune):
+for command in (generate, chat, demo, verify, doctor, tune):
     app.command()(command)
+app.command(context_settings=RAW)(serve)
 app.add_typer(bench.app, name="bench")
 
 

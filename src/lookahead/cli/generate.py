@@ -18,7 +18,7 @@ from .options import Task, load_model, read_text, takes, warm_pool
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.results import Result
+    from ..engine.results import Result, Updates
 
 #: Foreground colours in rotation, for the tokens of one step each (readable on dark and light ground).
 COLORS = ("\x1b[34m", "\x1b[33m", "\x1b[36m", "\x1b[35m", "\x1b[32m")
@@ -46,6 +46,26 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
+def show(updates: Updates, color: bool) -> Result:
+    """Stream one text to stdout, the tokens of one step in one colour if so asked.
+
+    Raises:
+        LookaheadError: what ended it early; what was there is shown.
+    """
+    result: Result | None = None
+    for number, update in enumerate(updates):
+        result = update.result
+        if update.piece:
+            start, end = (COLORS[number % len(COLORS)], RESET) if color else ("", "")
+            typer.echo(f"{start}{update.piece}{end}", nl=False, color=color)
+            sys.stdout.flush()
+    typer.echo()
+    assert result is not None
+    if result.error is not None:
+        raise result.error
+    return result
+
+
 def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     """Stream one text to stdout; the exit status."""
     from ..engine import compare as comparing
@@ -53,18 +73,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     if task.compare:  # neither of the two is to pay for what happens once in a process
         for method in (None, "autoregressive"):
             llm.generate(prompt, max_new_tokens=8, method=method)
-    result: Result | None = None
-    for number, update in enumerate(llm.run([prompt], **options)):
-        result = update.result
-        if update.piece and not task.json:
-            color = COLORS[number % len(COLORS)] if task.color else ""
-            typer.echo(f"{color}{update.piece}{RESET if color else ''}", nl=False, color=task.color)
-            sys.stdout.flush()
-    assert result is not None
-    if not task.json:
-        typer.echo()
-    if result.error is not None:
-        raise result.error
+    result = llm.generate(prompt, **options) if task.json else show(llm.run([prompt], **options), task.color)
     comparison = None
     if task.compare:
         plain = comparing.decode_plainly(llm, prompt, result.seed, options)

@@ -35,10 +35,11 @@ def tune(
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
     llm = load_model(load)
-    if llm.probe.mode != "tree":
+    if llm.probe.mode == "plain":
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
+
     found: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:

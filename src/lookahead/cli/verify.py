@@ -83,7 +83,7 @@ def verify(
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         _show(prompts, report)
-        if llm.probe.mode != "tree":
+        if llm.probe.mode == "plain":
             note(llm.probe.reason, "yellow")
     raise typer.Exit(diverged(llm, [run["equal"] for run in runs]))
 

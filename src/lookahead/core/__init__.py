@@ -11,7 +11,7 @@ from .config import OFF, PRESETS, LookaheadConfig
 from .decode import Decoder, Generation, Request, Step, decode
 from .drafter import UNLIMITED_ROWS, Drafter, Noise
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
-from .pool import NGramPool, PoolStats
+from .pool import NGramPool
 from .stats import Stats, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
@@ -19,7 +19,7 @@ from .verify import Choose, greedy, speculative_sample, verify
 
 __all__ = [
     "OFF", "PRESETS", "UNLIMITED_ROWS", "Choose", "Decoder", "Drafter", "Generation", "LookaheadConfig",
-    "LookaheadError", "NGramPool", "Noise", "NumericalError", "OutOfMemory", "PoolStats", "Request", "Scores",
+    "LookaheadError", "NGramPool", "Noise", "NumericalError", "OutOfMemory", "Request", "Scores",
     "SettingsError", "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy",
     "speculative_sample", "verify",
 ]  # fmt: skip

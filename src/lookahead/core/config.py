@@ -138,11 +138,6 @@ class LookaheadConfig:
         """
         return PRESETS["cpu"] if device == "cpu" else cls()
 
-    @classmethod
-    def for_parameters(cls, parameters: float) -> LookaheadConfig:
-        """The paper's choice by model size (section 5): below 10e9 parameters "7b", below 25e9 "13b", else "34b"."""
-        return PRESETS["7b" if parameters < 10e9 else "13b" if parameters < 25e9 else "34b"]
-
 
 def _resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(LookaheadConfig)}

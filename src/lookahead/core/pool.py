@@ -7,23 +7,9 @@ first; optionally at most ``max_keys`` keys, first in, first out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from .errors import SettingsError
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """What a pool holds. Fan-out is the number of continuations of one key."""
-
-    keys: int
-    continuations: int
-    mean_fan_out: float
-    median_fan_out: float
-    largest_fan_out: int
-    hits: int
-    misses: int
 
 
 class NGramPool:
@@ -32,6 +18,9 @@ class NGramPool:
     Args:
         guess_set_size: G, continuations kept per key (and candidates offered); 0 keeps none.
         max_keys: keys kept in all; None means no limit.
+
+    Attributes:
+        hits, misses: calls of ``get`` that found continuations, and those that found none.
     """
 
     def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:
@@ -81,20 +70,15 @@ class NGramPool:
         self.hits += 1
         return list(reversed(bucket))
 
-    def clear(self) -> None:
-        """Forget everything, counters included."""
-        self._buckets.clear()
-        self.hits = self.misses = 0
-
-    def stats(self) -> PoolStats:
-        """Sizes, fan-out, hits and misses."""
+    def stats(self) -> dict[str, float]:
+        """Sizes, fan-out (the number of continuations of one key), hits and misses."""
         fan_out = [len(bucket) for bucket in self._buckets.values()]
-        return PoolStats(
-            keys=len(fan_out),
-            continuations=sum(fan_out),
-            mean_fan_out=sum(fan_out) / len(fan_out) if fan_out else 0.0,
-            median_fan_out=float(median(fan_out)) if fan_out else 0.0,
-            largest_fan_out=max(fan_out, default=0),
-            hits=self.hits,
-            misses=self.misses,
-        )
+        return {
+            "keys": len(fan_out),
+            "continuations": sum(fan_out),
+            "mean_fan_out": sum(fan_out) / len(fan_out) if fan_out else 0.0,
+            "median_fan_out": float(median(fan_out)) if fan_out else 0.0,
+            "largest_fan_out": max(fan_out, default=0),
+            "hits": self.hits,
+            "misses": self.misses,
+        }

@@ -113,13 +113,6 @@ class TokenTree:
             node = self.parents[node]
         return tokens[::-1]
 
-    def closure(self, nodes: Iterable[int]) -> list[int]:
-        """The smallest parent-closed set of rows that holds ``nodes``, in row order."""
-        bits = 1
-        for node in nodes:
-            bits |= self.ancestors[node]
-        return [node for node in range(len(self)) if bits >> node & 1]
-
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
         """A tree of the given rows only; ``nodes`` must be parent-closed and in row order.
 

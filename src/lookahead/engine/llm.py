@@ -21,6 +21,7 @@ from ..targets.factory import make_target, probe
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
+from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
 from .results import Entry, Result, Stream, Updates, decode_prompts
 from .text import TextStream
@@ -121,7 +122,10 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        return make_target(self.model, path=path, exact=self.exact)
+        with said_where_slow(
+            "preparing the model (the first time here its passes are compiled for this processor)"
+        ):
+            return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
@@ -204,7 +208,7 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
+        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
         return decode_prompts(self.target, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
@@ -248,7 +252,7 @@ class LLM:
         text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        wanted = settings.budget and self.probe.mode == "tree"
+        wanted = settings.budget and self.probe.mode != "plain"
         times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
@@ -273,7 +277,7 @@ class LLM:
             return self.config
         return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
+    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
@@ -289,7 +293,7 @@ class LLM:
         if pool is None and method == "adaptive":
             pool = self._state(options.config, keep=False)
         drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
-        if self.probe.mode != "tree":  # one row a step, so there is nothing to draft
+        if self.probe.mode == "plain":  # one row a step, so there is nothing to draft
             drafter = make_drafter("autoregressive")
         noise = None
         if seed is not None:

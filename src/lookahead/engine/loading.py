@@ -6,12 +6,15 @@ Every way in which a model cannot be used is found here, before the first token,
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core import SettingsError
 from ..drafters import make_drafter, method_for
+from ..targets.cpu.formats import format_for
+from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import forget
 from .checkpoints import Checkpoint, first_line
@@ -41,6 +44,9 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
     checkpoint = Checkpoint(chosen)
+    if dtype == "auto" and chosen.path_or_id is None and checkpoint.gguf is not None:
+        slow = device.type == "cpu" and format_for(torch.bfloat16).kind == "vectors"
+        dtype = torch.float32 if slow else torch.bfloat16
     model = checkpoint.read_model(dtype).to(device).eval()
     _check_causal(model, checkpoint.name)
     tokenizer, missing = checkpoint.read_tokenizer()
@@ -48,12 +54,13 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         model, tokenizer, method=chosen.method, config=chosen.config, exact=chosen.exact, name=checkpoint.shown,
         tokenizer_error=missing,
     )  # fmt: skip
-    if llm.probe.mode != "tree":
+    if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
 
-        llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model)
+        rounding = partial(differ, llm.probe.equivalence)
+        llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
     return llm
 
 

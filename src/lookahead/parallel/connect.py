@@ -17,6 +17,8 @@ from .wire import Link, first_line
 
 #: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
 TIMEOUT = 120.0
+#: Numbers by which ranks compare what they hold.
+MOST_FACTS = 6
 
 
 @dataclass(slots=True)
@@ -124,14 +126,15 @@ def _device_id(device: torch.device) -> list[int]:
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
-    """The numbers of every rank, on every rank."""
-    every = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    """Every rank's numbers, ``MOST_FACTS`` at most, on every rank."""
+    every = [torch.zeros(1 + MOST_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    padded = [len(numbers), *numbers, *[0] * (MOST_FACTS - len(numbers))]
     try:
-        dist.all_gather(every, torch.tensor(numbers))
+        dist.all_gather(every, torch.tensor(padded))
     except RuntimeError as error:
-        what = "a rank ended while the ranks were finding each other"
+        what = "a rank ended before all of them had started and loaded the model"
         raise LookaheadError(f"{what}: {first_line(error)}") from error
-    return [one.tolist() for one in every]
+    return [one[1 : 1 + int(one[0])].tolist() for one in every]
 
 
 def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
@@ -168,54 +171,33 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
     """
     model = model if model is not None else getattr(target, "model", None)
     _refuse_split_models(model)
-    facts = _facts(target, model)
-    problem = ""
-    if connections.rank:
-        link = connections.links[0]
-        link.send("facts", facts=facts)
-        answer = link.receive()
-        if answer["kind"] == "stop":
-            raise SystemExit(0)  # rank 0 had nothing to decode
-        problem = answer["problem"]
-    else:
-        for rank, link in connections.links.items():
-            theirs = link.receive()["facts"]
-            differ = [name for name in facts if facts[name] != theirs[name]]
-            if differ and not problem:  # other facts tell more than a checksum that differs because of them
-                problem = (
-                    f"every rank must hold the same model on the same kind of device, and rank {rank} "
-                    f"differs from rank 0 in: {', '.join(differ[1:] or differ)}; "
-                    "load the same files with the same settings"
-                )
-        for link in connections.links.values():
-            link.send("model_check", problem=problem)
-        for link in connections.links.values():
-            link.flush()
-    if problem:
-        raise SettingsError(problem)
+    tensors = list(model.parameters()) if model is not None else []
+    first = tensors[0] if tensors else torch.empty(0)
+    facts = {
+        "vocabulary": target.vocabulary,
+        "parameters": sum(tensor.numel() for tensor in tensors),
+        "dtype": zlib.crc32(str(first.dtype).encode()),
+        "device type": zlib.crc32(first.device.type.encode()),
+        "target": zlib.crc32(type(target).__name__.encode()),
+        "model checksum": _checksum(tensors),
+    }
+    ours, *others = _gather(list(facts.values()))
+    if not ours:
+        connections.close()
+        raise SystemExit(0)  # rank 0 had nothing to decode
+    for rank, theirs in enumerate(others, 1):
+        differ = [name for name, a, b in zip(facts, ours, theirs, strict=True) if a != b]
+        if differ:
+            raise SettingsError(
+                f"every rank must hold the same model on the same kind of device, and rank {rank} "
+                f"differs from rank 0 in: {', '.join(differ)}; load the same files with the same settings"
+            )
 
 
 def dismiss(connections: Connections) -> None:
     """On rank 0, in place of ``join``: there is nothing to decode, the other ranks may leave."""
-    for link in connections.links.values():
-        link.receive()
-        link.send("stop")
-        link.flush()
+    _gather([])
     connections.close()
-
-
-def _facts(target: Target, model: Any) -> dict[str, int | str]:
-    """What two ranks must have in common, the checksum first."""
-    tensors = list(model.parameters()) if model is not None else []
-    first = tensors[0] if tensors else torch.empty(0)
-    return {
-        "model checksum": _checksum(tensors),
-        "parameters": sum(tensor.numel() for tensor in tensors),
-        "vocabulary": target.vocabulary,
-        "dtype": str(first.dtype),
-        "device type": first.device.type,
-        "target": type(target).__name__,
-    }
 
 
 def _checksum(tensors: list[torch.Tensor]) -> int:

@@ -10,47 +10,17 @@ Where the model allows no such depth (a rotary base that changes with the length
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..core import NumericalError, Scores, Target, TokenTree
+from ..core import NumericalError, OutOfMemory, Scores, Target, TokenTree
+from .wire import Link, Message, RankError, first_line
 
 _MODULUS = (1 << 61) - 1
-Top = tuple[list[list[int]], list[list[float]]]
-
-
-@dataclass(slots=True)
-class ShardScores:
-    """This rank's shard: its row i is row ``offset + i`` of the pass ``scores``, below missing rows."""
-
-    scores: Scores
-    offset: int
-
-    def best(self, node: int) -> int:
-        return self.scores.best(self.offset + node)
-
-    def best_or_nan(self, node: int) -> int:
-        """The argmax, or -1 for NaN."""
-        try:
-            return self.best(node)
-        except NumericalError:
-            return -1
-
-    def row(self, node: int) -> Any:
-        return self.scores.row(self.offset + node)
-
-    def row_tensor(self, node: int) -> torch.Tensor:
-        """The logits under ``node``, shape (V,); float64 where the target gives lists."""
-        row = self.row(node)
-        return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
-
-    def top(self, nodes: Sequence[int], k: int) -> Top:
-        both = self.scores.top([self.offset + node for node in nodes], k)
-        ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in both)
-        return ids, log_odds
 
 
 @dataclass(slots=True)
@@ -60,36 +30,33 @@ class RankExecutor:
     Attributes:
         target: the inner target; its slots are used by nobody else.
         missing: per slot, the accepted tokens without KV rows.
-        scores: of the last pass, one per sequence.
+        scores: of the last pass, one per sequence, the rows of missing tokens first.
         checksum: of all accepted tokens, in order; equal on all ranks that agree.
         recomputed: missing rows evaluated so far.
     """
 
     target: Target
     missing: dict[int, list[int]] = field(default_factory=dict)
-    scores: list[ShardScores] = field(default_factory=list)
+    scores: Sequence[Scores] = ()
     checksum: int = 1
     recomputed: int = 0
     _trees: dict[int, TokenTree] = field(default_factory=dict)
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[ShardScores]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         for slot, prompt in prompts:  # also where there is no memory for it, so that all ranks agree
             self.missing[slot] = []
             self._update_checksum(slot, prompt)
-        self.scores = [ShardScores(scores, 0) for scores in self.target.prefill(prompts)]
+        self.scores = self.target.prefill(prompts)
         return self.scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[ShardScores]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> Sequence[Scores]:
         """Evaluate one shard per slot, and the missing rows with it."""
         for slot, tree in trees:
             missing = self.missing[slot]
             while missing and len(missing) + max(tree.depths) > self.target.depth_limit(slot):
                 self._recompute(slot)
-        scores = self.target.forward([(slot, below(self.missing[slot], tree)) for slot, tree in trees])
+        self.scores = self.target.forward([(slot, below(self.missing[slot], tree)) for slot, tree in trees])
         self._trees = dict(trees)
-        self.scores = [
-            ShardScores(one, len(self.missing[slot])) for one, (slot, _) in zip(scores, trees, strict=True)
-        ]
         return self.scores
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -147,3 +114,79 @@ def below(missing: Sequence[int], shard: TokenTree) -> TokenTree:
     )
     tree.needs_logits = [*[False] * count, *shard.needs_logits]
     return tree
+
+
+def best_or_nan(scores: Scores, row: int) -> int:
+    """The argmax, or -1 for NaN."""
+    try:
+        return scores.best(row)
+    except NumericalError:
+        return -1
+
+
+def as_tensor(row: Any) -> torch.Tensor:
+    """A row of logits, shape (V,); float64 where the target gives lists."""
+    return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
+
+
+def as_lists(top: tuple[Any, Any]) -> tuple[list[list[int]], list[list[float]]]:
+    """What ``Scores.top`` gives, as lists."""
+    ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in top)
+    return ids, log_odds
+
+
+def serve(link: Link, make_target: Callable[[], Target]) -> None:
+    """Do what rank 0 asks for, until it says stop."""
+    executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
+    while (message := link.receive())["kind"] != "stop":
+        if message["kind"] == "failed":
+            raise RankError(message["rank"], message["text"])
+        try:
+            _execute(link, executors, message)
+        except RankError:
+            raise
+        except BaseException as error:
+            if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
+                link.send("no_memory", text=first_line(error))
+                continue
+            link.send("failed", text=f"{type(error).__name__}: {first_line(error, 400)}")
+            link.flush()
+            raise
+
+
+def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -> None:
+    if message["kind"] == "heartbeat":
+        return
+    if message["kind"] == "retire":
+        executors.pop(message["target"], None)
+        return
+    executor = executors[message["target"]]
+    answer: dict[str, Any] = {}
+    row = None
+    match message["kind"]:
+        case "commit":
+            return executor.commit(message["accepted"])
+        case "release":
+            return executor.release(message["slot"])
+        case "prefill":
+            answer["best"] = [[best_or_nan(one, 0)] for one in executor.prefill(message["prompts"])]
+        case "forward":
+            trees = []
+            for slot, tokens, parents, needs_logits in message["trees"]:
+                trees.append((slot, TokenTree.of(tokens, parents)))
+                trees[-1][1].needs_logits = needs_logits
+            answer["best"] = []
+            for scores, (slot, tree) in zip(executor.forward(trees), trees, strict=True):
+                needed = [*[False] * len(executor.missing[slot]), *tree.needs_logits]
+                answer["best"].append(
+                    [best_or_nan(scores, node) if need else -1 for node, need in enumerate(needed)]
+                )
+        case "row":
+            row = as_tensor(executor.scores[message["b"]].row(message["row"]))
+        case "top":
+            answer["top"] = as_lists(executor.scores[message["b"]].top(message["rows"], message["k"]))
+        case kind:
+            raise AssertionError(f"rank 0 sent {kind!r}, which no rank knows")
+    link.send("done", checksum=executor.checksum, **answer)
+    if row is not None:
+        link.send_row(row)

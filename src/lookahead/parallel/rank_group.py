@@ -1,11 +1,11 @@
-"""All ranks together: seen from rank 0 (send, receive, heartbeat, one end for all), and the work of the others."""
+"""All ranks together, seen from rank 0: send, receive, heartbeat, one end for all."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from ..core import OutOfMemory, Target, TokenTree
+from ..core import Target
 from .connect import Connections, check_same_model
-from .executor import RankExecutor
-from .wire import Link, Message, RankError, first_line
+from .executor import serve
+from .wire import Message, RankError
 
 #: Seconds that each rank is given to take the message why all must end.
 SHUTDOWN_TIMEOUT = 5.0
+#: What is wrong where two ranks' logits of one row, (V,) each, are too far apart; "" where they are not.
+Differ = Callable[[torch.Tensor, torch.Tensor], str]
+
+
+def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """For targets that compute the same bits on every rank."""
+    return "" if torch.equal(ours, theirs) else "they are not equal"
 
 
 class RankGroup:
@@ -32,13 +39,8 @@ class RankGroup:
         error: what ended the group; every later use raises it.
     """
 
-    def __init__(
-        self, make_target: Callable[[], Target], connections: Connections, model: Any, check_every: int
-    ) -> None:
-        check_same_model(connections, make_target(), model)
-        self.make_target = make_target
-        self.connections = connections
-        self.check_every = max(1, check_every)
+    def __init__(self, make_target: Callable[[], Target], connections: Connections, differ: Differ) -> None:
+        self.make_target, self.connections, self.differ = make_target, connections, differ
         self.lock = threading.RLock()
         self.error: RankError | None = None
         self._numbers = count(1)
@@ -52,7 +54,7 @@ class RankGroup:
     @property
     def bytes_exchanged(self) -> int:
         """Bytes that rank 0 has sent and received."""
-        return sum(link.sent + link.received for link in self.connections.links.values())
+        return sum(link.exchanged for link in self.connections.links.values())
 
     def register(self, target: object) -> int:
         """The number by which the other ranks know a new target; they free theirs once it is collected."""
@@ -66,13 +68,12 @@ class RankGroup:
         """Send a message to one rank."""
         if self.error is not None:
             raise self.error
-        links = self.connections.links
         with self._failing_together():
             while self._retired:
                 number = self._retired.popleft()
-                for link in links.values():
+                for link in self.connections.links.values():
                     link.send("retire", target=number)
-            links[rank].send(kind, **fields)
+            self.connections.links[rank].send(kind, **fields)
 
     def broadcast(self, kind: str, **fields: Any) -> None:
         """Send a message to every other rank."""
@@ -139,7 +140,10 @@ class RankGroup:
 
 
 def join(
-    make_target: Callable[[], Target], connections: Connections, model: Any = None, check_every: int = 16
+    make_target: Callable[[], Target],
+    connections: Connections,
+    model: Any = None,
+    differ: Differ = any_difference,
 ) -> RankGroup:
     """On rank 0 the group of all ranks; the other ranks work for it until it ends.
 
@@ -149,71 +153,15 @@ def join(
         make_target: makes a fresh inner target on this rank's model.
         connections: from ``start``.
         model: the torch module behind the targets; None takes their attribute ``model``.
-        check_every: steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
+        differ: judges two ranks' logits of one token, shape (V,) each: what is wrong with them, or "".
 
     Raises:
         SettingsError: the ranks do not hold the same model.
         RankError: on the other ranks, naming the rank that died, hangs or failed.
     """
-    if connections.rank == 0:
-        return RankGroup(make_target, connections, model, check_every)
     check_same_model(connections, make_target(), model)
-    _serve(connections.links[0], make_target)
+    if connections.rank == 0:
+        return RankGroup(make_target, connections, differ)
+    serve(connections.links[0], make_target)
     connections.close()
     raise SystemExit(0)
-
-
-def _serve(link: Link, make_target: Callable[[], Target]) -> None:
-    """Do what rank 0 asks for, until it says stop."""
-    executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
-    while (message := link.receive())["kind"] != "stop":
-        if message["kind"] == "failed":
-            raise RankError(message["rank"], message["text"])
-        try:
-            _execute(link, executors, message)
-        except RankError:
-            raise
-        except BaseException as error:
-            if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
-                link.send("no_memory", text=first_line(error))
-                continue
-            link.send("failed", text=f"{type(error).__name__}: {first_line(error, 400)}")
-            link.flush()
-            raise
-
-
-def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -> None:
-    if message["kind"] == "heartbeat":
-        return
-    if message["kind"] == "retire":
-        executors.pop(message["target"], None)
-        return
-    executor = executors[message["target"]]
-    answer: dict[str, Any] = {}
-    row = None
-    match message["kind"]:
-        case "commit":
-            return executor.commit(message["accepted"])
-        case "release":
-            return executor.release(message["slot"])
-        case "prefill":
-            answer["best"] = [[one.best_or_nan(0)] for one in executor.prefill(message["prompts"])]
-        case "forward":
-            trees = []
-            for slot, tokens, parents, needs_logits in message["trees"]:
-                trees.append((slot, TokenTree.of(tokens, parents)))
-                trees[-1][1].needs_logits = needs_logits
-            answer["best"] = [
-                [one.best_or_nan(node) if needed else -1 for node, needed in enumerate(tree.needs_logits)]
-                for one, (_, tree) in zip(executor.forward(trees), trees, strict=True)
-            ]
-        case "row":
-            row = executor.scores[message["b"]].row_tensor(message["row"])
-        case "top":
-            scores = executor.scores[message["b"]]
-            answer["ids"], answer["log_odds"] = scores.top(message["rows"], message["k"])
-        case kind:
-            raise AssertionError(f"rank 0 sent {kind!r}, which no rank knows")
-    link.send("done", checksum=executor.checksum, **answer)
-    if row is not None:
-        link.send_row(row)

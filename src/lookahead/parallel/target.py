@@ -8,33 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, TokenTree
-from .executor import RankExecutor, ShardScores, Top
+from .executor import RankExecutor, as_lists, as_tensor, best_or_nan
 from .rank_group import RankGroup
 from .shard import Shards, shard
 from .wire import DivergenceError, RankError, first_line
 
-#: Largest relative distance (L2, over one row of logits) that counts as rounding. bfloat16: about three times
-#: the largest that 30 layers showed between right evaluations of 1 to 64 rows (0.034); one wrong token in a cache
-#: of 40 moved a row by 0.05 to 0.5, the last one by 0.2 or more. float16 rounds eight times finer.
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.0125}
+#: Steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
+CHECK_EVERY = 16
 
 
 @dataclass(slots=True)
 class RemoteScores:
-    """Another rank's shard. Argmaxes came with the step; what else is asked of a row is fetched then.
+    """A pass of another rank. Argmaxes came with the step; what else is asked of a row is fetched then.
 
     So one row of logits per emitted token travels where tokens are drawn, not the logits of all rows.
 
     Attributes:
         request: what requests name: ``target``, its number, and ``b``, the sequence in the step.
-        argmaxes: of the shard's rows, -1 for NaN.
-        own: rank 0's shard, whose rows are of the same type.
+        argmaxes: of the pass's rows, -1 for NaN.
+        like: gives a row of rank 0's pass, which is of the same type.
         expired: set by the target's next step, after which the rank no longer holds these logits.
     """
 
@@ -42,7 +41,7 @@ class RemoteScores:
     rank: int
     request: dict[str, int]
     argmaxes: list[int]
-    own: ShardScores
+    like: Callable[[], Any]
     expired: bool = False
 
     def best(self, node: int) -> int:
@@ -54,18 +53,15 @@ class RemoteScores:
         return self.argmaxes[node]
 
     def row(self, node: int) -> Any:
-        row = self.row_tensor(node)
-        return row if isinstance(self.own.row(0), torch.Tensor) else row.tolist()
-
-    def row_tensor(self, node: int) -> torch.Tensor:
+        like = self.like()
         with self.rank_group.lock:
             self._ask("row", row=node)
-            return self.rank_group.receive_row(self.rank, self.own.row_tensor(0))
+            row = self.rank_group.receive_row(self.rank, as_tensor(like))
+        return row if isinstance(like, torch.Tensor) else row.tolist()
 
-    def top(self, nodes: Sequence[int], k: int) -> Top:
+    def top(self, nodes: Sequence[int], k: int) -> Any:
         with self.rank_group.lock:
-            answer = self._ask("top", rows=nodes, k=k)
-        return answer["ids"], answer["log_odds"]
+            return self._ask("top", rows=nodes, k=k)["top"]
 
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         if self.expired:
@@ -75,13 +71,18 @@ class RemoteScores:
 
 
 class ParallelScores:
-    """A whole tree: every row is asked of the rank that owns it."""
+    """A whole tree: every row is asked of the rank that owns it.
 
-    def __init__(self, cut: Shards, parts: Sequence[ShardScores | RemoteScores]) -> None:
+    Args:
+        parts: each rank's pass; its last rows are the rank's shard.
+        above: per rank, rows of its pass above the shard.
+    """
+
+    def __init__(self, cut: Shards, parts: Sequence[Scores], above: Sequence[int]) -> None:
         self._parts = parts
-        #: node -> (the owner's scores, its row there)
+        #: node -> (the owner's pass, its row there)
         self._at = {
-            node: (part, row)
+            node: (part, above[rank] + row)
             for rank, part in enumerate(parts)
             for row, node in enumerate(cut.rows[rank])
             if cut.owner[node] == rank
@@ -95,13 +96,13 @@ class ParallelScores:
         part, row = self._at[node]
         return part.row(row)
 
-    def top(self, nodes: Sequence[int], k: int) -> Top:
+    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
         found: dict[int, tuple[list[int], list[float]]] = {}
         for part in self._parts:
             owned = [node for node in nodes if self._at[node][0] is part]
             if owned:
-                ids, log_odds = part.top([self._at[node][1] for node in owned], k)
-                found.update(zip(owned, zip(ids, log_odds, strict=True), strict=True))
+                both = as_lists(part.top([self._at[node][1] for node in owned], k))
+                found.update(zip(owned, zip(*both, strict=True), strict=True))
         return [found[node][0] for node in nodes], [found[node][1] for node in nodes]
 
 
@@ -128,15 +129,16 @@ class ParallelTarget:
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
         self._remote: list[list[RemoteScores]] = []
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         """Every rank evaluates the whole prompts; rank 0's logits count."""
         with self.rank_group.lock:
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
-            scores = self._together(lambda: self.executor.prefill(prompts), whole=True)
             for missing in self._missing:
                 missing.update((slot, 0) for slot, _ in prompts)
-            return list(scores)
+            slots, roots = [slot for slot, _ in prompts], [[1] * len(prompts)] * len(self._missing)
+            (own, *_), _ = self._together(lambda: self.executor.prefill(prompts), slots, roots, whole=True)
+            return own
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         with self.rank_group.lock:
@@ -147,15 +149,21 @@ class ParallelTarget:
             for rank in ranks[1:]:
                 packed = [(slot, part.tokens, part.parents, part.needs_logits) for slot, part in parts[rank]]
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
-            whole = self.steps % self.rank_group.check_every == 0
+            whole = self.steps % CHECK_EVERY == 0
             self.steps += 1
-            own = self._together(lambda: self.executor.forward(parts[0]), whole)
+            slots, sizes = [slot for slot, _ in trees], [[len(part) for _, part in some] for some in parts]
+            by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
             self.rows_per_rank.append(
-                [sum(len(part) + self._missing[rank][slot] for slot, part in parts[rank]) for rank in ranks]
+                [
+                    sum(size) + sum(lacks[s] for s in slots)
+                    for size, lacks in zip(sizes, self._missing, strict=True)
+                ]
             )
             self._pending.update((slot, (tree, cut)) for (slot, tree), cut in both)
-            by_rank: list[Sequence[ShardScores | RemoteScores]] = [own, *self._remote]
-            return [ParallelScores(cut, [one[b] for one in by_rank]) for b, cut in enumerate(cuts)]
+            return [
+                ParallelScores(cut, [passes[b] for passes in by_rank], [rows[b] for rows in above])
+                for b, cut in enumerate(cuts)
+            ]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         accepted = []
@@ -178,11 +186,25 @@ class ParallelTarget:
     def depth_limit(self, slot: int) -> int:
         return self.executor.depth_limit(slot)
 
-    def _together(self, evaluate: Callable[[], list[ShardScores]], whole: bool) -> list[ShardScores]:
-        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all."""
+    def _together(
+        self,
+        evaluate: Callable[[], Sequence[Scores]],
+        slots: Sequence[int],
+        sizes: list[list[int]],
+        whole: bool,
+    ) -> tuple[list[Sequence[Scores]], list[list[int]]]:
+        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all.
+
+        Args:
+            sizes: per rank and sequence, the rows of the shard.
+            whole: compare whole rows of logits.
+
+        Returns:
+            per rank and sequence, the pass, and how many missing rows it has above the shard.
+        """
         for one in chain.from_iterable(self._remote):
             one.expired = True
-        own: list[ShardScores] = []
+        own: Sequence[Scores] = []
         problem: OutOfMemory | None = None
         try:
             own = evaluate()
@@ -203,49 +225,37 @@ class ParallelTarget:
                 )
         if problem is not None:
             raise problem
-        self._remote = [
-            [
-                RemoteScores(self.rank_group, rank, {"target": self.number, "b": b}, argmaxes, one)
-                for b, (argmaxes, one) in enumerate(zip(answer["best"], own, strict=True))
-            ]
-            for rank, answer in answers.items()
-        ]
-        self._check_roots(own, whole)
-        return own
+        above = [[len(self.executor.missing[slot]) for slot in slots]]
+        self._remote = []
+        for (rank, answer), rows in zip(answers.items(), sizes[1:], strict=True):
+            # Fewer than rank 0 knows of where it recomputed some in a pass of their own.
+            above.append([len(best) - size for best, size in zip(answer["best"], rows, strict=True)])
+            passes = []
+            for b, best in enumerate(answer["best"]):
+                request = {"target": self.number, "b": b}
+                passes.append(
+                    RemoteScores(self.rank_group, rank, request, best, partial(own[b].row, above[0][b]))
+                )
+                self._check_root(own[b], passes[b], above[0][b], above[rank][b], whole)
+            self._remote.append(passes)
+        return [own, *self._remote], above
 
-    def _check_roots(self, own: list[ShardScores], whole: bool) -> None:
-        """Compare the roots, which every rank evaluates; end the group where they differ by more than rounding.
+    def _check_root(self, own: Scores, remote: RemoteScores, row: int, root: int, whole: bool) -> None:
+        """Compare the root, which every rank evaluates; end the group where it differs by more than rounding.
 
         Where the argmaxes differ, or in any case if ``whole``, the whole rows tell a near tie from damage.
         """
-        for scores in self._remote:
-            for ours, theirs in zip(own, scores, strict=True):
-                problem, a, b = "", ours.best_or_nan(0), theirs.argmaxes[0]
-                if (a < 0) != (b < 0):  # NaN on both is an error where the row is read
-                    problem = "NaN on one of them"
-                elif a >= 0 and (whole or a != b):
-                    problem = logits_differ(ours.row_tensor(0), theirs.row_tensor(0))
-                if problem:
-                    raise self._diverged(
-                        theirs.rank,
-                        f"computes other logits than rank 0 for the same token after {self.steps} steps "
-                        f"({problem}): its cache or its weights are damaged, or its arithmetic differs",
-                    )
+        problem, a, b = "", best_or_nan(own, row), remote.argmaxes[root]
+        if (a < 0) != (b < 0):  # NaN on both is an error where the row is read
+            problem = "NaN on one of them"
+        elif a >= 0 and (whole or a != b):
+            problem = self.rank_group.differ(as_tensor(own.row(row)), as_tensor(remote.row(root)))
+        if problem:
+            raise self._diverged(
+                remote.rank,
+                f"computes other logits than rank 0 for the same token after {self.steps} steps "
+                f"({problem}): its cache or its weights are damaged, or its arithmetic differs",
+            )
 
     def _diverged(self, rank: int, text: str) -> RankError:
         return self.rank_group.fail(DivergenceError(rank, f"rank {rank} {text}"))
-
-
-def logits_differ(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """What is wrong where two rows of logits, shape (V,), differ by more than rounding; "" where they do not.
-
-    The distance is ``|a - b| / |a|`` over the whole row, each less its mean (a constant changes no probability):
-    unlike the largest difference it does not grow with V.
-    """
-    a, b = ours.double(), theirs.double().to(ours.device)
-    a, b = a - a.mean(), b - b.mean()
-    distance = float((a - b).norm() / a.norm().clamp_min(1e-30))
-    tolerance = TOLERANCE.get(ours.dtype, 0.1)
-    if distance <= tolerance:  # not where it is NaN
-        return ""
-    return f"relative distance {distance:.2g}, {tolerance} is allowed for {str(ours.dtype).removeprefix('torch.')}"

@@ -27,11 +27,7 @@ Message = dict[str, Any]
 
 
 class RankError(LookaheadError):
-    """A rank died, did not answer in time, or failed; decoding cannot go on.
-
-    Attributes:
-        rank: the rank at fault, which the message names too.
-    """
+    """A rank died, did not answer in time, or failed; decoding cannot go on. ``rank`` is the one at fault."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -57,16 +53,12 @@ class Link:
         rows: process group for rows of logits on a device (nccl); None sends them by gloo.
 
     Attributes:
-        sent, received: bytes so far.
+        exchanged: bytes sent and received so far.
     """
 
     def __init__(self, peer: int, group: Any, timeout: float, rows: Any = None) -> None:
-        self.peer = peer
-        self.timeout = timeout
-        self.sent = 0
-        self.received = 0
-        self._group = group
-        self._rows = rows
+        self.peer, self.timeout, self.exchanged = peer, timeout, 0
+        self._group, self._rows = group, rows
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -75,9 +67,8 @@ class Link:
         # Token ids may be another library's integers.
         data = json.dumps({"kind": kind, **fields}, separators=(",", ":"), default=int).encode()
         data = (len(data).to_bytes(HEAD, "little") + data).ljust(FRAME, b"\0")
-        for part in (data[:FRAME], data[FRAME:]):
-            if part:
-                self._send_bytes(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        for part in filter(None, (data[:FRAME], data[FRAME:])):
+            self._send_bytes(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
     def receive(self) -> Message:
         """Wait for a message."""
@@ -94,14 +85,13 @@ class Link:
         if self._rows is None:
             self._send_bytes(row.detach().cpu().contiguous().view(torch.uint8))
         else:
-            self.sent += row.numel() * row.element_size()
+            self.exchanged += row.nbytes
             dist.send(row.contiguous(), self.peer, group=self._rows)
 
     def receive_row(self, like: torch.Tensor) -> torch.Tensor:
         """Receive a row of the shape, dtype and device of ``like``."""
-        size = like.numel() * like.element_size()
         if self._rows is None:
-            return self._receive_bytes(size).view(like.dtype).to(like.device)
+            return self._receive_bytes(like.nbytes).view(like.dtype).to(like.device)
         row = torch.empty_like(like)
         work: Any = dist.irecv(row, self.peer, group=self._rows)
         # The device would wait without end for a peer that dies now, so the host polls and gives up.
@@ -111,7 +101,7 @@ class Link:
                 raise self._rank_error("timed out")
             sleep(0)
         work.wait()
-        self.received += size
+        self.exchanged += row.nbytes
         return row
 
     def flush(self, within: float | None = None) -> None:
@@ -122,7 +112,7 @@ class Link:
         self._in_flight.clear()
 
     def _send_bytes(self, data: torch.Tensor) -> None:
-        self.sent += data.numel()
+        self.exchanged += data.nbytes
         with self._naming_the_peer():
             self._in_flight.append((dist.isend(data, self.peer, group=self._group), data))
 
@@ -131,7 +121,7 @@ class Link:
         with self._naming_the_peer():
             work: Any = dist.irecv(data, self.peer, group=self._group)
             work.wait(timedelta(seconds=self.timeout))
-        self.received += size
+        self.exchanged += size
         return data
 
     @contextmanager

@@ -6,7 +6,7 @@ distance, both sides centred, since softmax knows no constant:
 
     e(x, r) = |(x - mean x) - (r - mean r)| / |r - mean r|
 
-- float32, float64: r is the model's own pass, and e must stay below ``STRICT``.
+- float32, float64: r is the model's own pass, and e must stay below ``Trial.strict``.
 - bfloat16, float16: rounding alone makes e large, and how large differs by a factor of ten from row to row. So r is
   the model evaluated in float32, and each row's e is divided by that of the model's own passes in the working dtype
   over the same text: the path must be at most ``FACTOR`` times as far from float32 as the model itself in any row,
@@ -32,12 +32,10 @@ from transformers import PreTrainedModel
 
 from ..core import Target
 from .attention_hook import with_masks
-from .facts import ModelFacts
+from .facts import PassFacts
 from .fingerprint import remember
-from .trial import LENGTHS, WRONG_ANCESTOR, WRONG_POSITION, Trial
+from .trial import LENGTHS, Trial
 
-#: Largest relative distance in float32 and float64.
-STRICT = 1e-3
 #: Largest distance from float32 in 16 bits, in those of the model's own passes.
 FACTOR = 3.0
 #: The same for the root mean square over all rows, which a wrong weight or kernel raises.
@@ -76,29 +74,34 @@ class Equivalence:
 
 
 def compare(
-    model: PreTrainedModel, facts: ModelFacts, make_target: Callable[[], Target], widened: bool = False
+    model: PreTrainedModel,
+    facts: PassFacts,
+    make_target: Callable[[], Target],
+    widened: bool = False,
+    kind: type[Trial] = Trial,
 ) -> Equivalence:
     """Compare a path with the model's own causal passes.
 
     Args:
         make_target: a fresh target of the path, for each trial.
         widened: the model is inside ``in_float32``, so it is judged as in float32.
+        kind: of trial.
 
     Raises:
         OutOfMemory: a pass did not fit. Other errors are those of the path.
     """
     half = model.dtype in HALF and not widened
-    limit = FACTOR if half else STRICT
+    limit = FACTOR if half else kind.strict
     for number in range(len(LENGTHS)):
-        trial = Trial(facts, number, model.device.type)
-        name = f"trial {number}{' widened' if widened else ''}"
+        trial = kind(facts, number, model.device.type)
+        name = f"{kind.name} {number}{' widened' if widened else ''}"
         with with_masks(model):
             exact, unit, noise = remember(model, name, partial(_reference, model, trial, half))
         found, wrong = trial.run(make_target())
         errors = distance(found, exact) / unit
         behind = slice(len(trial.prompts), len(trial.prompts) + len(wrong))
         controls = distance(wrong, exact[behind]) / unit[behind]
-        control = min(float(controls[list(rows)].max()) for rows in (WRONG_ANCESTOR, WRONG_POSITION))
+        control = min(float(controls[list(rows)].max()) for rows in kind.controls)
         difference, of_all = float(errors.max()), float(errors.square().mean().sqrt())
         ok = difference <= limit and control >= MARGIN * difference and (of_all <= FACTOR_OF_ALL or not half)
         if ok:
@@ -138,6 +141,20 @@ def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     apart, size = (x - x.mean(dim=-1, keepdim=True) for x in (apart, size))
     found: torch.Tensor = apart.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-30)
     return found.nan_to_num(nan=torch.inf)
+
+
+def differ(found: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """What is wrong where two evaluations of one row of logits, (V,) each, cannot both be right; "" where they can.
+
+    Each may be as far from float32 as ``compare`` allows a path, so they may be twice that apart.
+
+    Args:
+        found: what ``compare`` found of the model; None allows what float32 does.
+    """
+    noise = found.noise if found is not None else 0.0
+    limit = 2 * max(Trial.strict, FACTOR * noise)
+    apart = float(distance(theirs.to(ours), ours.double()))
+    return "" if apart <= limit else f"relative distance {apart:.2g}, {limit:.2g} is allowed"
 
 
 @contextmanager

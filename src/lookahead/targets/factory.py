@@ -1,7 +1,8 @@
 """Model -> target: the load-time probe, and the fastest path that computes what the model computes.
 
 The probe compares a token tree on the real model with the model's own causal passes. Where they differ, or where the
-model cannot evaluate a tree at all, decoding takes one row a step and says why; a silent error is never let through.
+model cannot evaluate a tree at all, the tree's paths as rows of a batch are compared with plain decoding's own steps.
+Where these differ too, decoding takes one row a step and says why; a silent error is never let through.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from transformers import PreTrainedModel
 
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
+from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
 from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
 from .exact import ExactTarget, exact_attention
-from .facts import ModelFacts
+from .facts import NO_LIMIT, ModelFacts, PassFacts
 from .fingerprint import forget, remember
 from .transformers import PlainTarget, TransformersTarget
 
-PATHS = ("auto", "cpu", "cuda-graph", "transformers", "plain")
+PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class Probe:
     """What the probe found.
 
     Attributes:
-        mode: "tree", or "plain" for one row a step.
+        mode: "tree", "batch-rows" for a tree's paths as rows of a batch, or "plain" for one row a step.
         reason: one line for people, with the figures.
-        equivalence: of tree steps and causal passes; None where the model cannot take a tree.
-        facts: for a tree target; None in mode "plain".
+        equivalence: of the path's steps; None where the model can take neither.
+        facts: for a tree target; None in the other modes.
     """
 
     mode: str
@@ -86,12 +88,31 @@ def _probe(model: PreTrainedModel) -> Probe:
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does with a tree that it was not made for
-        reason = f"{name} cannot evaluate a token tree ({first_line(error)}); decoding one row a step"
-        return Probe("plain", reason, None, None)
+        return _without_trees(model, f"{name} cannot evaluate a token tree ({first_line(error)})")
     if not found.ok:
         reason = f"{name} scores a token tree differently from causal passes ({found.reason})"
-        return Probe("plain", f"{reason}; decoding one row a step", found, None)
+        return _without_trees(model, reason)
     return Probe("tree", f"{name} scores a token tree like causal passes ({found.reason})", found, facts)
+
+
+def _without_trees(model: PreTrainedModel, reason: str) -> Probe:
+    """Whether the paths of a tree as rows of a batch are scored as plain decoding scores them."""
+    facts, found = PassFacts(model), None
+    try:
+        if facts.rope_boundary < NO_LIMIT:
+            raise SettingsError(f"its rotary positions ({facts.rope_type}) change with the length")
+        found = compare(model, facts, lambda: BatchRowsTarget(model), kind=StepTrial)
+        why = found.reason
+    except (OutOfMemory, NoSteps):
+        raise
+    except Exception as error:  # as above
+        why = first_line(error)
+    if found is not None and found.ok:
+        return Probe(
+            "batch-rows", f"{reason}; paths as batch rows agree with plain steps ({why})", found, None
+        )
+    reason += f", nor can it take its paths as batch rows ({why}); decoding one row a step"
+    return Probe("plain", reason, found, None)
 
 
 def make_target(
@@ -101,10 +122,10 @@ def make_target(
 
     Args:
         capacity: tokens per sequence to begin with; storage doubles when it is full.
-        path: "cpu", "cuda-graph", "transformers" or "plain" to force one. "auto" takes "cpu" on a CPU and
-            "cuda-graph" on a CUDA device where the model allows it, else "transformers", else "plain".
-        exact: only a path on which drafting changes no bit: "cpu", "plain", or else ``ExactTarget``, which then
-            serves for "transformers" too.
+        path: "cpu", "cuda-graph", "transformers", "batch-rows" or "plain" to force one. "auto" takes "cpu" on a CPU
+            and "cuda-graph" on a CUDA device where the model allows it, else "transformers", "batch-rows", "plain".
+        exact: only a path on which drafting changes no bit: "cpu", "plain", for "batch-rows" too, or else
+            ``ExactTarget``, which then serves for "transformers" too.
 
     Raises:
         SettingsError: the forced path is not there for this model, or none that is exact.
@@ -113,10 +134,12 @@ def make_target(
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
     found = probe(model)
     facts, reason = found.facts, found.reason
+    if found.mode == "batch-rows" and path in ("auto", "batch-rows") and not exact:
+        return BatchRowsTarget(model, reason)
     if path == "plain" or (facts is None and path == "auto"):
         return PlainTarget(model, reason)
-    if exact and path == "cuda-graph":
-        raise SettingsError("exact=True is not there on the path 'cuda-graph'; use path='auto'")
+    if exact and path in ("cuda-graph", "batch-rows"):
+        raise SettingsError(f"exact=True is not there on the path {path!r}; use path='auto'")
     if facts is not None and not exact and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
         from .captures import captured_attention
         from .cuda_graphs import CAPACITY, CudaGraphTarget
@@ -124,11 +147,11 @@ def make_target(
         attention, reason = captured_attention(model, facts, say=path == "auto")
         if attention is not None:
             return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
-    elif facts is not None and path != "transformers":
+    elif facts is not None and path not in ("transformers", "batch-rows"):
         compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
         if compiled is not None:
             return CpuTarget(compiled, facts, capacity, reason)
-    if facts is None or path in ("cpu", "cuda-graph"):
+    if facts is None or path in ("cpu", "cuda-graph", "batch-rows"):
         raise SettingsError(f"the {path} path is not there for this model: {reason}; use path='auto'")
     if exact:
         by_position, reason = exact_attention(model, facts)

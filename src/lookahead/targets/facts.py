@@ -26,6 +26,10 @@ class PassFacts:
         max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
         cache_name: of the cache among the arguments of ``forward``.
         takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
+        kinds: of its attention layers.
+        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
+            changes; ("", ``NO_LIMIT``) if none.
+        rotary: is told of every pass's positions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,6 +40,9 @@ class PassFacts:
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.takes_positions = "position_ids" in parameters
         self.takes_rows = "logits_to_keep" in parameters
+        self.kinds = LayerKinds.of(self.config)
+        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
+        self.rotary = RotaryReset(model)
 
 
 class ModelFacts(PassFacts):
@@ -44,15 +51,11 @@ class ModelFacts(PassFacts):
     Attributes:
         shapes: per layer (key heads, key head size, value head size), None where a layer keeps nothing.
         dtype: of keys, values and masks.
-        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
-            changes; ("", ``NO_LIMIT``) if none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.kinds = LayerKinds.of(self.config)
         self.alibi = AlibiBias.of(model, self.config)
-        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
         # Keys and values of one token, through the model's own cache.
@@ -80,6 +83,34 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
             original = entry.get(name) or getattr(config, name, None)
             return kind, int(original or config.max_position_embeddings)
     return "", NO_LIMIT
+
+
+class RotaryReset:
+    """Rotary frequencies that depend on the length of a text alone, where a model keeps those of an earlier one.
+
+    With dynamic NTK scaling transformers computes frequencies anew for each length that is longer than all before,
+    and takes the first ones again only for a text shorter than the trained length. In between, a text would be
+    decoded with the frequencies of whatever was decoded before it.
+
+    Args:
+        model: any; without such scaling there is nothing to do.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules: list[Any] = [
+            one for one in model.modules() if "dynamic" in str(getattr(one, "rope_type", ""))
+        ]
+
+    def before(self, positions: torch.Tensor) -> None:
+        """Called before a pass over rows at these positions."""
+        for module in self._modules:
+            length = int(positions.max()) + 1
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                if getattr(module, name) > max(length, module.original_max_seq_len):
+                    kind = name.removesuffix("max_seq_len_cached")  # of a layer, where kinds have their own
+                    first = getattr(module, f"{kind}original_inv_freq").to(getattr(module, f"{kind}inv_freq"))
+                    module.register_buffer(f"{kind}inv_freq", first, persistent=False)
+                    setattr(module, name, module.original_max_seq_len)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ def run_model(
     keywords: dict[str, Any] = {facts.cache_name: cache, "use_cache": True, **named}
     if facts.takes_positions:
         keywords["position_ids"] = positions
+    facts.rotary.before(positions)
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, return_dict=True, **keywords).logits
     return logits

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core import Target, TokenTree
-from .facts import ModelFacts
+from .facts import PassFacts
 
 #: Prompt lengths (slots 0 and 1) of one trial after the other.
 LENGTHS = ((6, 4), (9, 5), (14, 3))
@@ -59,9 +59,18 @@ class Trial:
     Args:
         facts: of the model.
         number: which of the trials; they differ in tokens and prompt lengths.
+
+    Attributes:
+        name: what its right logits are remembered by.
+        controls: rows of the wrong tree, by the error that they have.
+        strict: largest relative distance in float32 and float64.
     """
 
-    def __init__(self, facts: ModelFacts, number: int, device: str) -> None:
+    name = "trial"
+    controls: tuple[tuple[int, ...], ...] = (WRONG_ANCESTOR, WRONG_POSITION)
+    strict = 1e-3
+
+    def __init__(self, facts: PassFacts, number: int, device: str) -> None:
         vocabulary = facts.vocabulary
         self.vocabulary = vocabulary
         generator = torch.Generator().manual_seed(number)

@@ -5,7 +5,7 @@ Knows numpy and the core; no torch, no model. docs/adaptive.md explains it.
 
 from .config import SOURCES, AdaptiveConfig
 from .drafter import AdaptiveDrafter
-from .measure import measure_times, model_key, times_for, times_of, warm_up
+from .measure import measure_times, model_key, times_for, warm_up
 from .state import AdaptiveState, warm_state
 from .step_times import StepTimes, load_times, save_times
 
@@ -20,7 +20,6 @@ __all__ = [
     "model_key",
     "save_times",
     "times_for",
-    "times_of",
     "warm_state",
     "warm_up",
 ]

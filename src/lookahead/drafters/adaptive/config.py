@@ -17,6 +17,10 @@ SOURCES = {
 }
 #: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
+LIMITS = {
+    "max_rows": (1, 512), "window_size": (0, 512), "ngram_size": (2, 16), "suffix_order": (1, 32), "top": (1, 64),
+    "sampled_top": (1, 64), "max_entries": (1000, 1 << 26), "seed": (0, 1 << 62),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,9 @@ class AdaptiveConfig:
             and the drafts depend on nothing but the tokens.
         sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
             "logits" nothing uses what the window explores.
-        window_size: W of the window at most; 0 for no window.
-        ngram_size: N of the window, at least 2.
+        window_size, ngram_size: W (0 for no window) and N (at least 2) of the window.
         suffix_order: longest suffix that is matched, at least 1.
-        top: tokens kept of each evaluated row when decoding greedily, at least 1.
-        sampled_top: the same when sampling.
+        top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, at least 1.
         max_entries: contexts that a warm state keeps per table, oldest out first.
         seed: of the window's own generator.
     """
@@ -50,26 +52,12 @@ class AdaptiveConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        limits = {
-            "max_rows": (1, 512),
-            "window_size": (0, 512),
-            "ngram_size": (2, 16),
-            "suffix_order": (1, 32),
-            "top": (1, 64),
-            "sampled_top": (1, 64),
-            "max_entries": (1000, 1 << 26),
-            "seed": (0, 1 << 62),
-        }
-        for name, (low, high) in limits.items():
+        for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise SettingsError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
         object.__setattr__(self, "sources", tuple(self.sources))
-        unknown = set(self.sources) - set(SOURCES)
-        if unknown:
-            raise SettingsError(
-                f"unknown sources {', '.join(sorted(unknown))}; known are {', '.join(SOURCES)}"
-            )
+        _check_names("sources", self.sources, SOURCES)
 
     @classmethod
     def of(cls, value: Any = None, **overrides: Any) -> AdaptiveConfig:
@@ -78,22 +66,19 @@ class AdaptiveConfig:
         Raises:
             SettingsError: an unknown name, a value out of range, or a (W, N, G), which describes a fixed step.
         """
-        known = {field.name for field in fields(cls)}
-        if value is None:
-            base = cls()
-        elif isinstance(value, cls):
-            base = value
-        elif isinstance(value, Mapping):
-            base, overrides = cls(), {**value, **overrides}
-        else:
+        if isinstance(value, Mapping):
+            value, overrides = None, {**value, **overrides}
+        if not (value is None or isinstance(value, cls)):
             given = ",".join(map(str, value.triple)) if isinstance(value, LookaheadConfig) else repr(value)
             raise SettingsError(
                 f"adaptive chooses the rows of a step itself and takes no (W, N, G), got {given}; "
                 "leave it out, or use method lookahead"
             )
-        unknown = set(overrides) - known
-        if unknown:
-            raise SettingsError(
-                f"unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
-            )
-        return replace(base, **overrides) if overrides else base
+        _check_names("settings", overrides, [field.name for field in fields(cls)])
+        return replace(value or cls(), **overrides)
+
+
+def _check_names(kind: str, given: Any, known: Any) -> None:
+    unknown = ", ".join(sorted(set(given) - set(known)))
+    if unknown:
+        raise SettingsError(f"unknown {kind} {unknown}; known are {', '.join(known)}")

@@ -4,10 +4,10 @@ With F(k) the expected tokens of a step of k rows and t(k) its time, the best lo
 maximises F(k) - lambda * t(k), where lambda is that rate itself (renewal reward); maximising F(k) / t(k) step by step
 is not. k = 1 is always a candidate, and lambda is at least 1 / t(1).
 
-Never slower than plain decoding: the regret of a text is the time of its drafted steps minus that of plain decoding
-for the tokens that they emitted, plus the time of probes of the candidates where nothing came of it. It may reach
-``MAX_REGRET`` plain steps and a share of the text's time. What is left of that is the loss budget: a step that could
-lose more is not made, and where none can be made any longer, a cooldown of plain steps follows.
+Never slower than plain decoding: the regret of a text is the time of its steps, with all that the drafter does in
+them, minus that of plain decoding for the tokens that they emitted. It may reach ``MAX_REGRET`` plain steps and a
+share of the text's time. What is left of that is the loss budget: a step that could lose more is not made, and where
+none can be made any longer, a cooldown of plain steps follows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.02
 MOST_GAIN = 8.0
 #: Share of the time that probes may take where nothing comes of them.
 PROBE_SHARE = 0.02
-#: Plain steps of the first cooldown; each further one is twice as long, up to the limit.
-COOLDOWN, LONGEST_COOLDOWN = 8, 256
+#: Plain steps of a cooldown at least.
+COOLDOWN = 8
 #: Weight of one step in lambda and in the correction of F. Both begin as if some had gone as expected before.
 RECENT, BEFORE = 1 / 64, 5 / 64
 
@@ -39,6 +39,7 @@ class Controller:
         context: tokens of the prompt.
 
     Attributes:
+        context, batch: tokens so far, and sequences in the pass; kept up to date by the owner.
         regret: seconds lost against plain decoding so far, negative where gained; spent: seconds of all steps.
         cooldowns: how often the loss budget was used up.
     """
@@ -47,8 +48,6 @@ class Controller:
         self.times, self.context, self.batch = times, context, 1
         self.regret = self.spent = 0.0
         self.cooldowns = 0
-        #: Cooldowns since drafts have last gained a plain step, and the regret when the latest began.
-        self._backoff, self._mark = 0, 0.0
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
         )
@@ -70,16 +69,19 @@ class Controller:
         return (self._accepted.value + BEFORE) / (self._expected.value + BEFORE)
 
     @property
+    def share(self) -> float:
+        """Of a text's time, what may be lost."""
+        return SHARE if self.table[0] >= TINY else TINY_SHARE
+
+    @property
     def loss_budget(self) -> float:
         """Seconds that may still be lost; sequences that share a pass share what it may lose."""
-        plain = self.table[0]
-        share = SHARE if plain >= TINY else TINY_SHARE
-        return (MAX_REGRET * plain + share * self.spent) / self.batch - self.regret
+        return (MAX_REGRET * self.table[0] + self.share * self.spent) / self.batch - self.regret
 
     @property
     def _least(self) -> float:
         """Seconds that probing and the smallest drafted step may lose."""
-        return self.times.probe.value + self.table[1] - self.table[0]
+        return self.times.probe.value + self.times.after.value + self.table[1] - self.table[0]
 
     @property
     def can_set_up(self) -> bool:
@@ -128,7 +130,10 @@ class Controller:
         if self.table:
             plain = self.table[0]
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
-            self.regret += own + (passes[0] - plain if disturbed else 0.0)
+            self.regret += own
+            if disturbed and passes:
+                self.regret += passes[0] - plain
+                self.times.after.add(max(0.0, passes[0] - plain))
         clean = passes[disturbed:]
         if clean:
             self.times.learn(self.batch, self.context, 1, fmean(clean), len(clean))
@@ -153,18 +158,15 @@ class Controller:
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds
-        for average, value in (
-            (self._tokens, tokens), (self._seconds, seconds), (self._accepted, tokens - 1), (self._expected, expected)
-        ):  # fmt: skip
-            average.add(value)
+        self._tokens.add(tokens)
+        self._seconds.add(seconds)
+        self._accepted.add(tokens - 1)
+        self._expected.add(expected)
 
     def cooldown(self, rows: int) -> int:
         """Plain steps to make after a step of ``rows`` rows with candidates probed; mostly 0."""
         plain, missing = self.table[0], self._least - self.loss_budget
         if missing <= 0:
-            if self.regret <= self._mark - MAX_REGRET * plain:
-                self._backoff = 0
             return 0 if rows > 1 else max(0, ceil(self.times.probe.value / (PROBE_SHARE * plain)) - 1)
-        steps = max(COOLDOWN << self._backoff, ceil(missing / (SHARE * plain)))
-        self.cooldowns, self._backoff, self._mark = self.cooldowns + 1, self._backoff + 1, self.regret
-        return min(LONGEST_COOLDOWN, steps)
+        self.cooldowns += 1
+        return max(COOLDOWN, ceil(missing / (self.share * plain)))

@@ -94,7 +94,6 @@ class AdaptiveDrafter(Drafter):
         self._prompt, self._eos = list(prompt), eos
         self._phase: Plain | Drafting = Plain(0, None, [*prompt, first])
         self._last, self._emitted = first, 1
-        self._noise: dict[int, Any] = {}
         self._times = self.state.times if self.state is not None else StepTimes()
         #: None: as many rows as the settings allow, whatever they cost.
         self._controller = Controller(self._times, len(prompt)) if self.config.budget else None
@@ -125,11 +124,8 @@ class AdaptiveDrafter(Drafter):
 
     def _noise_below(self, depth: int) -> Any:
         """Noise of the token that is chosen under nodes of this depth."""
-        index = self._emitted + depth
-        if index not in self._noise:
-            assert self._sampling is not None
-            self._noise[index] = self._sampling(index)
-        return self._noise[index]
+        assert self._sampling is not None
+        return self._sampling(self._emitted + depth)
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
         self._start, self._late = perf_counter() - self._late, 0.0
@@ -196,8 +192,6 @@ class AdaptiveDrafter(Drafter):
         self._last = tokens[-1]
         self._emitted += len(tokens)
         self._plain_steps += len(tree) == 1
-        for index in [index for index in self._noise if index < self._emitted]:
-            del self._noise[index]
         if self._controller is not None:
             self._account(self._controller, len(tree), len(tokens), begin)
 

@@ -36,35 +36,23 @@ class Grower:
     def __init__(
         self, tables: Tables, vocabulary: int, config: AdaptiveConfig, sampled: bool = False
     ) -> None:
-        self.tables = tables
-        self.vocabulary = vocabulary
-        self.sources = config.sources
+        self.tables, self.vocabulary, self.sources = tables, vocabulary, config.sources
         self.top = config.sampled_top if sampled else config.top
         self.reader: Reader | None = None
         self.corpus: Reader | None = None
         self.tail = [0, 0, 0]
         self.noise: Callable[[int], Any] | None = None
-        self.temperature = 1.0
-        self.haste = HASTE
+        self.temperature, self.haste = 1.0, HASTE
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.probabilities: list[float] = []
-        self._position = 0
-        self._allot(config.max_rows)
-
-    def _allot(self, rows: int) -> None:
-        tables = self.tables
+        self._position, rows = 0, config.max_rows
         tables.logits.make_room(0, self.top)
         self._tree = new_tree(rows, tables.logits.width + BESIDE)
-        nodes = self._tree.nodes
-        self._tokens, self._parents, self._depths = nodes["token"], nodes["parent"], nodes["depth"]
-        self._probabilities = nodes["probability"]
         self._answers = np.full((rows, ANSWERS), -1)
-        self._noise = np.zeros((1, 0), np.float32)
-        self._known = np.full(1, -1)
+        self._noise, self._known = np.zeros((1, 0), np.float32), np.full(1, -1)
         self._path, self._truths, self._own = (np.zeros(rows, np.int64) for _ in range(3))
-        self._ids = np.zeros((rows, self.top), np.int64)
-        self._odds = np.zeros((rows, self.top), np.float32)
+        self._ids, self._odds = np.zeros((rows, self.top), np.int64), np.zeros((rows, self.top), np.float32)
         self._credit = np.zeros(len(CREDITED), np.int64)
         self._no_stop = np.zeros(rows + 1)
 
@@ -76,7 +64,7 @@ class Grower:
     @property
     def depths(self) -> list[int]:
         """Of the tree's rows."""
-        depths: list[int] = self._depths[: len(self.tokens)].tolist()
+        depths: list[int] = self._tree.nodes["depth"][: len(self.tokens)].tolist()
         return depths
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -93,17 +81,13 @@ class Grower:
         self._answers[:] = -1
 
     def _arguments(self) -> tuple[Tree, Sources, Calibration, Rules]:
-        reader, corpus, use = self.reader, self.corpus, self.sources
-        texts = (
-            reader.text if reader is not None else NO_TEXT,
-            corpus.text if corpus is not None else NO_TEXT,
-        )
-        sources = Sources(texts, self.tables.logits.arrays, self._answers, self._noise, self._known)
+        here, earlier = (NO_TEXT if reader is None else reader.text for reader in (self.reader, self.corpus))
+        sources = Sources((here, earlier), self.tables.logits.arrays, self._answers, self._noise, self._known)
         rules = Rules(
             self.vocabulary,
             self.noise is not None,
-            "logits" in use,
-            "jacobi" in use,
+            "logits" in self.sources,
+            "jacobi" in self.sources,
             self.temperature,
             self.haste,
             self._position,
@@ -137,8 +121,9 @@ class Grower:
             self._keep_noise(int(wanted))
             wanted = grow(*self._arguments(), rows, max_depth, limits, False)
         count = -wanted
-        self.tokens, self.parents = self._tokens[:count].tolist(), self._parents[:count].tolist()
-        self.probabilities = self._probabilities[:count].tolist()
+        self.tokens, self.parents, self.probabilities = (
+            self._tree.nodes[field][:count].tolist() for field in ("token", "parent", "probability")
+        )
 
     def cut(self, rows: int) -> None:
         """Keep the first ``rows`` nodes."""
@@ -148,15 +133,10 @@ class Grower:
 
     def adopt(self, tree: TokenTree) -> None:
         """Take over the rows that others have added to the tree."""
-        own = len(self.tokens)
-        self.tokens += tree.tokens[own:]
-        self.parents += tree.parents[own:]
-        for column, values in (
-            (self._tokens, tree.tokens),
-            (self._parents, tree.parents),
-            (self._depths, tree.depths),
-        ):
-            column[own : len(values)] = values[own:]
+        nodes, own, count = self._tree.nodes, len(self.tokens), len(tree)
+        for field, values in (("token", tree.tokens), ("parent", tree.parents), ("depth", tree.depths)):
+            nodes[field][own:count] = values[own:]
+        self.tokens, self.parents = tree.tokens, tree.parents
 
     def study(
         self, scores: Scores, path: Sequence[int], tokens: Sequence[int], window_start: int

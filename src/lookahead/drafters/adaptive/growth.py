@@ -10,8 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import CORPUS, SUFFIX, Calibration, Rules, Sources, Tree
-from .buckets import AGREEMENT, ANSWERED_BEST, ANSWERED_LATER, NOTHING, OTHER, STATES, ZONE
-from .calibration import MAX_PROBABILITY
+from .calibration import (
+    AGREEMENT,
+    ANSWERED_BEST,
+    ANSWERED_LATER,
+    MAX_PROBABILITY,
+    NOTHING,
+    OTHER,
+    STATES,
+    ZONE,
+)
 from .compiling import compiled, entry, int64
 from .sources.logit_cache import propose
 from .sources.suffix import match

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import ANSWERS, CORPUS, MATCHES, SUFFIX, Calibration, Rules, Sources, Step, Tree
-from .buckets import KINDS, WINDOW
-from .calibration import learn
+from .calibration import KINDS, WINDOW, learn
 from .compiling import compiled, entry, int64
 from .growth import add, ask, place_among
 from .sources.logit_cache import write_rows

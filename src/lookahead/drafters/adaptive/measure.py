@@ -18,8 +18,7 @@ from .drafter import AdaptiveDrafter
 from .step_times import StepTimes, from_points, load_times
 
 #: Rows of the short calibration, the most telling ones first, and its context.
-SHORT_ROWS = (1, 16, 4, 64)
-SHORT_CONTEXTS = (64,)
+SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
 #: The short calibration ends after so many seconds, or so many of the quickest step; two points are measured anyway.
 PATIENCE, PATIENT_STEPS = 0.5, 5
 
@@ -41,7 +40,7 @@ def measure_times(
         vocabulary: V.
         rows, contexts, batches: what to measure; contexts that the model cannot hold are left out.
         repeats: steps per point at most; the quickest counts.
-        progress: told (batch, context, rows, seconds) after every point.
+        progress: told (batch, context, rows, seconds) of every point.
         patience: seconds after which no more is measured than must be; a large model is not held up.
     """
     rng = random.Random(0)
@@ -71,8 +70,8 @@ def measure_times(
             for slot in slots:
                 target.release(slot)
         points = {count: min(seconds[discard:]) for count, seconds in spent.items() if seconds[discard:]}
-        for count, seconds in points.items():
-            if progress is not None:
+        if progress is not None:
+            for count, seconds in points.items():
                 progress(batch, context, count, seconds)
         times.bins[StepTimes.bin_of(batch, context)] = from_points(points)
     return times
@@ -91,13 +90,9 @@ def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
 def _random_tree(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> TokenTree:
     """A tree of the shape that drafts have: every node under one of the first half."""
     tree = TokenTree(rng.randrange(vocabulary))
-    while len(tree) < rows:
+    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary runs out of children
         parent = rng.randrange((len(tree) + 1) // 2)
-        if tree.depths[parent] >= deepest:
-            parent = 0
-        if len(tree) > vocabulary // 2:  # a tiny vocabulary runs out of children
-            break
-        tree.add(rng.randrange(vocabulary), parent, needs_logits=True)
+        tree.add(rng.randrange(vocabulary), parent if tree.depths[parent] < deepest else 0, needs_logits=True)
     return tree
 
 
@@ -122,17 +117,17 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
         times: told what it takes to set up drafting.
     """
     prompt = [token % vocabulary for token in range(256)]
+    spent = []
     for noise in (None, _NoNoise(vocabulary)):
         drafter = AdaptiveDrafter({"budget": False, "max_rows": 8}, vocabulary)
         drafter.use_noise(noise)
         for _ in decode(target, [Request([*prompt[1:4], *prompt[1:4], 1], drafter, 4)]):
             pass
-    spent = []
-    for _ in range(3):
-        drafter.reset(prompt, 0, frozenset())
-        start = perf_counter()
-        drafter.draft(8)
-        spent.append(perf_counter() - start)
+        for _ in range(2):
+            drafter.reset(prompt, 0, frozenset())
+            start = perf_counter()
+            drafter.draft(8)
+            spent.append(perf_counter() - start)
     times.setup.value = min(spent)
 
 
@@ -149,23 +144,13 @@ def model_key(model: Any, path: str = "") -> str:
     return "|".join(str(part) for part in parts)
 
 
-_known: dict[str, StepTimes] = {}
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = weakref.WeakKeyDictionary()
-
-
-def times_of(key: str, measure: Callable[[], StepTimes]) -> StepTimes:
-    """The step times for ``key``: this process's own, or kept ones, or else ``measure`` is called.
-
-    All callers of one key share the result, and what any of them learns later.
-    """
-    times = _known.get(key)
-    if times is None:
-        times = _known[key] = load_times(key) or measure()
-    return times
 
 
 def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
     """The step times of a model in hand: kept ones, or measured now. Also warms up, the first time.
+
+    All callers of one model share the result, and what any of them learns later.
 
     Args:
         model: a transformers model.
@@ -176,6 +161,7 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     key = (model.dtype, model.device, path)
     if key not in mine:
         target = make_target()
-        mine[key] = times_of(model_key(model, path), lambda: measure_times(target, target.vocabulary))
-        warm_up(target, target.vocabulary, mine[key])
+        times = load_times(model_key(model, path)) or measure_times(target, target.vocabulary)
+        warm_up(target, target.vocabulary, times)
+        mine[key] = times
     return mine[key]

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
-from .buckets import ORDERS
-from .calibration import load, new_calibration
+from .calibration import ORDERS, load, new_calibration
 from .config import AdaptiveConfig
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
@@ -29,6 +28,7 @@ LARGEST_FILE = 1 << 30
 MAX_SCOPES = 64
 #: What is saved of a table of the logit cache, and the widest entry that is read.
 PARTS = ("keys", "ids", "odds", "origins")
+NAMES = ("greedy", "sampled")
 MAX_WIDTH = 64
 
 
@@ -79,13 +79,12 @@ class AdaptiveState:
         """
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         for sampled, tables in self._tables.items():
-            name = "sampled" if sampled else "greedy"
+            name = NAMES[sampled]
             for order in range(ORDERS):
-                parts = tables.logits.entries(order)
-                arrays |= {f"{name}.{order}.{part}": array for part, array in zip(PARTS, parts, strict=True)}
+                parts = zip(PARTS, tables.logits.entries(order), strict=True)
+                arrays |= {f"{name}.{order}.{part}": array for part, array in parts}
             for kind, buckets in tables.calibration._asdict().items():
-                arrays[f"{name}.{kind}.hits"] = buckets["hits"]
-                arrays[f"{name}.{kind}.trials"] = buckets["trials"]
+                arrays |= {f"{name}.{kind}.{part}": buckets[part] for part in ("hits", "trials")}
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -120,17 +119,16 @@ class AdaptiveState:
                 saved = str(arrays["scope"]) if "scope" in arrays else ""
                 if saved != scope:
                     raise SettingsError(f"{path} is for {saved or 'no scope'!r}, and {scope!r} was asked for")
-                for name, sampled in (("greedy", False), ("sampled", True)):
-                    if f"{name}.joint.hits" in arrays:
-                        state._unpack(arrays, name, sampled)
+                for sampled in (False, True):
+                    if f"{NAMES[sampled]}.joint.hits" in arrays:
+                        state._unpack(arrays, NAMES[sampled], state.tables(sampled))
+        except SettingsError:
+            raise
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-            if isinstance(error, SettingsError):
-                raise
             raise SettingsError(f"{path} is no saved state of the adaptive drafter: {error}") from error
         return state
 
-    def _unpack(self, arrays: Any, name: str, sampled: bool) -> None:
-        tables = self.tables(sampled)
+    def _unpack(self, arrays: Any, name: str, tables: Tables) -> None:
         for order in range(ORDERS):
             keys, ids, odds, origins = (arrays[f"{name}.{order}.{part}"] for part in PARTS)
             _check(keys, ids, odds, origins)
@@ -138,39 +136,31 @@ class AdaptiveState:
             tables.logits.load(order, keys, ids, odds, origins)
         for kind, buckets in tables.calibration._asdict().items():
             hits, trials = arrays[f"{name}.{kind}.hits"], arrays[f"{name}.{kind}.trials"]
-            if hits.shape != buckets.shape or trials.shape != hits.shape:
-                raise ValueError("another number of buckets")
-            if not (np.isfinite(trials).all() and (hits >= 0).all() and (hits <= trials).all()):
-                raise ValueError("hits must lie between 0 and trials")
+            _must(hits.shape == trials.shape == buckets.shape, "another number of buckets")
+            within = np.isfinite(trials) & (hits >= 0) & (hits <= trials)
+            _must(within.all(), "hits must lie between 0 and trials")
             load(buckets, hits, trials)
+
+
+def _must(right: Any, otherwise: str) -> None:
+    if not right:
+        raise ValueError(otherwise)
 
 
 def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
     """Raise ValueError unless these are the entries of an order of the logit cache."""
-    if [part.ndim for part in (keys, ids, odds, origins)] != [1, 2, 2, 1]:
-        raise ValueError("arrays of other dimensions")
-    if [part.dtype.kind for part in (keys, ids, odds, origins)] != list("iifi"):
-        raise ValueError("arrays of another type")
-    if not len(keys) == len(ids) == len(odds) == len(origins) or ids.shape != odds.shape:
-        raise ValueError("arrays of unequal length")
-    if not 1 <= ids.shape[1] <= MAX_WIDTH:
-        raise ValueError(f"entries of {ids.shape[1]} tokens")
-    if not len(keys):
-        return
-    if keys.min() < 0 or len(np.unique(keys)) < len(keys):
-        raise ValueError("keys must be different, and not negative")
-    here = ids >= 0
-    if (
-        ids.min() < -1
-        or ids.max() >= 1 << SHIFT
-        or not here[:, 0].all()
-        or (here[:, 1:] > here[:, :-1]).any()
-    ):
-        raise ValueError("token ids out of range")
-    if not 0 <= origins.min() <= origins.max() <= 2:
-        raise ValueError("an origin is out of range")
-    if not (odds[here] <= 0).all() or (odds > 0).any():
-        raise ValueError("log-odds must not be above 0")
+    arrays = (keys, ids, odds, origins)
+    _must([part.ndim for part in arrays] == [1, 2, 2, 1], "arrays of other dimensions")
+    _must([part.dtype.kind for part in arrays] == list("iifi"), "arrays of another type")
+    _must(len({len(part) for part in arrays}) == 1 and ids.shape == odds.shape, "arrays of unequal length")
+    _must(1 <= ids.shape[1] <= MAX_WIDTH, f"entries of {ids.shape[1]} tokens")
+    if len(keys):
+        _must(keys.min() >= 0 and len(np.unique(keys)) == len(keys), "keys must be different, not negative")
+        here = ids >= 0
+        gapless = here[:, 0].all() and (here[:, 1:] <= here[:, :-1]).all()
+        _must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")
+        _must(0 <= origins.min() <= origins.max() <= 2, "an origin is out of range")
+        _must((odds[here] <= 0).all() and not (odds > 0).any(), "log-odds must not be above 0")
 
 
 _states: OrderedDict[str, AdaptiveState] = OrderedDict()

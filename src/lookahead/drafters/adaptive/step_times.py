@@ -20,13 +20,11 @@ MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WEIGHT, GUESS = 0.08, 0.02
 #: What took this many times as long as usual was interrupted by something else, and counts as so many times.
 SPIKE = 2.0
-FORMAT, LARGEST_FILE = 2, 1 << 20
+FORMAT = 2
 
 
 class Average:
     """Exponential moving average: starts at ``value``; what is above ``spike`` times the average is clipped."""
-
-    __slots__ = ("spike", "value", "weight")
 
     def __init__(self, value: float = 0.0, weight: float = WEIGHT, spike: float = inf) -> None:
         self.value, self.weight, self.spike = value, weight, spike
@@ -50,13 +48,15 @@ class StepTimes:
         bins: tables by bin, seconds by place in ``MENU``. The first is a whole plain step, with no drafter's time in
             it; the others are what follows once the tree is grown: the pass, and learning from its rows.
         probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
+        after: seconds by which the plain step after that is longer, since the model finds cold caches.
         setup: seconds to set up drafting for a text, its prompt read.
         batch, widest: sequences in the pass, and rows of the largest tree.
     """
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
-        self.probe, self.setup = Average(1e-4, spike=SPIKE), Average(5e-4, 0.2, SPIKE)
+        self.probe, self.after = Average(1e-4, spike=SPIKE), Average(weight=0.5)
+        self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.widest, self._evaluated = 0, 1, True
 
     def drafted(self, rows: int) -> None:
@@ -109,21 +109,11 @@ def from_points(points: dict[int, float]) -> list[float]:
     known = sorted(points.items())
     table: list[float] = []
     for k in MENU:
-        after = next((i for i, (rows, _) in enumerate(known) if rows >= k), len(known) - 1)
+        after = min(bisect_left(known, (k, 0.0)), len(known) - 1)
         (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
         seconds = t1 if k1 in (k, k0) else t0 + (t1 - t0) * (k - k0) / (k1 - k0)
         table.append(max([seconds, *table[-1:]]))
     return table
-
-
-def machine_name() -> str:
-    """Processor, cores and, where torch is loaded, its threads and accelerator."""
-    parts = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        parts.append(f"{torch.get_num_threads()} threads")
-        parts += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
-    return ", ".join(parts)
 
 
 def times_file(model: str) -> Path:
@@ -132,9 +122,14 @@ def times_file(model: str) -> Path:
     Args:
         model: whatever tells models, dtypes, devices and code paths apart.
     """
+    machine = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        machine.append(f"{torch.get_num_threads()} threads")
+        machine += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
+    digest = hashlib.sha256(f"{', '.join(machine)}|{model}".encode()).hexdigest()[:24]
     usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
-    digest = hashlib.sha256(f"{machine_name()}|{model}".encode()).hexdigest()[:24]
     return Path(base).expanduser() / "lookahead-decoding" / "times" / f"{digest}.json"
 
 
@@ -143,9 +138,8 @@ def save_times(model: str, times: StepTimes) -> Path:
     path = times_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     seconds = {f"{batch},{context}": table for (batch, context), table in times.bins.items()}
-    about = {"format": FORMAT, "model": model, "machine": machine_name(), "menu": MENU, "seconds": seconds}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(about, indent=1))
+    temporary.write_text(json.dumps({"format": FORMAT, "model": model, "menu": MENU, "seconds": seconds}))
     os.replace(temporary, path)
     return path
 
@@ -160,8 +154,6 @@ def load_times(model: str) -> StepTimes | None:
     if not path.is_file():
         return None
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise ValueError("too large")
         content = json.loads(path.read_text())
         if (content.get("format"), tuple(content["menu"])) != (FORMAT, MENU):  # of another version
             return None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import BESIDE, SPAN, Cache, Rules, Sources, Step, Tree
-from ..buckets import (
+from ..calibration import (
     BIN_OF,
     BINS,
     DISTANCES,

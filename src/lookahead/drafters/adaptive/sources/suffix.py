@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
-from ..buckets import MATCH_KINDS, MATCH_ORDERS, SHARES
+from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES
 from ..compiling import compiled, entry, int64
 from ..hashing import find, new_slots, rehash
 

