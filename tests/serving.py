@@ -24,8 +24,12 @@ class Served:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="on"))
-        self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [self._listening]}, daemon=True)
+        self._http = uvicorn.Server(
+            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="on")
+        )
+        self._thread = threading.Thread(
+            target=self._http.run, kwargs={"sockets": [self._listening]}, daemon=True
+        )
 
     @property
     def llm(self):

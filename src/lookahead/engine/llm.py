@@ -44,6 +44,7 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
+        exact: only paths on which drafting changes no bit of a text.
         name: for people.
         tokenizer_error: why there is no tokenizer.
         prefix_cache: finished texts whose keys and values are kept for prompts that begin like them.
@@ -53,12 +54,12 @@ class LLM:
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: an unknown method, or settings that it cannot take.
+        SettingsError: an unknown method, or settings that it cannot take; no exact path.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None, name: str = "",
-        tokenizer_error: str = "none was given", prefix_cache: int = 0,
+        self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None,
+        exact: bool = False, name: str = "", tokenizer_error: str = "none was given", prefix_cache: int = 0,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -71,7 +72,10 @@ class LLM:
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
+        self.exact = exact
         self._prefixes = PrefixCache(lambda: self.target(), prefix_cache, lambda: fingerprint(model))
+        if exact:
+            self.target()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
@@ -118,7 +122,7 @@ class LLM:
         with said_where_slow(
             "preparing the model (the first time here its passes are compiled for this processor)"
         ):
-            return make_target(self.model, path=path)
+            return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""

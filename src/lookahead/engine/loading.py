@@ -51,7 +51,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     _check_causal(model, checkpoint.name)
     tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
-        model, tokenizer, method=chosen.method, config=chosen.config, name=checkpoint.shown,
+        model, tokenizer, method=chosen.method, config=chosen.config, exact=chosen.exact, name=checkpoint.shown,
         tokenizer_error=missing, prefix_cache=chosen.prefix_cache,
     )  # fmt: skip
     if llm.probe.mode == "plain":
@@ -60,7 +60,7 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         from ..parallel import join
 
         rounding = partial(differ, llm.probe.equivalence)
-        llm.rank_group = join(lambda: make_target(model), connections, model, rounding)
+        llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
     return llm
 
 

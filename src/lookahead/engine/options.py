@@ -94,6 +94,11 @@ class LoadOptions(Given):
     attention: str | None = option(
         None, "Attention of the model; without it transformers chooses.", metavar="sdpa|eager"
     )
+    exact: bool = option(
+        False,
+        "Only paths on which drafting changes no bit of a text, in any dtype; refused where the model has none.",
+        YES_OR_NO,
+    )
     revision: str | None = option(None, "Of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
     local_files_only: bool = option(False, "Use no network.")
