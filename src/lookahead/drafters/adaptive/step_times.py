@@ -55,7 +55,7 @@ class StepTimes:
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
-        self.probe, self.after = Average(1e-4, spike=SPIKE), Average(weight=0.5)
+        self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.5)
         self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.widest, self._evaluated = 0, 1, True
 
