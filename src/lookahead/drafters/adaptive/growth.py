@@ -238,14 +238,10 @@ def grow(
     stop: Any,
     fresh: bool,
 ) -> int:
-    """Grow a tree of at most ``rows`` nodes, or go on growing it.
+    """Grow a tree of at most ``rows`` nodes, which ends where row k's probability is below ``stop[k]``.
 
-    Args:
-        stop: by row: the tree ends where the next one is less likely.
-        fresh: whether to begin; otherwise the noise that was asked for is in its place.
-
-    Returns:
-        The depth whose noise must be handed in first, or minus the number of rows.
+    Returns the depth whose noise must be handed in first (then it goes on where it is not ``fresh``), or minus the
+    number of rows.
     """
     progress = tree.progress[0]
     if fresh:
