@@ -9,8 +9,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
-from hypothesis import HealthCheck, settings
 import torch
+from hypothesis import HealthCheck, settings
 
 # No test may depend on how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -24,6 +24,7 @@ from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .options import ranks
+from .serve import RAW, serve
 from .tune import tune
 from .verify import verify
 
@@ -108,6 +109,7 @@ def _root(
 
 for command in (generate, chat, demo, verify, doctor, tune):
     app.command()(command)
+app.command(context_settings=RAW)(serve)
 app.add_typer(bench.app, name="bench")
 
 

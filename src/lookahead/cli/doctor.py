@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import METHODS, __version__
+from ..core.target import PROMISES
 from ..engine.options import LoadOptions
 from .options import Json, load_model, takes
 
@@ -86,6 +87,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "probe_reason": llm.probe.reason,
         "path": target.path,
         "path_reason": target.reason,
+        "promise": PROMISES.get(target.path, ""),
         "methods": list(METHODS),
     }
 

@@ -38,6 +38,7 @@ class Request:
         choose: the target's own token under a row, a ``Choose`` or a plain function; greedy by default.
         eos: tokens that end the text; the ending token is emitted.
         finished: told of each token as it is emitted; a text ends the sequence with that finish reason.
+        read_prompt: told (scores, node, token) of every prompt token but the first: its row, and the token itself.
     """
 
     prompt: Sequence[int]
@@ -46,6 +47,7 @@ class Request:
     choose: Choose | Callable[[Scores, int], int] = greedy
     eos: frozenset[int] = frozenset()
     finished: Callable[[int], str | None] | None = None
+    read_prompt: Callable[[Scores, int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -64,6 +66,7 @@ class Generation:
 
     request: Request
     slot: int = -1
+    evaluated: int = 0  # tokens of the prompt that its slot holds
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: LookaheadError | None = None
@@ -112,15 +115,26 @@ class Step:
 
 
 class Decoder:
-    """Drives any number of sequences over one target; they may join and leave between steps."""
+    """Drives any number of sequences over one target; they may join and leave between steps.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: its slots are the decoder's.
+        prompt_rows: rows of prompts in one pass. A longer prompt is evaluated in pieces, each a chain of rows that
+            are all kept, and passes over prompts and over trees take turns.
+        row_budget: rows of all trees of a pass together, as long as each has its root.
+    """
+
+    def __init__(
+        self, target: Target, prompt_rows: int = UNLIMITED_ROWS, row_budget: int = UNLIMITED_ROWS
+    ) -> None:
         self.target = target
+        self.prompt_rows, self.row_budget = prompt_rows, row_budget
         self.max_rows = UNLIMITED_ROWS
         self._waiting: list[Generation] = []
         self._running: list[Generation] = []
         self._free_slots: list[int] = []
         self._new_slots = count()
+        self._turn_of_trees = False
 
     @property
     def busy(self) -> bool:
@@ -141,31 +155,53 @@ class Decoder:
             self._sweep()
 
     def step(self) -> list[Step]:
-        """One prefill of those that wait, or else one forward pass for all that run."""
-        steps = self._prefill() if self._waiting else self._forward()
+        """One pass over the prompts of those that wait, or over the trees of all that run."""
+        trees = not self._waiting or (self._turn_of_trees and bool(self._running))
+        self._turn_of_trees = not trees
+        steps = self._forward() if trees else self._prefill()
         self._sweep()
         return steps
 
     def _prefill(self) -> list[Step]:
-        joining, self._waiting = self._waiting, []
-        steps: list[Step] = []
-        with timed("prefill", [g.stats for g in joining]):
-            for generation in joining:
+        """Evaluate ``prompt_rows`` rows of the prompts that wait; whose prompt ends there begins to run."""
+        room, steps = self.prompt_rows, list[Step]()
+        for generation in list(self._waiting):
+            if room <= 0:
+                break
+            if generation.slot < 0:
                 generation.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
-            self._running += joining
-            try:
-                scores = self.target.prefill([(g.slot, g.request.prompt) for g in joining])
-            except LookaheadError as error:
-                for generation in joining:
-                    generation.finish_reason, generation.error = "error", error
-                return []
-            for generation, score in zip(joining, scores, strict=True):
-                with generation.ended_by_errors():
-                    request, token = generation.request, generation.choose(score, 0)
+            request, begin = generation.request, generation.evaluated
+            with generation.ended_by_errors(), timed("prefill", [generation.stats]):
+                scores, last = self._evaluate_prompt(generation, room)
+                room -= generation.evaluated - begin
+                if generation.evaluated == len(request.prompt):
+                    token = generation.choose(scores, last)
                     generation.emit(token)
                     request.drafter.reset(request.prompt, token, request.eos)
                     steps.append(Step(generation, [token], [], None))
+                    self._waiting.remove(generation)
+                    self._running.append(generation)
         return steps
+
+    def _evaluate_prompt(self, generation: Generation, room: int) -> tuple[Scores, int]:
+        """Up to ``room`` more tokens of a prompt: a chain of which all rows are kept. (scores, its last row)."""
+        request, slot, begin = generation.request, generation.slot, generation.evaluated
+        if request.read_prompt is not None and not begin:
+            room = 1  # a prefill has the scores of its last row only
+        piece = request.prompt[begin : begin + room]
+        generation.evaluated = end = begin + len(piece)
+        if not begin:
+            (scores,), rows = self.target.prefill([(slot, piece)]), [0]
+        else:
+            chain = TokenTree(piece[0])
+            for row, token in enumerate(piece[1:]):
+                chain.add(token, row, row + 2 == len(piece) or request.read_prompt is not None)
+            (scores,), rows = self.target.forward([(slot, chain)]), chain.needs_logits_nodes()
+            self.target.commit([(slot, range(len(piece)))])
+        if request.read_prompt is not None:
+            for row, token in zip(rows, request.prompt[begin + 1 : end + 1], strict=False):
+                request.read_prompt(scores, row, token)
+        return scores, rows[-1]
 
     def _forward(self) -> list[Step]:
         stats = [g.stats for g in self._running]
@@ -191,22 +227,31 @@ class Decoder:
 
     def _evaluate(self, stats: list[Stats]) -> list[tuple[Generation, TokenTree, Scores]]:
         """Draft and evaluate; a pass that does not fit is tried again with half the rows. [] where none fits."""
-        running = self._running
         while True:
+            drafted: list[tuple[Generation, TokenTree]] = []
             with timed("draft", stats):
-                trees = [self._draft(generation) for generation in running]
+                left = self.row_budget
+                running = [generation for generation in self._running if generation.finish_reason is None]
+                for place, generation in enumerate(running):
+                    with (
+                        generation.ended_by_errors()
+                    ):  # what one leaves of its share is for those that follow
+                        drafted.append((generation, self._draft(generation, left // (len(running) - place))))
+                        left -= len(drafted[-1][1])
+            if not drafted:
+                return []
             try:
                 with timed("forward", stats):
-                    scores = self.target.forward([(g.slot, t) for g, t in zip(running, trees, strict=True)])
+                    scores = self.target.forward([(generation.slot, tree) for generation, tree in drafted])
                     # A device that runs by itself is still computing: this is for what needs no logits.
-                    for generation, tree in zip(running, trees, strict=True):
+                    for generation, tree in drafted:
                         generation.choose.overlap(tree)
                         generation.request.drafter.overlap(tree)
-                return list(zip(running, trees, scores, strict=True))
+                return [(*pair, score) for pair, score in zip(drafted, scores, strict=True)]
             except OutOfMemory as error:
-                rows = max(map(len, trees))
+                rows = max(len(tree) for _, tree in drafted)
                 if rows == 1:
-                    for generation in running:
+                    for generation, _ in drafted:
                         generation.finish_reason, generation.error = "error", error
                     return []
                 if self.max_rows == UNLIMITED_ROWS:
@@ -218,15 +263,15 @@ class Decoder:
                     )
                 self.max_rows = rows // 2
 
-    def _draft(self, generation: Generation) -> TokenTree:
+    def _draft(self, generation: Generation, share: int) -> TokenTree:
         left = generation.request.max_new_tokens - len(generation.tokens)
         depth = min(left - 1, self.target.depth_limit(generation.slot))
-        return generation.request.drafter.draft(max(0, depth), self.max_rows)
+        return generation.request.drafter.draft(max(0, depth), max(1, min(self.max_rows, share)))
 
     def _sweep(self) -> None:
         """Give back the slots of those that are done."""
-        for generation in self._running:
-            if generation.finish_reason is not None:
+        for generation in (*self._waiting, *self._running):
+            if generation.finish_reason is not None and generation.slot >= 0:
                 self.target.release(generation.slot)
                 self._free_slots.append(generation.slot)
         self._running = [g for g in self._running if g.finish_reason is None]

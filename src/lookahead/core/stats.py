@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
+from .target import PROMISES
+
 PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
 
@@ -71,6 +73,11 @@ class Stats:
         ]
 
     @property
+    def promise(self) -> str:
+        """What holds of this text beside plain decoding on the same path; "" where that is not known."""
+        return PROMISES.get(self.path, "")
+
+    @property
     def decode_seconds(self) -> float:
         """Wall time of everything after the prefill."""
         return sum(self.seconds.values()) - self.seconds["prefill"]
@@ -82,7 +89,7 @@ class Stats:
             plain[name] = {str(size): steps for size, steps in sorted(plain[name].items())}
         for name in ("seconds", "drafter"):
             plain[name] = dict(plain[name])
-        for name in ("compression_ratio", "acceptance_rate", "acceptance_by_position"):
+        for name in ("compression_ratio", "acceptance_rate", "acceptance_by_position", "promise"):
             plain[name] = getattr(self, name)
         return plain
 

@@ -11,6 +11,15 @@ from typing import Any, Protocol
 
 from .tree import TokenTree
 
+#: What drafting may change in a text, by the path that evaluates steps.
+PROMISES = {
+    "cpu": "bit-equal by construction",
+    "plain": "bit-equal by construction",
+    "exact": "bit-equal, as checked at load",
+    "transformers": "equal up to rounding",
+    "cuda-graph": "equal up to rounding",
+}
+
 
 class Scores(Protocol):
     """The target's logits at the rows of one tree that need logits."""

@@ -1,7 +1,7 @@
 """A loaded model with three verbs: generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
 
-Every call has a target of its own (a KV cache that grows with the text), so calls leave nothing behind, and
-several threads may call one LLM. What one call decodes together shares forward passes.
+Every call has a target of its own (a KV cache that grows with the text) or one that ``prefix_cache`` lends to it
+alone, so several threads may call one LLM. What one call decodes together shares forward passes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from ..targets.factory import make_target, probe
+from ..targets.fingerprint import fingerprint
 from .fields import keywords_of
 from .options import BatchOptions, Options
+from .prefix_cache import PrefixCache
 from .processors import make_process
 from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
@@ -42,27 +44,23 @@ class LLM:
         tokenizer: None where there is none; prompts are then token ids.
         method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
             where ``config`` is a (W, N, G).
+        exact: only paths on which drafting changes no bit of a text.
         name: for people.
         tokenizer_error: why there is no tokenizer.
+        prefix_cache: finished texts whose keys and values are kept for prompts that begin like them.
 
     Attributes:
         probe: what ``lookahead.targets.factory.probe`` found.
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: an unknown method, or settings that it cannot take.
+        SettingsError: an unknown method, or settings that it cannot take; no exact path.
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        method: str | None = None,
-        config: Any = None,
-        name: str = "",
-        tokenizer_error: str = "none was given",
-    ) -> None:
+        self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None,
+        exact: bool = False, name: str = "", tokenizer_error: str = "none was given", prefix_cache: int = 0,
+    ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error
@@ -74,6 +72,10 @@ class LLM:
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
+        self.exact = exact
+        self._prefixes = PrefixCache(lambda: self.target(), prefix_cache, lambda: fingerprint(model))
+        if exact:
+            self.target()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
@@ -120,7 +122,7 @@ class LLM:
         with said_where_slow(
             "preparing the model (the first time here its passes are compiled for this processor)"
         ):
-            return make_target(self.model, path=path)
+            return make_target(self.model, path=path, exact=self.exact)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
@@ -203,8 +205,8 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self._begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
-        return decode_prompts(self.target, entries, chosen.batch_size or 1)
+        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
+        return decode_prompts(self._prefixes.lend, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
         """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
@@ -248,7 +250,8 @@ class LLM:
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
         wanted = settings.budget and self.probe.mode != "plain"
-        times = times_for(self.model, self.path, self.target) if wanted else None
+        with said_where_slow("measuring steps of this model (once; their times are kept)"):
+            times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
         return AdaptiveState(settings, keep, times, scope)
@@ -272,7 +275,7 @@ class LLM:
             return self.config
         return None if method in OWN_SETTINGS else self._triple
 
-    def _begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
+    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens

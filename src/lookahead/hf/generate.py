@@ -9,6 +9,7 @@ order. Options that cannot be honoured are refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,6 +44,7 @@ def generate(
     guess_set_size: int | None = None,
     pool: Any = None,
     stats: list[Stats] | None = None,
+    exact: bool = False,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Decode with lookahead; pass this function to ``model.generate(custom_generate=...)``.
@@ -61,6 +63,7 @@ def generate(
         pool: what to keep across calls: an n-gram pool for lookahead, one sequence at a time, or an
             ``AdaptiveState`` for adaptive.
         stats: a list that receives one ``Stats`` per sequence.
+        exact: only a path on which drafting changes no bit of a text (docs/exactness.md).
         **model_kwargs: what transformers prepared for its own loop.
 
     Returns:
@@ -92,7 +95,13 @@ def generate(
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
     keeps = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
-    target: Target = _Keeping(model, found.facts) if keeps and found.facts else make_target(model)
+    keeps = keeps and found.facts is not None
+    # The compiled path's cache is of another form than the one that is handed back.
+    path = "transformers" if keeps and model.device.type == "cpu" else "auto"
+    fresh = partial(make_target, model, path=path, exact=exact)
+    target = fresh()
+    if keeps:
+        target = cast(Target, _Keeping(cast(TransformersTarget, target)))
     if found.mode == "plain":  # one row a step, so there is nothing to draft
         make_drafter(name, settings, target.vocabulary)  # refuses settings that it cannot take, as elsewhere
         name, settings = "autoregressive", None
@@ -100,7 +109,7 @@ def generate(
         from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
 
         settings = AdaptiveConfig.of(settings)
-        times = times_for(model, target.path, lambda: make_target(model)) if settings.budget else None
+        times = times_for(model, target.path, fresh) if settings.budget else None
         pool = AdaptiveState(settings, keep=False, times=times)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
@@ -210,8 +219,14 @@ def _by_time(rows: list[list[torch.Tensor] | None]) -> Any:
     return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 
 
-class _Keeping(TransformersTarget):
+class _Keeping:
     """A target of one sequence whose cache the caller wants: it is kept after the sequence has ended."""
+
+    def __init__(self, target: TransformersTarget) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
 
     def release(self, slot: int) -> None:
         """Keep the slot."""
@@ -220,8 +235,8 @@ class _Keeping(TransformersTarget):
         """The sequence's keys and values in transformers' own cache: in the one that was given if it is empty."""
         cache = given
         if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
-            cache = DynamicCache(config=self.facts.config)
-        for layer, pair in enumerate(self.cache.read(0, self.lengths[0])):
+            cache = DynamicCache(config=self._target.facts.config)
+        for layer, pair in enumerate(self._target.cache.read(0, self._target.lengths[0])):
             if pair is not None:
                 cache.update(*pair, layer)
         return cache

@@ -152,7 +152,7 @@ def differ(found: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) 
         found: what ``compare`` found of the model; None allows what float32 does.
     """
     noise = found.noise if found is not None else 0.0
-    limit = 2 * max(STRICT, FACTOR * noise)
+    limit = 2 * max(Trial.strict, FACTOR * noise)
     apart = float(distance(theirs.to(ours), ours.double()))
     return "" if apart <= limit else f"relative distance {apart:.2g}, {limit:.2g} is allowed"
 

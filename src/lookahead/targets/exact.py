@@ -137,7 +137,7 @@ def _judge(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | N
             return None, f"{name}'s rows depend on their place in a pass or on other rows: {differs}"
         found = compare(model, facts, lambda: ExactTarget(model, facts, attention))
     except SettingsError as error:
-        return None, str(error)
+        return None, str(error).removesuffix("; use sdpa")
     except OutOfMemory:
         raise
     except Exception as error:  # whatever a model does in a pass that it was not made for

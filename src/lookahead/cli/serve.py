@@ -1,0 +1,63 @@
+"""``lookahead serve``: an OpenAI-compatible server. Its options are the fields of ``lookahead.server.settings``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from ..core import SettingsError
+from .console import note
+from .options import quiet
+
+#: What follows ``serve`` is read by a command made of the settings, so that no other command has to load these.
+RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def serve(ctx: typer.Context) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's API; --help shows its options."""
+    try:
+        from ..server.app import serve as serve_http
+        from ..server.settings import Settings
+    except ImportError as error:
+        raise SettingsError(
+            f"lookahead serve needs {error.name}; install it with pip install 'lookahead-decoding[serve]'"
+        ) from None
+
+    def run(*, config: Path | None, **given: Any) -> None:
+        settings = Settings.read({name: v for name, v in given.items() if v not in (None, [])}, config)
+        quiet()
+        serve_http(settings, lambda address: note(f"listening on {address}; Ctrl-C ends it"))
+
+    run.__doc__ = (
+        "Serve a model over HTTP, compatible with OpenAI's API. Each option may also be given as LOOKAHEAD_* in "
+        "the environment (--max-queue is LOOKAHEAD_MAX_QUEUE) or in a YAML file; options win, then the environment."
+    )
+    parameters = _parameters(Settings.model_fields)
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(run)
+    app(args=ctx.args, prog_name="lookahead serve", standalone_mode=False)
+
+
+def _parameters(fields: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """One option for each setting; what is not given is left to the environment, the file and the default."""
+    config: Any = typer.Option(
+        help="A YAML file of these settings.", metavar="FILE", envvar="LOOKAHEAD_CONFIG"
+    )
+    made: list[tuple[str, Any]] = [("config", Annotated[Path | None, config])]
+    for name, field in fields.items():
+        kinds = [kind for kind in get_args(field.annotation) or [field.annotation] if kind is not type(None)]
+        kind: Any = kinds[0] if kinds[0] in (bool, int, float) else str
+        kind = list[str] if field.annotation == list[str] else kind
+        default = "" if field.default in (None, False, []) else f" (default {field.default})"
+        info: Any = typer.Option(help=f"{field.description}{default}", show_default=False)
+        if name == "model":
+            info = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
+        made.append((name, Annotated[kind | None, info]))
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in made]

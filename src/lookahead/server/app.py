@@ -1,0 +1,215 @@
+"""The HTTP application: routes, and errors in OpenAI's form.
+
+app = create_app(Settings.read())      # ASGI, for any server
+serve(Settings.read())                 # until it is told to end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from .. import __version__
+from ..core import LookaheadError, SettingsError
+from .gate import Gate, error_response, log_to_stderr
+from .loop import Loop
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .service import Server, status_of
+from .settings import Settings
+from .tools import messages_of
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
+PAGE = Path(__file__).with_name("page.html")
+
+
+async def _refused(request: Request, error: Any) -> Response:
+    status, code = status_of(error)
+    named = re.match(r"([a-z_]+(?:\.[a-z_]+)?)(?::| must| needs)", str(error))
+    param = named[1] if named and isinstance(error, SettingsError) else None
+    return error_response(str(error), status, code, param, getattr(error, "retry_after", None))
+
+
+async def _invalid(request: Request, error: Any) -> Response:
+    """A body that is not of the endpoint's form: 400, with the field."""
+    found = error.errors()
+    sent = request.headers.get("content-type", "").partition(";")[0]
+    if sent != "application/json" or any(one["type"] == "json_invalid" for one in found):
+        return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
+    # Of the branches of a union, the one that went deepest says most.
+    first = max(found, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    path = [
+        str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-", "constr"))
+    ]
+    param = ".".join(path) or None
+    if first["type"] == "extra_forbidden":
+        return error_response(f"unknown or unsupported field {param!r}", 400, "unknown_field", param)
+    return error_response(f"{param or 'the body'}: {first['msg']}", 400, "invalid_value", param)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    messages = {
+        404: "no such path",
+        405: "this path takes another method",
+        413: "the request body is too large",
+    }
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 400: "invalid_body"}
+    message = messages.get(error.status_code, str(error.detail))
+    return error_response(message, error.status_code, codes.get(error.status_code))
+
+
+def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: bool = False) -> FastAPI:
+    """The ASGI application; its lifespan starts and ends the loop.
+
+    Args:
+        load: makes the model, where the settings are not to.
+        wait: start only once the model is ready; without it /health says 503 until then.
+    """
+    server = Server(settings, load)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.loop.start()
+        while wait and not server.loop.ready:
+            if server.loop.error is not None:
+                raise server.loop.error
+            await asyncio.sleep(0.05)
+        yield
+        server.loop.stop()
+        await asyncio.to_thread(server.loop.join)
+
+    app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    for kind, handler in (
+        (LookaheadError, _refused), (RequestValidationError, _invalid), (HTTPException, _http_error)
+    ):  # fmt: skip
+        app.add_exception_handler(kind, handler)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await server.answer(request, body, lambda deliver: server.completion(body, deliver))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await server.answer(request, body, lambda deliver: server.chat(body, deliver))
+
+    def described() -> dict[str, Any]:
+        return {
+            "id": server.name, "object": "model", "created": 0, "owned_by": "lookahead",
+            "max_model_len": server.ready.context,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return described()
+
+    @app.get("/health")
+    async def health() -> Response:
+        if server.loop.ready:
+            return Response(status_code=200)
+        return error_response("the model is not ready", 503, "not_ready", retry_after=5)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.post("/tokenize")
+    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise SettingsError("prompt: either prompt or messages must be given")
+        if body.messages is not None:
+            ids = server.chat_tokens(messages_of(body.messages), [])
+        else:
+            ids = server.ready.llm.encode(body.prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": server.ready.context}
+
+    @app.post("/detokenize")
+    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        llm = server.ready.llm
+        outside = next((token for token in body.tokens if token >= llm.vocabulary), None)
+        if outside is not None:
+            raise SettingsError(f"tokens: must be below {llm.vocabulary}, got {outside}")
+        if llm.tokenizer is None:
+            raise SettingsError(f"tokens: a text needs a tokenizer, and {llm.tokenizer_error}")
+        return {"prompt": llm.tokenizer.decode(body.tokens)}
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
+
+    routes = {str(getattr(route, "path", "")) for route in app.routes}
+    app.add_middleware(
+        Gate, settings=settings, metrics=server.metrics, ready=lambda: server.loop.ready, routes=routes
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells the loop when it is time to end, so that streams end properly."""
+
+    def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
+        super().__init__(config)
+        self._loop, self._seconds = loop, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop.stop(self._seconds)
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings, told: Callable[[str], None] = lambda line: None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        told: one line when the server listens, with its address.
+
+    Raises:
+        SettingsError: the address cannot be had, or the model cannot be loaded.
+    """
+    log_to_stderr()
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"--host and --port must be an address that is free, got {settings.host}:{settings.port} ({error})"
+        ) from None
+    app = create_app(settings)
+    server: Server = app.state.server
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on",
+        timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5,
+    )  # fmt: skip
+    http = _Uvicorn(config, server.loop, settings.shutdown_timeout)
+    server.failed = lambda: setattr(http, "should_exit", True)
+    told(f"http://{settings.host}:{listening.getsockname()[1]}")
+    http.run(sockets=[listening])
+    if server.loop.error is not None:
+        raise server.loop.error

@@ -1,0 +1,145 @@
+"""What every HTTP request goes through first: its id, the key, the size of its body; and one log line at its end."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from time import monotonic, time
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .metrics import Metrics
+from .settings import Settings
+
+log = logging.getLogger("lookahead.server")
+
+#: What needs neither a key nor a model that is ready.
+OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def error_body(
+    message: str, status: int, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    message: str,
+    status: int,
+    code: str | None = None,
+    param: str | None = None,
+    retry_after: int | None = None,
+) -> Response:
+    """The same as a response."""
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = json.dumps(error_body(message, status, code, param))
+    return Response(body, status, headers, media_type="application/json")
+
+
+class Gate:
+    """ASGI middleware.
+
+    Args:
+        ready: whether the model is there.
+        routes: paths that are counted by name.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: Metrics, ready: Callable[[], bool], routes: set[str]
+    ) -> None:
+        self._app, self._settings, self._metrics, self._ready = app, settings, metrics, ready
+        self._routes = routes
+        key = settings.api_key
+        self._key = b"Bearer " + key.get_secret_value().encode() if key is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if 0 < len(given) <= 64 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        begin, status, size = monotonic(), 0, 0
+        record: dict[str, Any] = {}
+        scope.setdefault("state", {})["record"] = record
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._settings.max_body_bytes:
+                raise HTTPException(413)
+            return message
+
+        async def answered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope["path"], headers)
+            await (refusal if refusal is not None else self._app)(scope, counted, answered)
+        except Exception:
+            log.exception("request %s failed", name)
+            if not status:
+                await error_response("the server failed; its log says why", 500, "internal")(
+                    scope, receive, answered
+                )
+        finally:
+            path = scope["path"] if scope["path"] in self._routes else "other"
+            self._metrics.http.labels(path, str(status or 499)).inc()
+            line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
+            if path not in OPEN:  # which machines ask for every few seconds
+                log.info(
+                    "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
+                )
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
+        """What is wrong before the body is read."""
+        if path in OPEN:
+            return None
+        given = headers.get(b"authorization", b"")
+        if self._key is not None and not hmac.compare_digest(given, self._key):
+            return error_response("the API key is missing or wrong", 401, "invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
+            return error_response(
+                f"a request body may have {self._settings.max_body_bytes} bytes", 413, "too_large"
+            )
+        if not self._ready():
+            return error_response("the model is not ready", 503, "not_ready", retry_after=5)
+        return None
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, event, and what a record brings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": round(time(), 3), "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "record", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr() -> None:
+    """Our lines and those of uvicorn, as JSON on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    for name, level in (("lookahead.server", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,85 @@
+"""Answers in a given form: JSON, JSON of a schema, a call of a tool. Needs llguidance (the extra ``[grammar]``).
+
+The grammar is asked once for every emitted token, under its true prefix, before temperature and the other filters:
+it works along the walk as any processor does, so drafting goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..core import SettingsError
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
+#: No line breaks and no runs of blanks: a small model would never stop writing them.
+COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT = {"type": "object"}
+
+
+class Grammars:
+    """Grammars over one tokenizer."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise SettingsError(
+                "response_format and tool_choice need llguidance; install it with "
+                "pip install 'lookahead-decoding[grammar]'"
+            ) from None
+        if self._llm.tokenizer is None or not self._llm.eos:
+            raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
+        try:
+            return from_tokenizer(
+                self._llm.tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos)
+            )
+        except Exception as error:  # of a tokenizer that llguidance cannot read
+            raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
+
+    def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
+        """What keeps one text to JSON of a schema.
+
+        Raises:
+            SettingsError: a schema that cannot be honoured, under the name of ``param``.
+        """
+        from llguidance import LLMatcher
+
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise SettingsError(f"{param}: the JSON schema cannot be honoured: {problem[:200]}")
+        return JsonProcess(matcher, self._llm.vocabulary)
+
+
+class JsonProcess:
+    """A logits processor for one text; it follows the text by itself."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._seen: int | None = None
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        """(ids (1, L), scores (1, V)) -> scores with what the grammar forbids at -inf."""
+        if self._seen is not None:
+            for token in ids[0, self._seen :].tolist():
+                if not self._matcher.consume_token(token):
+                    raise SettingsError(f"the grammar cannot go on: {self._matcher.get_error()[:200]}")
+        self._seen = ids.shape[1]
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))

@@ -1,0 +1,107 @@
+"""Metrics for Prometheus, under the names that the field uses (vLLM's, with this library's prefix)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ..core import Stats, Step
+
+if TYPE_CHECKING:
+    from .loop import Sequence
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+#: Positions of a draft that are counted apart.
+POSITIONS = 16
+
+
+class Metrics:
+    """All counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"lookahead_{name}", help, labels, registry=registry)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"lookahead_{name}", help, registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"lookahead_{name}", help, registry=registry, buckets=buckets)
+
+        self.http = counter("http_requests", "Answers by route and status", "route", "status")
+        self.success = counter("request_success", "Texts by how they ended", "finished_reason")
+        self.running = gauge("num_requests_running", "Texts being decoded")
+        self.waiting = gauge("num_requests_waiting", "Texts that wait for a slot")
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
+        self.each = histogram("time_per_output_token_seconds", "Mean of a text, its first left out", SECONDS)
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
+        self.prompt = counter("prompt_tokens", "Tokens of prompts")
+        self.generated = counter("generation_tokens", "Tokens emitted")
+        self.drafts = counter("spec_decode_num_drafts", "Steps with drafted tokens")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self.by_position = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft", "position"
+        )
+        self.rows = histogram("rows_per_step", "Rows of all trees in a forward pass", ROWS)
+        self.step = histogram("step_seconds", "Wall time of a pass, with all that is around it", SECONDS)
+        self.cache = gauge("kv_cache_tokens", "Tokens whose keys and values are held for running texts")
+
+    def stepped(self, steps: Iterable[Step], seconds: float, running: int, waiting: int) -> None:
+        """A pass is over."""
+        steps = list(steps)
+        rows = sum(step.rows for step in steps)
+        if rows:
+            self.rows.observe(rows)
+        self.step.observe(seconds)
+        self.generated.inc(sum(len(step.tokens) for step in steps))
+        self.running.set(running)
+        self.waiting.set(waiting)
+        alive = [s.generation.stats for s in steps if s.generation.finish_reason is None]
+        self.cache.set(sum(stats.prompt_tokens + stats.new_tokens for stats in alive))
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        """A text is over."""
+        now = monotonic()
+        self.success.labels(reason).inc()
+        self.whole.observe(now - sequence.created)
+        if sequence.generation is None:
+            return
+        stats = sequence.generation.stats
+        self.prompt.inc(stats.prompt_tokens)
+        if sequence.first_token is not None:
+            self.first.observe(sequence.first_token - sequence.created)
+            if stats.new_tokens > 1:
+                self.each.observe((now - sequence.first_token) / (stats.new_tokens - 1))
+        record = speculation(stats)
+        self.drafts.inc(record["num_spec_steps"])
+        self.drafted.inc(stats.drafted)
+        self.accepted.inc(stats.accepted)
+        for position in range(POSITIONS):
+            reached = sum(n for size, n in stats.tokens_per_step.items() if size - 1 > position)
+            if reached:
+                self.by_position.labels(str(position)).inc(reached)
+
+    def page(self) -> bytes:
+        """What /metrics says."""
+        return generate_latest(self.registry)
+
+
+def speculation(stats: Stats) -> dict[str, Any]:
+    """The statistics of one text in the words of vLLM's record; the mean counts the bonus token."""
+    return {
+        "mean_acceptance_length": round(stats.compression_ratio, 4),
+        "draft_acceptance_rate": round(stats.acceptance_rate, 4),
+        "acceptance_histogram": {str(n - 1): steps for n, steps in sorted(stats.tokens_per_step.items())},
+        "num_spec_steps": sum(n for rows, n in stats.rows_per_step.items() if rows > 1),
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_steps": stats.steps,
+        "rows": stats.rows,
+    }

@@ -1,0 +1,89 @@
+"""Settings of the server: command-line options, LOOKAHEAD_* environment variables, a YAML file; the first wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import YamlConfigSettingsSource
+
+from ..core import SettingsError
+from ..engine.options import DraftOptions
+
+
+class Settings(BaseSettings):
+    """What ``lookahead serve`` may be told; a field is an option, a key of the YAML file, and a variable."""
+
+    model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid", validate_default=True)
+
+    model: str | None = Field(None, description="A directory or a hub id; without it the default model.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
+    api_key: SecretStr | None = Field(None, description="Requests must bear this key; none without it.")
+    served_model_name: str | None = Field(None, description="The model's name in the API; without it MODEL.")
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Longest text in tokens, prompt included; at most 4096 of the model's context.",
+    )
+    max_concurrent: int = Field(64, ge=1, le=4096, description="Texts decoded together.")
+    max_queue: int = Field(256, ge=0, description="Texts that may wait; past it requests get 429.")
+    dtype: str = Field("auto", description="auto (the checkpoint's), float32, bfloat16 or float16.")
+    device: str | None = Field(None, description="cpu, cuda, ...; without it a GPU where there is one.")
+    threads: int | None = Field(None, ge=1, description="Threads of torch on the CPU.")
+    method: str | None = Field(None, description="How to draft unless a request says otherwise.")
+    lookahead: str | None = Field(None, description="Window, n-gram and guess set size, as W,N,G.")
+    max_rows: int = Field(
+        256, ge=1, le=4096, description="Most rows of a step that a request's W,N,G may ask for."
+    )
+    row_budget: int = Field(
+        64, ge=1, description="Rows of all texts' trees in one pass; so drafting shrinks as more are decoded."
+    )
+    prompt_rows: int = Field(256, ge=1, description="Rows of prompts in one pass; longer prompts take turns.")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
+    max_choices: int = Field(16, ge=1, description="Most texts of one request: prompts times n.")
+    request_timeout: float = Field(600.0, gt=0, description="Seconds until a request is ended.")
+    shutdown_timeout: float = Field(
+        20.0, ge=0, description="Seconds that running requests have after SIGTERM."
+    )
+    cors_origins: list[str] = Field([], description="Origins that browsers may call from; none are allowed.")
+    log_text: bool = Field(False, description="Write prompts and texts into the log, too.")
+
+    @classmethod
+    def read(cls, given: dict[str, Any] | None = None, config: Path | None = None) -> Self:
+        """From options that were given, the environment and a YAML file.
+
+        Raises:
+            SettingsError: an unknown key, a value that is not allowed, or no such file.
+        """
+        if config is not None and not config.is_file():
+            raise SettingsError(f"--config must be a YAML file that exists, got {config}")
+
+        class Sources(cls):  # type: ignore[valid-type,misc]
+            @classmethod
+            def settings_customise_sources(
+                cls, settings_cls: type[BaseSettings], *, init_settings: Any, env_settings: Any, **rest: Any
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                file = [YamlConfigSettingsSource(settings_cls, config)] if config is not None else []
+                return init_settings, env_settings, *file
+
+        try:
+            settings = cls(**dict(Sources(**given or {})))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(cls.model_fields)
+                raise SettingsError(f"unknown setting {name!r}; known are {known}") from None
+            shown = "" if name == "api_key" else f" (got {first['input']!r:.60})"
+            raise SettingsError(f"{name}: {first['msg']}{shown}") from None
+        except Exception as error:  # PyYAML's own, and a file that is no mapping
+            raise SettingsError(f"--config must be a YAML file of settings; {config}: {error}") from None
+        settings.drafting()
+        return settings
+
+    def drafting(self) -> tuple[str, Any]:
+        """(method, its settings) where a request names none."""
+        return DraftOptions(method=self.method, lookahead=self.lookahead).resolve()

@@ -1,0 +1,157 @@
+"""Function calls: told to the model by its chat template, and found in what it writes.
+
+A template that knows no tools gets them in a system message, in the form that most open models were taught: a call is
+a JSON object {"name", "arguments"} between <tool_call> tags. A call that must be made is held to its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from ..core import SettingsError
+from .protocol import ChatRequest, Message, NamedTool, plain
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PREAMBLE = (
+    "You may call functions. They are, as JSON:\n{tools}\n"
+    'To call one, answer only with {open}{{"name": <its name>, "arguments": <an object>}}{close}.'
+)
+
+
+def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    messages = []
+    for message in chat:
+        role = "system" if message.role == "developer" else message.role
+        given: dict[str, Any] = {"role": role, "content": plain(message.content)}
+        if message.name is not None:
+            given["name"] = message.name
+        if message.tool_call_id is not None:
+            given["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            given["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": call.function.model_dump()}
+                for call in message.tool_calls
+            ]
+        messages.append(given)
+    return messages
+
+
+def offered(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that may be called, as templates take them."""
+    if not request.tools or request.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
+    """(schema of the call that must be made, the field that says so), or None where none must.
+
+    Raises:
+        SettingsError: a tool that is not among ``tools``, or no tools at all.
+    """
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    functions = {tool.function.name: tool.function for tool in request.tools or []}
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in functions:
+            raise SettingsError(
+                f"tool_choice: must name one of tools ({', '.join(functions) or 'none'}), "
+                f"got {choice.function.name!r}"
+            )
+        functions = {choice.function.name: functions[choice.function.name]}
+    if not functions:
+        raise SettingsError("tool_choice: a tool must be called, and tools names none")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": function.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, function in functions.items()
+    ]
+    return (calls[0] if len(calls) == 1 else {"anyOf": calls}), "tool_choice"
+
+
+def with_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
+) -> list[dict[str, Any]]:
+    """The messages, with tools told in a system message where the template does not say them itself."""
+    if not tools or "tools" in template:
+        return messages
+    preamble = PREAMBLE.format(
+        tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
+    )
+    rewritten = []
+    for message in messages:  # such templates know neither calls nor their results
+        calls = message.get("tool_calls")
+        if calls:
+            text = "".join(f"{OPEN}{json.dumps(_plain_call(call))}{CLOSE}" for call in calls)
+            message = {"role": "assistant", "content": message["content"] + text}
+        elif message["role"] == "tool":
+            message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+        rewritten.append(message)
+    if rewritten[0]["role"] == "system":
+        head, *rest = rewritten
+        return [{"role": "system", "content": f"{head['content']}\n\n{preamble}"}, *rest]
+    return [{"role": "system", "content": preamble}, *rewritten]
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        return {"name": function["name"], "arguments": json.loads(function["arguments"])}
+    except ValueError:
+        return {"name": function["name"], "arguments": function["arguments"]}
+
+
+class CallReader:
+    """Takes a text in pieces, gives on what is content, and holds back what may be a call.
+
+    Args:
+        names: of the tools. one: keep the first call only.
+    """
+
+    def __init__(self, names: set[str], one: bool) -> None:
+        self._names, self._one, self._text, self._shown = names, one, "", 0
+
+    def push(self, piece: str) -> str:
+        """The content that is safe to show."""
+        self._text += piece
+        start = self._text.lstrip()
+        if not start or start[0] == "{" or start[: len(OPEN)] == OPEN[: len(start)]:
+            return ""
+        end = self._text.find(OPEN)
+        if end < 0:  # a tag may have begun
+            end = next(
+                (len(self._text) - n for n in range(len(OPEN) - 1, 0, -1) if self._text.endswith(OPEN[:n])),
+                len(self._text),
+            )
+        piece, self._shown = self._text[self._shown : end], max(self._shown, end)
+        return piece
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """(what is left of the content, the calls), at the end of the text."""
+        parts = self._text.split(OPEN)
+        bodies = [part.partition(CLOSE)[0] for part in parts[1:]] or [self._text]
+        calls = [call for body in bodies if (call := self._call(body)) is not None]
+        if not calls:
+            return self._text[self._shown :], []
+        content = parts[0][self._shown :].rstrip() if len(parts) > 1 else ""
+        return content, calls[:1] if self._one else calls
+
+    def _call(self, body: str) -> dict[str, Any] | None:
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(given, dict) or given.get("name") not in self._names:
+            return None
+        arguments = given.get("arguments", given.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        function = {"name": given["name"], "arguments": text}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

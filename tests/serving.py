@@ -1,0 +1,65 @@
+"""A server on a toy model in this process, on a real socket."""
+
+import socket
+import threading
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+import uvicorn
+
+from lookahead.server.app import create_app
+from lookahead.server.settings import Settings
+
+
+class Served:
+    """A server that runs in a thread.
+
+    Attributes:
+        url: where it listens. app, server, llm: what it consists of.
+    """
+
+    def __init__(self, load, **settings):
+        self.app = create_app(Settings(**settings), load)
+        self.server = self.app.state.server
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._http = uvicorn.Server(
+            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="on")
+        )
+        self._thread = threading.Thread(
+            target=self._http.run, kwargs={"sockets": [self._listening]}, daemon=True
+        )
+
+    @property
+    def llm(self):
+        return self.server.loop.llm
+
+    def start(self):
+        self._thread.start()
+        self.wait(lambda: self.server.loop.ready or self.server.loop.error)
+        if self.server.loop.error:
+            raise self.server.loop.error
+        return self
+
+    def stop(self):
+        self._http.should_exit = True
+        self._thread.join(20)
+
+    @staticmethod
+    def wait(condition, seconds=240):
+        """Until it holds."""
+        end = monotonic() + seconds
+        while not condition():
+            assert monotonic() < end, "it took too long"
+            sleep(0.005)
+
+
+@contextmanager
+def serving(llm, **settings):
+    """A server on a model that is loaded."""
+    served = Served(lambda: llm, **settings).start()
+    try:
+        yield served
+    finally:
+        served.stop()

@@ -1,0 +1,216 @@
+"""Exact mode: bits, not tolerances. A row's logits, keys and values are those of a one-row step, anywhere."""
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lookahead import LLM
+from lookahead.attention import exact as attention
+from lookahead.attention import get, pack_bits
+from lookahead.core import SettingsError, TokenTree
+from lookahead.targets.exact import ExactTarget
+from lookahead.targets.factory import make_target
+from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, assert_same_as_autoregressive, tiny_model
+
+DTYPES = (torch.bfloat16, torch.float16)
+PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
+#: ALiBi goes in through the mask, which the attention by positions does not take.
+REFUSED = ("bloom", "mpt", "falcon", "falcon-alibi", "gptj")
+TREES = [family for family in FAMILIES if family not in (*REFUSED, *RECURRENT_FAMILIES)]
+QUICK = ("gemma3", "mixtral")
+
+
+@functools.cache
+def model_of(family, dtype):
+    return tiny_model(family, initializer_range=0.1, max_position_embeddings=512).to(dtype)
+
+
+def text(seed, length):
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_by_one(target, slot, tokens, start):
+    """Logits of every token from ``start`` on by steps of one row, and all keys and values."""
+    target.prefill([(slot, tokens[:start])])
+    logits = []
+    for token in tokens[start:]:
+        logits.append(target.forward([(slot, TokenTree(token))])[0].row(0).clone())
+        target.commit([(slot, [0])])
+    states = target.cache.read(slot, len(tokens))
+    target.release(slot)
+    return logits, states
+
+
+def tree_along(tokens, at, numbers):
+    """A tree whose root is ``tokens[at]``, with the text's next tokens at random places among other rows."""
+    tree, path = TokenTree(tokens[at]), [0]
+    follow = tokens[at + 1 : at + 1 + numbers.choice([0, 1, 3, 7, attention.DEPTH])]
+    while len(path) <= len(follow):
+        if numbers.random() < 0.5:
+            path.append(tree.add(follow[len(path) - 1], path[-1], needs_logits=True))
+        else:  # a row that leaves the text
+            tree.add(numbers.randrange(3, 96), numbers.randrange(len(tree)), needs_logits=True)
+            if max(tree.depths) > attention.DEPTH:
+                return tree_along(tokens, at, numbers)
+    return tree, path
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+def test_rows_have_the_bits_of_one_row_steps(family):
+    """Across page ends and the boundary, in trees of several passes, in batches of three, in a larger cache."""
+    model, numbers = model_of(family, torch.bfloat16), random.Random(1)
+    texts, starts, ends = [text(seed, 320) for seed in range(3)], (240, 10, 110), (320, 70, 150)
+    plain = make_target(model, 1, "transformers", exact=True)
+    expected = [one_by_one(plain, 0, texts[i][: ends[i]], starts[i]) for i in range(3)]
+    target = make_target(model, 600, "transformers", exact=True)
+    assert plain.cache.capacity == 512 < target.cache.capacity  # grown, and not
+    target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
+    at = list(starts)
+    passes, depths = 0, set()
+    while active := [slot for slot in range(3) if at[slot] < ends[slot]]:
+        trees = [tree_along(texts[slot][: ends[slot]], at[slot], numbers) for slot in active]
+        found = target.forward([(slot, tree) for slot, (tree, _) in zip(active, trees, strict=True)])
+        passes = max(passes, sum(len(tree) for tree, _ in trees) / target.rows)
+        for slot, scores, (_, path) in zip(active, found, trees, strict=True):
+            for depth, node in enumerate(path):
+                assert torch.equal(scores.row(node), expected[slot][0][at[slot] + depth - starts[slot]])
+            at[slot] += len(path)
+            depths.add(len(path) - 1)
+        target.commit([(slot, path) for slot, (_, path) in zip(active, trees, strict=True)])
+    assert passes > 2
+    assert {0, 1, 3, 7} < depths
+    for slot, (_, states) in enumerate(expected):
+        for one, other in zip(states, target.cache.read(slot, ends[slot]), strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def test_one_flipped_ancestor_changes_bits():
+    target = make_target(model_of("llama", torch.bfloat16), 256, "transformers", exact=True)
+    target.prefill([(0, text(0, 40))])
+    tree = TokenTree(5)
+    tree.add_candidate([6, 7, 8])
+    tree.add_candidate([9, 10])
+    (right,) = target.forward([(0, tree)])
+    tree.ancestors[3] ^= 0b10010  # row 4 in the place of row 1, which has the same depth
+    (wrong,) = target.forward([(0, tree)])
+    for row in range(len(tree)):
+        assert torch.equal(right.row(row), wrong.row(row)) == (row != 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 9, "softcap": 5.0}, {"window": 300, "sinks": True}], ids=str
+)
+def test_it_is_the_attention_of_the_definition(options):
+    generator = torch.Generator().manual_seed(0)
+    length, rows, heads, kv_heads, size = 700, 5, 6, 2, 16
+    query = torch.randn(1, heads, rows, size, generator=generator)
+    key, value = torch.randn(2, 1, kv_heads, 1024, size, generator=generator)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(heads, generator=generator)}
+    tree = TokenTree(1)
+    tree.add_candidate([2, 3])
+    tree.add_candidate([4, 5])
+    words, depths = pack_bits([tree.ancestors], rows), torch.tensor([tree.depths])
+    expected = get("reference")(query, key, value, [length], words, depths, **options)
+    positions = length + depths[0]
+    columns = torch.zeros(rows, attention.WINDOW, dtype=torch.long)
+    counts = torch.zeros(rows, dtype=torch.long)
+    for row, bits in enumerate(tree.ancestors):
+        own = [length + other for other in range(rows) if bits >> other & 1]
+        seen = [*range(attention.boundary(int(positions[row])), length), *own]
+        counts[row] = len(seen)
+        columns[row, : len(seen)] = torch.tensor(seen)
+    given = (torch.zeros(rows, dtype=torch.long), positions, counts, columns, [(0, 3)])
+    found = attention.attend(query, key, value, *given, **options)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def same_text(family, dtype):
+    target = make_target(model_of(family, dtype), path="transformers", exact=True)
+    assert isinstance(target, ExactTarget)
+    prompts = PROMPTS[:1] if family == "llama-dynamic-ntk" else PROMPTS  # one rotary base for a whole pass
+    generations = assert_same_as_autoregressive(target, prompts, "lookahead", (5, 4, 7), 40)
+    assert sum(generation.stats.accepted for generation in generations) > 0
+
+
+@pytest.mark.parametrize(("family", "dtype"), zip(QUICK, DTYPES, strict=True), ids=str)
+def test_same_text(family, dtype):
+    same_text(family, dtype)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", TREES)
+def test_same_text_of_every_family(family, dtype):
+    same_text(family, dtype)
+
+
+def test_the_comparison_fails_when_a_wrong_node_is_accepted(accept_a_wrong_node):
+    with pytest.raises(AssertionError, match="differs from plain decoding"):
+        same_text("llama", torch.bfloat16)
+
+
+class DependsOnOthers(nn.Linear):
+    """A product whose rows feel each other, as split sums and routers may."""
+
+    def forward(self, rows):
+        return super().forward(rows) + rows.float().mean(1, keepdim=True).sum().to(rows.dtype) * 1e-2
+
+
+class DependsOnPlace(nn.Linear):
+    """A product whose last row is computed otherwise, as a kernel's remainder may be."""
+
+    def forward(self, rows):
+        out = super().forward(rows)
+        return torch.cat([out[:, :-1], out[:, -1:] * 1.01], 1)
+
+
+@pytest.mark.parametrize("kind", [DependsOnOthers, DependsOnPlace])
+def test_a_model_whose_rows_are_not_independent_is_refused_by_name(kind):
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.__class__ = kind
+    with pytest.raises(SettingsError, match=r"exact=True is not there.*model\.layers\.1\.mlp\.up_proj"):
+        make_target(model, path="transformers", exact=True)
+
+
+def test_what_is_not_there_is_said():
+    with pytest.raises(SettingsError, match=r"exact=True is not there.*does not take attention functions"):
+        make_target(tiny_model("bloom"), exact=True)
+    with pytest.raises(SettingsError, match="exact=True is not there on the path 'cuda-graph'"):
+        make_target(tiny_model("llama"), path="cuda-graph", exact=True)
+    assert make_target(tiny_model("mamba"), exact=True).path == "plain"
+    assert (
+        make_target(tiny_model("llama"), exact=True).path == "cpu"
+    )  # rows of compiled passes are such ones anyway
+
+
+def test_trees_stay_within_the_depth_that_the_cut_allows():
+    target = make_target(model_of("llama", torch.bfloat16), path="transformers", exact=True)
+    target.prefill([(0, [3, 4, 5])])
+    assert target.depth_limit(0) == attention.DEPTH
+
+
+def test_the_option_everywhere():
+    import lookahead
+
+    model = tiny_model("gpt2", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path
+    llm = LLM(model, exact=True)
+    drafted = llm.generate(PROMPTS, max_new_tokens=30, method="lookahead", temperature=1.0, seed=3)
+    plain = [llm.generate(p, max_new_tokens=30, method="autoregressive", temperature=1.0, seed=3 + i)
+             for i, p in enumerate(PROMPTS)]  # fmt: skip
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert {one.stats.path for one in drafted} == {"exact"}
+    assert drafted[0].stats.promise == "bit-equal, as checked at load"
+    ids, stats = torch.tensor(PROMPTS[:1]), []
+    options = {"max_new_tokens": 30, "custom_generate": lookahead.generate, "exact": True, "stats": stats}
+    ours = model.generate(ids, **options)
+    as_dict = model.generate(ids, return_dict_in_generate=True, **options)
+    assert ours.tolist() == as_dict.sequences.tolist()
+    assert as_dict.past_key_values.get_seq_length() == ours.shape[1] - 1
+    assert [one.path for one in stats] == ["exact", "exact"]
+    with pytest.raises(SettingsError, match="exact=True is not there"):
+        LLM(tiny_model("bloom"), exact=True)

@@ -1,0 +1,508 @@
+"""The server by HTTP: each field does what it says, each text is plain decoding's, each error is OpenAI's."""
+
+import asyncio
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+import lookahead
+from serving import serving
+from toy import save
+
+PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("toy"), chat=True, max_position_embeddings=1024)
+    return lookahead.load(folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def served(llm):
+    with serving(llm, max_concurrent=8, max_queue=64, served_model_name="toy", prompt_rows=32) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def post(served, path="/v1/completions", status=200, **body):
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0} | body
+    if "messages" in body:
+        del body["prompt"]
+    reply = httpx.post(
+        f"{served.url}{path}", json={k: v for k, v in body.items() if v is not ...}, timeout=60
+    )
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def chat(served, text="hello", **body):
+    return post(served, "/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+
+
+def text_of(answer):
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def plain(served, prompt=PROMPT, **options):
+    return served.llm.generate(prompt, method="autoregressive", **options)
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "adaptive", "lookahead", "prompt-lookup", "jacobi"])
+@pytest.mark.parametrize(
+    "sampled", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.95}]
+)
+def test_texts_are_those_of_plain_decoding(served, method, sampled):
+    options = {"lookahead": {"method": method, "stats": True}, "max_tokens": 40, **sampled}
+    answer = post(served, **options)
+    expected = plain(served, max_new_tokens=40, **(sampled if sampled["temperature"] else {}))
+    assert text_of(answer) == [expected.text]
+    assert answer["choices"][0]["finish_reason"] == expected.finish_reason
+    assert answer["usage"]["completion_tokens"] == len(expected.tokens)
+    record = answer["choices"][0]["lookahead"]["stats"]
+    assert (record["num_draft_tokens"] > 0) == (method != "autoregressive") or method in (
+        "adaptive",
+        "prompt-lookup",
+    )
+    histogram = record["acceptance_histogram"]
+    assert sum(int(n) * steps for n, steps in histogram.items()) == record["num_accepted_draft_tokens"]
+
+
+def test_same_seed_same_text_whatever_the_load(served):
+    def one(seed):
+        return text_of(post(served, prompt=PROMPT[: 10 + seed], temperature=1, seed=seed, max_tokens=30))[0]
+
+    alone = [one(seed) for seed in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(one, range(12))) == alone
+    assert len(set(alone)) > 6
+
+
+def test_a_wrong_token_would_be_seen(served, accept_a_wrong_node):
+    options = {"lookahead": {"method": "lookahead"}, "max_tokens": 60}
+    assert text_of(post(served, **options)) != [plain(served, max_new_tokens=60).text]
+
+
+def test_n_several_prompts_and_echo(served):
+    answer = post(served, prompt=["def add", "the quick"], n=2, temperature=1, seed=7, echo=True)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for index, (prompt, text) in enumerate(
+        zip(["def add"] * 2 + ["the quick"] * 2, text_of(answer), strict=True)
+    ):
+        assert text == prompt + plain(served, prompt, max_new_tokens=12, temperature=1.0, seed=7 + index).text
+    ids = served.llm.encode("def add")
+    assert text_of(post(served, prompt=ids)) == text_of(post(served, prompt="def add"))
+
+
+def test_stop_strings_are_found_inside_accepted_paths_and_never_shown(served):
+    whole = text_of(post(served, max_tokens=60))[0]
+    stop = [whole[20:24], whole[30:33]]
+    expected = whole[: min(whole.find(one) for one in stop)]
+    answer = post(served, max_tokens=60, stop=stop, lookahead={"method": "lookahead"})
+    assert text_of(answer) == [expected]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    pieces = [c["text"] for e in events(served, max_tokens=60, stop=stop) for c in e["choices"]]
+    assert "".join(pieces) == expected
+
+
+def test_penalties_and_bias_change_the_text_as_they_say(served):
+    token = served.llm.encode("q")[0]
+    assert set(post(served, logit_bias={str(token): 100})["choices"][0]["text"]) == {"q"}
+    for field, value in (("presence_penalty", 2), ("frequency_penalty", 2), ("repetition_penalty", 3.0)):
+        answer = post(served, **{field: value}, max_tokens=40, logit_bias={str(token): 3})
+        drafted = post(
+            served,
+            **{field: value},
+            max_tokens=40,
+            logit_bias={str(token): 3},
+            lookahead={"method": "jacobi"},
+        )
+        assert (
+            text_of(answer)
+            == text_of(drafted)
+            != text_of(post(served, max_tokens=40, logit_bias={str(token): 3}))
+        )
+    # a biased token wins until its penalty has eaten the bias
+    assert text_of(post(served, logit_bias={str(token): 100}, frequency_penalty=2))[0].startswith("q")
+
+
+def test_log_probabilities_are_the_targets_own(served):
+    import torch
+
+    answer = post(served, logprobs=3, echo=True, max_tokens=5, lookahead={"method": "lookahead"})
+    shown = answer["choices"][0]["logprobs"]
+    ids = served.llm.encode(PROMPT)
+    ids += plain(served, max_new_tokens=5).tokens
+    with torch.no_grad():
+        rows = served.llm.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    expected = [float(rows[i, token]) for i, token in enumerate(ids[1:])]
+    assert shown["token_logprobs"][0] is None
+    assert shown["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert len(shown["tokens"]) == len(shown["top_logprobs"]) == len(ids)
+    assert shown["text_offset"] == [len("".join(shown["tokens"][:i])) for i in range(len(ids))]
+    content = chat(served, logprobs=True, top_logprobs=2, max_tokens=4)["choices"][0]["logprobs"]["content"]
+    for entry in content:
+        assert entry["logprob"] == pytest.approx(
+            max(other["logprob"] for other in entry["top_logprobs"]), abs=1e-6
+        )
+        assert len(entry["top_logprobs"]) == 2
+
+
+def test_predictions_seed_the_drafter_and_leave_the_text(served):
+    # Of capital letters, which this tokenizer never merges, so that the text has the tokens that were emitted.
+    options = {"max_tokens": 80, "logit_bias": {str(served.llm.encode(c)[0]): 60 for c in "ABCDEFGHIJKL"}}
+    whole = text_of(post(served, **options))[0]
+    told = {"type": "content", "content": whole}
+    options["lookahead"] = {"method": "prompt-lookup", "stats": True}
+    answer = post(served, **options, prediction=told)
+    assert text_of(answer) == [whole]
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 50
+    predicted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert predicted == len(served.llm.tokenizer(whole, add_special_tokens=False).input_ids)
+    without = post(served, **options)
+    steps = [a["choices"][0]["lookahead"]["stats"]["num_steps"] for a in (answer, without)]
+    assert steps[0] < steps[1]
+    wrong = post(served, **options, prediction={"type": "content", "content": "the quick brown fox " * 9})
+    assert text_of(wrong) == [whole]
+
+
+# ------------------------------------------------------------------------------------------ streams
+
+
+def events(served, path="/v1/completions", **body):
+    """The events of a stream, parsed byte by byte."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": True} | body
+    if "messages" in body:
+        del body["prompt"]
+    with httpx.stream("POST", f"{served.url}{path}", json=body, timeout=60) as reply:
+        assert reply.status_code == 200, reply.read()
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        raw = b"".join(reply.iter_raw())
+    assert raw.endswith(b"data: [DONE]\n\n")
+    frames = raw.split(b"\n\n")
+    assert frames.pop() == b""
+    assert all(frame.startswith(b"data: ") and b"\n" not in frame and b"\r" not in frame for frame in frames)
+    assert frames.pop() == b"data: [DONE]"
+    return [json.loads(frame[6:]) for frame in frames]
+
+
+def test_a_stream_byte_by_byte(served):
+    whole = text_of(post(served, max_tokens=50))[0]
+    found = events(
+        served, max_tokens=50, stream_options={"include_usage": True}, lookahead={"method": "lookahead"}
+    )
+    *chunks, usage = found
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 50
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "length"
+    ]
+    assert len({chunk["id"] for chunk in found}) == 1
+    assert all("usage" not in chunk for chunk in events(served))
+
+
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(served):
+    found = events(served, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], n=2, seed=1)
+    first, second = found[:2]
+    assert [c["choices"][0]["index"] for c in (first, second)] == [0, 1]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["object"] == "chat.completion.chunk"
+    ends = [c["choices"][0]["finish_reason"] for c in found if c["choices"][0]["finish_reason"]]
+    assert len(ends) == 2
+
+
+def test_a_stream_shows_its_trees_where_asked(served):
+    found = events(served, max_tokens=30, lookahead={"method": "lookahead", "trace": True})
+    traced = [chunk["choices"][0]["lookahead"] for chunk in found]
+    assert sum(len(step["tokens"]) for step in traced) == 30
+    assert all(len(step["tree"]) == len(step["parents"]) for step in traced[1:])
+
+
+# ------------------------------------------------------------------------------------------ the official client
+
+
+def test_the_official_client(client, served):
+    assert [model.id for model in client.models.list()] == ["toy"]
+    assert client.models.retrieve("toy").id == "toy"
+    made = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, temperature=0)
+    assert made.choices[0].text == plain(served, max_new_tokens=12).text
+    turns = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(
+        model="toy", messages=turns, temperature=0, max_completion_tokens=12
+    )
+    stream = client.chat.completions.create(
+        model="toy", messages=turns, temperature=0, max_completion_tokens=12, stream=True
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == whole.choices[0].message.content
+    assert whole.choices[0].message.content == plain(served, turns, max_new_tokens=12).text
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        client.completions.create(model="toy", prompt="x", best_of=2)
+
+
+def test_the_official_client_asynchronously(served):
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(i):
+                stream = await client.completions.create(
+                    model="toy", prompt=PROMPT, max_tokens=20, temperature=1, seed=i, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(8)))
+
+    expected = [plain(served, max_new_tokens=20, temperature=1.0, seed=i).text for i in range(8)]
+    assert asyncio.run(main()) == expected
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "mul"]}, "exact": {"type": "boolean"}},
+    "required": ["name", "exact"],
+    "additionalProperties": False,
+}
+
+
+def test_json_of_a_schema_with_drafting_on(client, served):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    texts = set()
+    for method in ("autoregressive", "lookahead", "prompt-lookup"):
+        made = client.completions.create(
+            model="toy", prompt=PROMPT, max_tokens=80, temperature=1, seed=2,
+            extra_body={"response_format": form, "lookahead": {"method": method}},
+        )  # fmt: skip
+        texts.add(made.choices[0].text)
+    (text,) = texts
+    assert set(json.loads(text)) == {"name", "exact"}
+    made = chat(
+        served, response_format={"type": "json_object"}, logit_bias={}, max_tokens=400, temperature=1, seed=3
+    )
+    if made["choices"][0]["finish_reason"] == "stop":
+        assert isinstance(json.loads(made["choices"][0]["message"]["content"]), dict)
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.completions.create(model="toy", prompt="x", extra_body={"response_format": bad})
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+
+
+def test_tools_that_must_be_called(client):
+    turns = [{"role": "user", "content": "add"}]
+    choice = {"type": "function", "function": {"name": "add"}}
+    options = {
+        "model": "toy",
+        "messages": turns,
+        "tools": [TOOL],
+        "temperature": 1,
+        "seed": 1,
+        "max_tokens": 200,
+    }
+    for asked in ("required", choice):
+        made = client.chat.completions.create(**options, tool_choice=asked)
+        (call,) = made.choices[0].message.tool_calls
+        assert made.choices[0].finish_reason == "tool_calls"
+        assert call.function.name == "add"
+        assert set(json.loads(call.function.arguments)) == {"name", "exact"}
+        stream = client.chat.completions.create(**options, tool_choice=asked, stream=True)
+        *_, last = stream
+        assert last.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+    answered = [
+        *turns,
+        made.choices[0].message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    again = client.chat.completions.create(**options | {"messages": answered, "max_tokens": 5})
+    assert again.choices[0].finish_reason == "length"
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 1000}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, 2, 99999]}, "token ids"),
+        ({"prompt": "x " * 3000}, "context"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"lookahead": {"method": "magic"}}, "lookahead.method"),
+        ({"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}}, "rows"),
+        ({"lookahead": {"color": "blue"}}, "lookahead.color"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"prompt": ...}, "prompt"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(served, body, said):
+    error = post(served, status=400, **body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert said in error["message"] or said in (error["param"] or "")
+
+
+def test_other_refusals(served):
+    assert chat(served, status=400, top_logprobs=2)["error"]["param"] == "top_logprobs"
+    assert chat(served, status=400, tool_choice="required")["error"]["param"] == "tool_choice"
+    assert post(served, "/v1/chat/completions", 400, messages=[])["error"]["param"] == "messages"
+    role = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert "content" in post(served, "/v1/chat/completions", 400, messages=[role])["error"]["param"]
+    for raw in (b"", b"{", b"[]", b'"x"', b"\xff", b'{"prompt": NaN}', b'{"prompt":"\\ud800"}', b"[" * 50000):
+        reply = httpx.post(
+            f"{served.url}/v1/completions", content=raw, headers={"content-type": "application/json"}
+        )
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), raw[:20]
+    reply = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}')
+    assert "application/json" in reply.json()["error"]["message"]
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/v1/models/x", 404),
+    ):
+        reply = httpx.request(method, f"{served.url}{path}")
+        assert (reply.status_code, set(reply.json())) == (status, {"error"})
+    reply = httpx.post(f"{served.url}/v1/completions", content=b"x" * (5 << 20))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
+    reply = httpx.post(f"{served.url}/v1/completions", content=(b"x" * (1 << 20) for _ in range(6)))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_keys_and_cross_origin(llm):
+    with serving(llm, api_key="s3cret", cors_origins=["https://x.org"]) as served:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            reply = httpx.get(f"{served.url}/v1/models", headers=header)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (
+            httpx.get(f"{served.url}/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code
+            == 200
+        )
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        reply = httpx.get(f"{served.url}/health", headers={"Origin": "https://x.org"})
+        assert reply.headers["access-control-allow-origin"] == "https://x.org"
+        asked = {"Origin": "https://x.org", "Access-Control-Request-Method": "POST"}
+        assert httpx.options(f"{served.url}/v1/completions", headers=asked).status_code == 200
+
+
+def test_tokens_and_back(served):
+    found = post(served, "/tokenize", prompt="für 東京", max_tokens=..., temperature=...)
+    assert found["tokens"] == served.llm.encode("für 東京")
+    assert found["count"] == len(found["tokens"])
+    back = httpx.post(f"{served.url}/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": "für 東京"}
+    assert httpx.post(f"{served.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
+    assert httpx.post(f"{served.url}/tokenize", json={}).status_code == 400
+    assert httpx.get(f"{served.url}/version").json() == {"version": "0.1.0"}
+
+
+# ------------------------------------------------------------------------------------------ load
+
+
+def test_a_client_that_goes_away_frees_its_slot(served):
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    for stream in (True, False):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", served.port)) as raw:
+            raw.sendall(head.format(len(body)).encode() + body)
+            served.wait(lambda: served.server.loop.load_state[0] == 1)
+        served.wait(lambda: served.server.loop.load_state == (0, 0))
+    assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
+
+
+def test_a_full_queue_says_when_to_come_back(llm):
+    with serving(llm, max_concurrent=1, max_queue=1) as served:
+        gate = threading.Event()
+        step = served.server.loop._decoder.step
+        served.server.loop._decoder.step = lambda: (gate.wait(20), step())[1]
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(post, served, max_tokens=4) for _ in range(2)]
+            served.wait(lambda: sum(served.server.loop.load_state) == 2)
+            reply = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"})
+            gate.set()
+            assert all(future.result()["choices"] for future in futures)
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_a_fault_of_one_request_harms_no_other(served):
+    """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
+    from lookahead.drafters import METHODS, PromptLookupDrafter
+
+    class Broken(PromptLookupDrafter):
+        def observe(self, *args):
+            raise RuntimeError("broken on purpose")
+
+    METHODS["broken"] = lambda config, vocabulary, pool: Broken()
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            good = [pool.submit(post, served, max_tokens=60) for _ in range(4)]
+            bad = pool.submit(post, served, status=500, lookahead={"method": "broken"})
+            assert bad.result()["error"]["type"] == "server_error"
+            assert len({text_of(future.result())[0] for future in good}) == 1
+    finally:
+        del METHODS["broken"]
+
+    def failing():
+        raise RuntimeError("a pass that fails")
+
+    served.server.loop._decoder.step = failing
+    assert post(served, status=500)["error"]["code"] == "step_failed"
+    assert text_of(post(served)) == [plain(served, max_new_tokens=12).text]
+
+
+def test_time_limits_and_the_end(llm):
+    with serving(llm, request_timeout=0.05, max_model_len=1024) as served:
+        assert post(served, status=504, max_tokens=1000, logit_bias={"0": 1})["error"]["code"] == "timeout"
+    with serving(llm) as served:
+        found = []
+        with httpx.stream(
+            "POST",
+            f"{served.url}/v1/completions",
+            json={"prompt": PROMPT, "max_tokens": 1000, "stream": True},
+        ) as reply:
+            for line in reply.iter_lines():
+                found.append(line)
+                if len(found) == 3:
+                    served.server.loop.stop()
+        assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
+        assert httpx.get(f"{served.url}/health").status_code == 503
+        assert post(served, status=503)["error"]["code"] == "not_ready"
+
+
+def test_metrics_bear_the_fields_names(served):
+    post(served, lookahead={"method": "lookahead"}, max_tokens=40)
+    page = httpx.get(f"{served.url}/metrics").text
+    for name in (
+        "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_bucket",
+        "time_per_output_token_seconds_sum", "prompt_tokens_total", "generation_tokens_total",
+        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "rows_per_step_bucket",
+        "spec_decode_num_accepted_tokens_total", 'spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
+        "kv_cache_tokens",
+    ):  # fmt: skip
+        assert f"lookahead_{name}" in page, name
