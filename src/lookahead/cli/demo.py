@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +50,7 @@ def demo(
         text = read_text(path, "--prompts")
         chat = getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode([{"role": "user", "content": text}] if chat else text)
-        typer.echo(typer.style(f"\n{path.stem}: {text.splitlines()[0]}", bold=True))
+        typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
         ours = show(llm.run([ids], max_new_tokens=max_new_tokens), sys.stdout.isatty())
         plain = llm.generate(ids, max_new_tokens=max_new_tokens, method="autoregressive")
         equal.append(ours.tokens == plain.tokens)
