@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from textwrap import shorten
@@ -99,3 +100,7 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
         f"\n{llm.name} in {llm.dtype} on the {rows[0][1].stats.path} path, without the prefill. transformers: its "
         f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is plain decoding's, token for token."
     )
+    if hasattr(os, "getloadavg"):
+        from ..bench.record import machine, was_busy
+
+        console.print(was_busy([{"load": os.getloadavg()[0], "machine": machine()}]), style="red")
