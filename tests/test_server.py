@@ -506,3 +506,18 @@ def test_metrics_bear_the_fields_names(served):
         "kv_cache_tokens",
     ):  # fmt: skip
         assert f"lookahead_{name}" in page, name
+
+
+def test_the_example_of_the_page_runs(served, capsys):
+    from pathlib import Path
+
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    example = (
+        page.partition("```python no-run\n")[2]
+        .partition("```")[0]
+        .replace("http://127.0.0.1:8000", served.url)
+    )
+    example = example.replace("stream=True,", "stream=True, temperature=0, max_tokens=8,")
+    exec(example, {})
+    expected = plain(served, [{"role": "user", "content": "Add type hints."}], max_new_tokens=8).text
+    assert capsys.readouterr().out == expected
