@@ -180,6 +180,17 @@ def test_predictions_seed_the_drafter_and_leave_the_text(served):
     assert text_of(wrong) == [whole]
 
 
+def test_shared_prefixes_are_found_again_and_leave_the_text(served):
+    """In pieces of 32 rows, the whole prefix counts; and two turns of a chat share their beginning."""
+    prompt = "the quick brown fox " * 12
+    first = post(served, prompt=prompt)
+    again = post(served, prompt=prompt + "jumps", lookahead={"method": "lookahead"})
+    shared = len(served.llm.encode(prompt))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= shared - 2 > 32
+    assert text_of(first) == [plain(served, prompt, max_new_tokens=12).text]
+    assert text_of(again) == [plain(served, prompt + "jumps", max_new_tokens=12).text]
+
+
 # ------------------------------------------------------------------------------------------ streams
 
 

@@ -13,7 +13,7 @@ import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -169,7 +169,7 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
         from transformers.quantizers.auto import AutoQuantizationConfig
 
         try:
-            how["quantization_config"] = AutoQuantizationConfig.from_dict(settings)
+            how["quantization_config"] = AutoQuantizationConfig.from_dict(cast("dict[str, Any]", settings))
         except (ImportError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise SettingsError(
                 f'quantization_config must be one of transformers\', as in {{"quant_method": "torchao", ...}}, '
