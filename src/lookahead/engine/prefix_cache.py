@@ -65,6 +65,10 @@ class PrefixTarget:
             self._texts[place] = list(prompt)
         return scores
 
+    def known(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt would not be evaluated again."""
+        return max((_common(text, prompt[:-1]) for text in self._texts.values()), default=0)
+
     def _place(self, slot: int, prompt: Sequence[int]) -> int:
         """The target's slot for a prompt, with what it needs not evaluate; at least the last token it must."""
         lengths = {place: _common(text, prompt[:-1]) for place, text in self._texts.items()}
