@@ -224,6 +224,21 @@ def test_what_cannot_be_computed_is_refused():
         attention.get("sdpa")(**dict(given, words=given["words"][:, :3]))
 
 
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
+def test_launches_say_whether_products_are_fused(monkeypatch):
+    """Triton warns where that is left open, and a warning is an error here."""
+    module, launches = importlib.import_module("lookahead.attention.triton"), []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **named: launches.append(named)
+
+    for name in ("_parts", "_merge"):
+        monkeypatch.setattr(module, name, Kernel())
+    module.attend(**problem())
+    assert [launch["enable_fp_fusion"] for launch in launches] == [True, True]
+
+
 @pytest.mark.skipif(attention.has_triton(), reason="triton is installed")
 def test_a_missing_triton_is_named():
     with pytest.raises(SettingsError, match="pip install triton"):

@@ -2,6 +2,8 @@
 
 import gc
 import importlib
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +239,68 @@ def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
     monkeypatch.setattr(module, "host_reads", lambda target: watch(target) or "_local_scalar_dense")
     with pytest.raises(SettingsError, match="reads values on the host in its pass"):
         make_target(tiny_model("llama"), path="cuda-graph")
+
+
+class FakePass:
+    """A pass as a device would see it: whether it waits for the host while that is an error."""
+
+    def __init__(self, slot, bucket, device):
+        self.bucket = bucket
+
+    def evaluate(self, target):
+        target.seen.append((self.bucket, target.mode))
+        if target.mode == "error" and self.bucket == target.waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+
+@pytest.mark.parametrize("waits", [None, 32])
+def test_every_bucket_is_compiled_and_then_watched_for_waiting(waits, monkeypatch):
+    """A fake device; what waits inside a custom operator is seen too, since it is the device that tells."""
+    from lookahead.targets import captures as module
+
+    target = SimpleNamespace(
+        mode=0, waits=waits, seen=[], model=SimpleNamespace(device=torch.device("cuda:0"))
+    )
+    target.in_arena = lambda *given: nullcontext()
+    monkeypatch.setattr(module, "CapturedPass", FakePass)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(target, "mode", mode))
+    found = module.host_reads(target)
+    assert target.mode == 0  # as it was
+    assert target.seen[: len(BUCKETS)] == [(bucket, 0) for bucket in BUCKETS]
+    assert ("synchronizing" in found) == (waits is not None)
+    if waits is None:
+        assert target.seen[len(BUCKETS) :] == [(bucket, "error") for bucket in BUCKETS]
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
+    from lookahead.targets import captures as module
+
+    def fail(*given):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(module, "compare", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail if dead else lambda device: None)
+    model = tiny_model("llama").to(DEVICE)
+    facts = probe(model).facts
+    if dead:
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            captured_attention(model, facts, "sdpa")
+    else:
+        assert "cannot be captured (AcceleratorError" in captured_attention(model, facts, "sdpa")[1]
+
+
+def test_graphs_of_a_cache_that_moved_leave_their_pool_to_nobody(model, monkeypatch):
+    """An allocator's pool must not be used again once all its graphs are gone."""
+    handles = iter(range(1, 9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    arena = captured(model, 16).arena
+    arena.on_gpu, arena.memory_pool = True, 0
+    arena.reserve(1, 10)
+    assert arena.memory_pool == 0
+    arena.reserve(1, 100)
+    assert (arena.memory_pool, arena.passes) == (1, {})
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):

@@ -2,9 +2,12 @@
 
 import math
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead import sampling
 from lookahead.core import NumericalError, SettingsError
@@ -179,3 +182,62 @@ def test_a_drafter_may_read_the_noise_ahead_and_again():
     tokens = [choose(scores_of([row]), 0) for _ in range(5)]
     assert tokens[4] == int((torch.tensor(row) + torch.tensor(ahead)).argmax())
     assert noise(4).tolist() == ahead.tolist() == gumbel(3, 14, 40).tolist()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that are read one at a time, each of which a device would be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += "_local_scalar_dense" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_draw_reads_the_device_once():
+    choose = make_choose([1, 2], None, SeededNoise(3, 2, 50))
+    rows = scores_of([torch.randn(50).tolist()])
+    rows.best(0)
+    with HostReads() as watch:
+        choose(rows, 0)
+        assert watch.reads == 0
+        float(torch.ones(1))  # the watch works
+    assert watch.reads == 1
+
+
+def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
+    """As a device would see it: the step's stream waits for the noise, and the noise does not wait for the step."""
+    events = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Noise:
+        def record_stream(self, stream):
+            events.append(f"kept for {stream.name}")
+
+    @contextmanager
+    def stream(which):
+        events.append(f"on {which.name}")
+        yield
+
+    def drawn(*given):
+        events.append("drawn")
+        return Noise()
+
+    fake = SimpleNamespace(
+        Stream=lambda device: Stream("side"), stream=stream, current_stream=lambda device: Stream("step")
+    )
+    monkeypatch.setattr(sampling.torch, "cuda", fake)
+    monkeypatch.setattr(sampling, "gumbel", drawn)
+    noise = SeededNoise(1, 0, 10, device="cuda")
+    noise.prepare(4)
+    assert events == ["on side", "drawn"]
+    noise.at(4)
+    assert events[2:] == ["step waits for side", "kept for step"]

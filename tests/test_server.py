@@ -1,4 +1,4 @@
-"""The server by HTTP: every field does what it says, every text is that of plain decoding, every error is OpenAI's."""
+"""The server by HTTP: each field does what it says, each text is plain decoding's, each error is OpenAI's."""
 
 import asyncio
 import json
@@ -180,6 +180,17 @@ def test_predictions_seed_the_drafter_and_leave_the_text(served):
     assert text_of(wrong) == [whole]
 
 
+def test_shared_prefixes_are_found_again_and_leave_the_text(served):
+    """In pieces of 32 rows, the whole prefix counts; and two turns of a chat share their beginning."""
+    prompt = "the quick brown fox " * 12
+    first = post(served, prompt=prompt)
+    again = post(served, prompt=prompt + "jumps", lookahead={"method": "lookahead"})
+    shared = len(served.llm.encode(prompt))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= shared - 2 > 32
+    assert text_of(first) == [plain(served, prompt, max_new_tokens=12).text]
+    assert text_of(again) == [plain(served, prompt + "jumps", max_new_tokens=12).text]
+
+
 # ------------------------------------------------------------------------------------------ streams
 
 
@@ -297,8 +308,8 @@ def test_json_of_a_schema_with_drafting_on(client, served):
     )
     if made["choices"][0]["finish_reason"] == "stop":
         assert isinstance(json.loads(made["choices"][0]["message"]["content"]), dict)
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
-        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         client.completions.create(model="toy", prompt="x", extra_body={"response_format": bad})
 
 
@@ -424,11 +435,11 @@ def test_tokens_and_back(served):
 
 
 def test_a_client_that_goes_away_frees_its_slot(served):
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    for stream in (body, body.replace(b"true", b"false")):
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    for stream in (True, False):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": stream}).encode()
         with socket.create_connection(("127.0.0.1", served.port)) as raw:
-            raw.sendall(head.replace(str(len(body)).encode(), str(len(stream)).encode()) + stream)
+            raw.sendall(head.format(len(body)).encode() + body)
             served.wait(lambda: served.server.loop.load_state[0] == 1)
         served.wait(lambda: served.server.loop.load_state == (0, 0))
     assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
@@ -451,7 +462,7 @@ def test_a_full_queue_says_when_to_come_back(llm):
 
 
 def test_a_fault_of_one_request_harms_no_other(served):
-    """Faults in a chooser, in a drafter and in a whole pass, each beside requests that must not notice or must be told."""
+    """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
     from lookahead.drafters import METHODS, PromptLookupDrafter
 
     class Broken(PromptLookupDrafter):
@@ -506,3 +517,18 @@ def test_metrics_bear_the_fields_names(served):
         "kv_cache_tokens",
     ):  # fmt: skip
         assert f"lookahead_{name}" in page, name
+
+
+def test_the_example_of_the_page_runs(served, capsys):
+    from pathlib import Path
+
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    example = (
+        page.partition("```python no-run\n")[2]
+        .partition("```")[0]
+        .replace("http://127.0.0.1:8000", served.url)
+    )
+    example = example.replace("stream=True,", "stream=True, temperature=0, max_tokens=8,")
+    exec(example, {})
+    expected = plain(served, [{"role": "user", "content": "Add type hints."}], max_new_tokens=8).text
+    assert capsys.readouterr().out == expected

@@ -210,6 +210,35 @@ def test_the_probe_lets_no_silent_error_through(fault, monkeypatch):
     assert isinstance(make_target(model), BatchRowsTarget)
 
 
+@pytest.mark.parametrize("own", ["flash_attention_2", "flex_attention"])
+def test_an_attention_without_masks_is_probed_and_stepped_under_one_that_takes_them(own):
+    model = tiny_model("llama", initializer_range=0.1)
+    model.config._attn_implementation_internal = own
+    assert probe(model).mode == "tree"
+    assert_same_as_autoregressive(
+        make_target(model, path="transformers"), [[3, 4, 3, 4, 3]], max_new_tokens=12
+    )
+    assert model.config._attn_implementation == own
+
+
+def test_rows_to_keep_go_to_the_device_only_where_some_are_left_out(monkeypatch):
+    """Bringing them there waits for the device, and a step of candidates needs all its rows."""
+    target = make_target(tiny_model("llama"), path="transformers")
+    target.prefill([(0, [3, 4, 5])])
+    honest, kept = target_module.run_model, []
+
+    def watch(*given, **named):
+        kept.append("logits_to_keep" in named)
+        return honest(*given, **named)
+
+    monkeypatch.setattr(target_module, "run_model", watch)
+    target.forward([(0, branching_tree())])
+    tree = branching_tree()
+    tree.add(11, 0)  # a row of a window: nobody reads its logits
+    target.forward([(0, tree)])
+    assert kept == [False, True]
+
+
 def test_the_probe_is_asked_once_per_model():
     model = tiny_model("llama")
     assert probe(model) is probe(model)

@@ -9,6 +9,7 @@ and p, the position in the text (prompt included), so a text continued with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -104,15 +105,31 @@ class SeededNoise:
     device: Device = None
     overlaps: bool = field(init=False)
     _known: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    _stream: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.overlaps = torch.device(self.device or "cpu").type != "cpu"
+        if (
+            torch.device(self.device or "cpu").type == "cuda"
+        ):  # on the step's own stream noise would wait for the step
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def prepare(self, index: int) -> None:
+        """Draw the noise of emitted token ``index``, beside what the device does now."""
+        if index in self._known:
+            return
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._known[index] = gumbel(self.seed, self.start + index, self.vocabulary, self.device)
 
     def at(self, index: int) -> torch.Tensor:
         """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
-        if index not in self._known:
-            self._known[index] = gumbel(self.seed, self.start + index, self.vocabulary, self.device)
-        return self._known[index]
+        self.prepare(index)
+        noise = self._known[index]
+        if self._stream is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self._stream)
+            noise.record_stream(now)  # its memory is not given to others before this stream has read it
+        return noise
 
     def __call__(self, index: int) -> Any:
         """The same as a numpy array, for drafters."""
@@ -190,6 +207,9 @@ class RowNoise:
         """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
         return self.stream.at(self.start + index)[self.row]
 
+    def prepare(self, index: int) -> None:
+        """Nothing: it is drawn in time order, when it is needed."""
+
     def __call__(self, index: int) -> Any:
         """argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``."""
         with one_thread:
@@ -237,20 +257,22 @@ class Chooser(Choose):
             if self.process is not None:
                 row = self._processed(self.process, row)
             value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
-        if not float(value) > float("-inf"):
+            # One read of the device for both; floats hold whole numbers up to 2 ** 24.
+            largest, token = torch.stack((value.float(), best.float())).tolist()
+        if not largest > float("-inf"):
             raise NumericalError(
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
-        self._append(int(best))
-        return int(best)
+        self._append(int(token))
+        return int(token)
 
     def overlap(self, tree: TokenTree) -> None:
         """Draw the noise of every position that the step may emit, while a device evaluates it."""
         if self.noise is not None and self.noise.overlaps:
             first = self.position - self._start
             for index in range(first, first + max(tree.depths) + 1):
-                self.noise.at(index)
+                self.noise.prepare(index)
 
     def _processed(self, process: Process, row: torch.Tensor) -> torch.Tensor:
         assert self._ids is not None
