@@ -180,6 +180,17 @@ def test_predictions_seed_the_drafter_and_leave_the_text(served):
     assert text_of(wrong) == [whole]
 
 
+def test_shared_prefixes_are_found_again_and_leave_the_text(served):
+    """In pieces of 32 rows, the whole prefix counts; and two turns of a chat share their beginning."""
+    prompt = "the quick brown fox " * 12
+    first = post(served, prompt=prompt)
+    again = post(served, prompt=prompt + "jumps", lookahead={"method": "lookahead"})
+    shared = len(served.llm.encode(prompt))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= shared - 2 > 32
+    assert text_of(first) == [plain(served, prompt, max_new_tokens=12).text]
+    assert text_of(again) == [plain(served, prompt + "jumps", max_new_tokens=12).text]
+
+
 # ------------------------------------------------------------------------------------------ streams
 
 
@@ -506,3 +517,18 @@ def test_metrics_bear_the_fields_names(served):
         "kv_cache_tokens",
     ):  # fmt: skip
         assert f"lookahead_{name}" in page, name
+
+
+def test_the_example_of_the_page_runs(served, capsys):
+    from pathlib import Path
+
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    example = (
+        page.partition("```python no-run\n")[2]
+        .partition("```")[0]
+        .replace("http://127.0.0.1:8000", served.url)
+    )
+    example = example.replace("stream=True,", "stream=True, temperature=0, max_tokens=8,")
+    exec(example, {})
+    expected = plain(served, [{"role": "user", "content": "Add type hints."}], max_new_tokens=8).text
+    assert capsys.readouterr().out == expected

@@ -6,8 +6,7 @@
     target.commit(path)                    keep those rows
     drafter.observe(tree, scores, path)    learn from the logits, which is where n-grams come from
 
-Several sequences are several trees in one forward pass; a single one is a list of one. Users call ``decode``,
-or ``Decoder.step`` where sequences join and leave as it runs.
+Several sequences are several trees in one forward pass. Users call ``decode``, or ``Decoder.step``.
 """
 
 from __future__ import annotations
@@ -122,12 +121,14 @@ class Decoder:
         prompt_rows: rows of prompts in one pass. A longer prompt is evaluated in pieces, each a chain of rows that
             are all kept, and passes over prompts and over trees take turns.
         row_budget: rows of all trees of a pass together, as long as each has its root.
+        known: tokens of a prompt that the target holds already; its first piece reaches so much further.
     """
 
     def __init__(
-        self, target: Target, prompt_rows: int = UNLIMITED_ROWS, row_budget: int = UNLIMITED_ROWS
-    ) -> None:
-        self.target = target
+        self, target: Target, prompt_rows: int = UNLIMITED_ROWS, row_budget: int = UNLIMITED_ROWS,
+        known: Callable[[Sequence[int]], int] = lambda prompt: 0,
+    ) -> None:  # fmt: skip
+        self.target, self.known = target, known
         self.prompt_rows, self.row_budget = prompt_rows, row_budget
         self.max_rows = UNLIMITED_ROWS
         self._waiting: list[Generation] = []
@@ -188,6 +189,8 @@ class Decoder:
         request, slot, begin = generation.request, generation.slot, generation.evaluated
         if request.read_prompt is not None and not begin:
             room = 1  # a prefill has the scores of its last row only
+        elif not begin:
+            room += self.known(request.prompt)
         piece = request.prompt[begin : begin + room]
         generation.evaluated = end = begin + len(piece)
         if not begin:

@@ -65,6 +65,10 @@ class PrefixTarget:
             self._texts[place] = list(prompt)
         return scores
 
+    def known(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt would not be evaluated again."""
+        return max((_common(text, prompt[:-1]) for text in self._texts.values()), default=0)
+
     def _place(self, slot: int, prompt: Sequence[int]) -> int:
         """The target's slot for a prompt, with what it needs not evaluate; at least the last token it must."""
         lengths = {place: _common(text, prompt[:-1]) for place, text in self._texts.items()}
@@ -93,7 +97,8 @@ class PrefixTarget:
         """The sequence is kept for prompts to come; of too many the least recently used one goes."""
         self.reused.pop(slot, None)
         if slot in self._slots:
-            self._idle.append(self._slots.pop(slot))
+            place = self._slots.pop(slot)
+            self._idle.insert(len(self._idle) if self._texts[place] else 0, place)
         while len(self._idle) > self._kept:
             oldest = self._idle.pop(0)
             del self._texts[oldest]

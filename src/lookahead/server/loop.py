@@ -15,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from ..core import UNLIMITED_ROWS, Decoder, Generation, LookaheadError, Request, Step
+from ..engine.prefix_cache import PrefixTarget, with_prefixes
 from ..engine.text import TextStream
 from .metrics import Metrics
 from .settings import Settings
@@ -57,7 +58,7 @@ class Sequence:
     """One text on its way: what to decode, its text so far, and whom to tell.
 
     Attributes:
-        deadline: by ``time.monotonic``.
+        deadline: by ``time.monotonic``. cached: tokens of the prompt that were not evaluated again.
         generation: of the core, once it has joined.
     """
 
@@ -67,6 +68,7 @@ class Sequence:
     deliver: Callable[[Event], None] = lambda event: None
     created: float = field(default_factory=monotonic)
     first_token: float | None = None
+    cached: int = 0
     generation: Generation | None = None
     cancelled: bool = False
 
@@ -92,6 +94,7 @@ class Loop:
         self._running: list[Sequence] = []
         self._stop_at: float | None = None
         self._decoder: Decoder | None = None
+        self._kept: PrefixTarget | None = None
         self.llm: LLM | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lookahead-loop", daemon=True)
@@ -165,9 +168,12 @@ class Loop:
 
     def _renew(self, llm: LLM) -> None:
         """A decoder over a fresh cache."""
-        whole = llm.probe.facts is None  # one row a step, so a prompt cannot be evaluated in pieces
-        rows = UNLIMITED_ROWS if whole else self._settings.prompt_rows
-        self._decoder = Decoder(llm.target(), rows, self._settings.row_budget)
+        settings, target = self._settings, with_prefixes(llm.target(), self._settings.prefix_cache)
+        self._kept = target if isinstance(target, PrefixTarget) else None
+        # Where a step has one row, a prompt cannot be evaluated in pieces.
+        rows = UNLIMITED_ROWS if llm.probe.facts is None else settings.prompt_rows
+        known = self._kept.known if self._kept is not None else lambda prompt: 0
+        self._decoder = Decoder(target, rows, settings.row_budget, known)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is some, and let texts join. False at the end."""
@@ -244,6 +250,7 @@ class Loop:
         finish, error = generation.finish_reason, generation.error
         if step is not None and sequence.first_token is None:
             sequence.first_token = monotonic()
+            sequence.cached = self._kept.reused.get(generation.slot, 0) if self._kept is not None else 0
         if finish is not None:
             text.finish()
             self._metrics.ended(sequence, finish)

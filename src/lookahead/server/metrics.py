@@ -42,6 +42,7 @@ class Metrics:
         self.each = histogram("time_per_output_token_seconds", "Mean of a text, its first left out", SECONDS)
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self.prompt = counter("prompt_tokens", "Tokens of prompts")
+        self.cached = counter("prefix_cache_hits", "Tokens of prompts that were not evaluated again")
         self.generated = counter("generation_tokens", "Tokens emitted")
         self.drafts = counter("spec_decode_num_drafts", "Steps with drafted tokens")
         self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
@@ -75,6 +76,7 @@ class Metrics:
             return
         stats = sequence.generation.stats
         self.prompt.inc(stats.prompt_tokens)
+        self.cached.inc(sequence.cached)
         if sequence.first_token is not None:
             self.first.observe(sequence.first_token - sequence.created)
             if stats.new_tokens > 1:

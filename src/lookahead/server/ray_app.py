@@ -20,8 +20,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
 
     Args:
         arguments: ``min_replicas`` and ``max_replicas`` (1 and 4), ``target_ongoing_requests`` of a replica (8),
-            ``num_cpus``, ``num_gpus``, and settings of the server by name; what is not named
-            is read from LOOKAHEAD_*.
+            ``num_cpus``, ``num_gpus``, and settings of the server by name; others are read from LOOKAHEAD_*.
 
     Raises:
         SettingsError: a setting that is not one, or that cannot be honoured.

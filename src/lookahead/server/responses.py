@@ -140,6 +140,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(s.choice.sequence.cached for s in self.texts)},
             "completion_tokens_details": details,
         }
 

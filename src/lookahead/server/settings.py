@@ -42,6 +42,12 @@ class Settings(BaseSettings):
         64, ge=1, description="Rows of all texts' trees in one pass; so drafting shrinks as more are decoded."
     )
     prompt_rows: int = Field(256, ge=1, description="Rows of prompts in one pass; longer prompts take turns.")
+    prefix_cache: int = Field(
+        8,
+        ge=0,
+        le=1024,
+        description="Finished texts whose keys and values prompts may go on from; 0 for none.",
+    )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
     max_choices: int = Field(16, ge=1, description="Most texts of one request: prompts times n.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds until a request is ended.")

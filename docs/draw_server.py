@@ -1,0 +1,60 @@
+"""The tables of docs/server.md, from the code: python docs/draw_server.py --write."""
+
+import re
+import sys
+from pathlib import Path
+
+from lookahead.server.metrics import Metrics
+from lookahead.server.protocol import ChatRequest, CompletionRequest, Drafting, Generating
+from lookahead.server.settings import Settings
+
+PAGE = Path(__file__).with_name("server.md")
+
+
+def fields(model, without=()):
+    """Rows of a request's fields."""
+    return [(f"`{name}`", f.description) for name, f in model.model_fields.items() if name not in without]
+
+
+def tables():
+    """Rows by the name of their table."""
+    both = Generating.model_fields
+    settings = [
+        (f"`{name}`", "" if f.default in (None, False, []) else f"`{f.default}`", f.description)
+        for name, f in Settings.model_fields.items()
+    ]
+    families = sorted(Metrics().registry.collect(), key=lambda family: family.name)
+    metrics = [
+        (
+            f"`{f.name.removeprefix('lookahead_')}{'_total' * (f.type == 'counter')}`",
+            f"{f.documentation} ({f.type})",
+        )
+        for f in families
+    ]
+    return {
+        "both": fields(Generating),
+        "completions": fields(CompletionRequest, both),
+        "chat": fields(ChatRequest, both),
+        "lookahead": fields(Drafting),
+        "settings": settings,
+        "metrics": metrics,
+    }
+
+
+def page(text):
+    """The page with its tables as the code has them."""
+    for name, rows in tables().items():
+        drawn = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+        marker = f"<!-- {name} -->"
+        text = re.sub(
+            rf"((?:\|[^\n]*\n)*?\|(?:---\|)+\n)(?:\|[^\n]*\n)*{marker}", rf"\g<1>{drawn}\n{marker}", text
+        )
+    return text
+
+
+if __name__ == "__main__":
+    drawn = page(PAGE.read_text())
+    if "--write" in sys.argv:
+        PAGE.write_text(drawn)
+    else:
+        print(drawn)

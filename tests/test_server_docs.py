@@ -1,0 +1,74 @@
+"""docs/server.md lists every field, setting and metric; its example runs; the files of deploy/ are whole."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lookahead.server.metrics import Metrics
+from lookahead.server.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "server.md"
+DEPLOY = ROOT / "deploy"
+
+
+def test_the_page_lists_every_field_setting_and_metric():
+    spec = importlib.util.spec_from_file_location("draw_server", ROOT / "docs" / "draw_server.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    text = PAGE.read_text()
+    assert draw.page(text) == text, "run python docs/draw_server.py --write"
+    for name, rows in draw.tables().items():
+        assert len(rows) > 2, name
+        assert all(cell is not None for row in rows for cell in row), name
+        assert all(f"| {row[0]} |" in text for row in rows), name
+
+
+def test_the_page_names_every_path_and_status():
+    from lookahead.server.app import create_app
+
+    text = PAGE.read_text()
+    for path in create_app(Settings()).openapi()["paths"]:
+        assert f"`{path}`" in text, path
+    source = "".join(path.read_text() for path in (ROOT / "src/lookahead/server").glob("*.py"))
+    for status in set(re.findall(r"\b(?:Refused\([^)]*?|error_response\([^)]*?), (4\d\d|5\d\d)\b", source)):
+        assert re.search(rf"^\| (?:\d+, )?{status}", text, re.M), status
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    board = json.loads((DEPLOY / "grafana" / "lookahead.json").read_text())
+    page = Metrics().page().decode()
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"lookahead_\w+", target["expr"])
+    }
+    assert len(asked) >= 12
+    for name in asked:
+        assert re.sub(r"_(bucket|total)$", "", name) in page, name
+
+
+def test_the_files_of_deploy_are_whole():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (DEPLOY / source).is_file(), source
+    for name in compose["services"]["lookahead"]["environment"]:
+        assert name.removeprefix("LOOKAHEAD_").lower() in Settings.model_fields
+    docker = (DEPLOY / "Dockerfile").read_text()
+    for copied in re.findall(r"^COPY (.+) \S+$", docker, re.M):
+        assert all((ROOT / name).exists() for name in copied.split()), copied
+    for name in re.findall(r"LOOKAHEAD_(\w+)=", docker):
+        assert name.lower() in Settings.model_fields
+    assert "lookahead serve" in (DEPLOY / "lookahead.service").read_text()
+
+
+@pytest.mark.parametrize("name", ["prometheus.yaml", "grafana/datasource.yaml", "grafana/dashboards.yaml"])
+def test_yaml_can_be_read(name):
+    assert yaml.safe_load((DEPLOY / name).read_text())

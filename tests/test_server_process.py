@@ -1,0 +1,90 @@
+"""The real command: it starts, serves, ends streams properly at SIGTERM, and starts again after kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+import httpx
+import pytest
+
+from toy import save
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def started(folder, *options):
+    """(process, address) of ``lookahead serve``."""
+    command = [sys.executable, "-m", "lookahead", "serve", str(folder), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"}
+    )
+    try:
+        url = process.stderr.readline().partition("listening on ")[2].partition(";")[0]
+        end = monotonic() + 240
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
+            assert monotonic() < end
+            assert process.poll() is None, process.stderr.read()
+            sleep(0.05)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def ask(url, tokens, **more):
+    return httpx.post(
+        f"{url}/v1/completions", json={"prompt": "def", "max_tokens": tokens, "temperature": 0} | more
+    )
+
+
+def test_it_ends_streams_properly_and_comes_back_after_kill(tmp_path):
+    folder = save(tmp_path / "toy", max_position_embeddings=4096)
+    body = {"prompt": "def", "max_tokens": 4000, "stream": True, "logit_bias": {"2": -100}}
+    with started(folder, "--method", "prompt-lookup", "--shutdown-timeout", "0.2") as (process, url):
+        text = ask(url, 8).json()["choices"][0]["text"]
+        found = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                found.append(line)
+                if len(found) == 2:
+                    process.send_signal(signal.SIGTERM)
+        assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert [line["status"] for line in lines if line["event"] == "request"] == [200, 200]
+        assert "def" not in json.dumps([line.get("prompts") for line in lines])
+    with started(folder, "--method", "prompt-lookup") as (process, url):
+        assert ask(url, 8).json()["choices"][0]["text"] == text
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            next(reply.iter_lines())
+            process.kill()
+            with pytest.raises(httpx.HTTPError):
+                reply.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["/nowhere/at/all"], "nowhere"),
+        (["--method", "magic"], "magic"),
+        (["--host", "300.1.1.1"], "--host"),
+        (["--max-queue", "many"], "--max-queue"),
+        (["--config", "/nowhere.yaml"], "--config"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(options, shown, monkeypatch, capsys):
+    from lookahead.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lookahead", "serve", *options, "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: ")
+    assert shown in last
