@@ -28,11 +28,11 @@ from lookahead.bench.summary import markdown_table
 from lookahead.cli.bench import command_line
 
 from .convert_gguf import convert
+from .paper.__main__ import STUDIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS, README = ROOT / "docs" / "results", ROOT / "build" / "results", ROOT / "README.md"
 SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
-STUDIES = ("end-to-end", "ablation", "scaling-law", "sampling-quality", "parallel")
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
@@ -131,11 +131,15 @@ def speeds(facts: dict[str, Any]) -> str:
 
 
 def readme(text: str) -> str:
-    """The README with its figures as the records say them."""
-    facts = json.loads((RESULTS / "bench-bfloat16.json").read_text())
-    where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)):"
-    demo = "$ lookahead demo\n" + (RESULTS / "demo.txt").read_text().strip()
-    blocks = {"speeds": f"{where}\n\n{speeds(facts)}", "demo": f"```console\n{demo}\n```"}
+    """The README with its figures as the records say them; a block without a record stays as it is."""
+    blocks = {}
+    page, demo = RESULTS / "bench-bfloat16.json", RESULTS / "demo.txt"
+    if page.is_file():
+        facts = json.loads(page.read_text())
+        where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)). {facts['busy']}".strip()
+        blocks["speeds"] = f"{where}\n\n{speeds(facts)}"
+    if demo.is_file():
+        blocks["demo"] = f"```console\n$ lookahead demo\n{demo.read_text().strip()}\n```"
     for name, block in blocks.items():
         pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
         text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)
@@ -177,9 +181,19 @@ def measure(data: Path, limit: int) -> None:
         start = perf_counter()
         step.run()
         print(f"{step.name} took {(perf_counter() - start) / 60:.1f} minutes", flush=True)
-    with (RESULTS / "demo.txt").open("w") as out:
-        subprocess.run([sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=out)
+    print("the demo: about two minutes", flush=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+    )
+    (RESULTS / "demo.txt").write_bytes(shown.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")
+    except subprocess.CalledProcessError as error:
+        sys.exit(
+            f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command goes on"
+        )

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=90)
+    parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
     llm = lookahead.load(options.model, dtype=options.dtype)

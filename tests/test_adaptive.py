@@ -18,7 +18,6 @@ from lookahead.drafters.adaptive import (
     AdaptiveConfig,
     AdaptiveDrafter,
     AdaptiveState,
-    warm_state,
 )
 from lookahead.drafters.adaptive.arrays import BUCKET
 from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, learn, load
@@ -224,7 +223,7 @@ def test_suffix_trie_counts_what_is_there(text, order):
         default=0,
     )
     end = end_of(reader.text)
-    assert trie.nodes[end].depth == longest == reader.matched
+    assert trie.nodes[end].depth == longest
     for token in range(4):
         extended = [*text, token]
         expected = max(
@@ -261,9 +260,8 @@ def test_a_full_trie_starts_afresh_and_readers_follow():
     for _ in range(100):
         reader.feed([rng.randrange(50)])
         assert trie.used < 60
-        assert reader.matched <= 4
+        assert trie.nodes[end_of(reader.text)].depth <= 4
     assert trie.generation > 1
-    assert other.matched == 0
     assert other.catch_up()
     assert not reader.catch_up()
 
@@ -479,10 +477,8 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
         AdaptiveState.load(path)
 
 
-def test_scopes_do_not_mix():
-    one, two = warm_state("model|alice"), warm_state("model|bob")
-    assert one is warm_state("model|alice")
-    assert one is not two
+def test_states_do_not_mix():
+    one, two = AdaptiveState(scope="alice"), AdaptiveState(scope="bob")
     adaptive(FakeTarget(32), {"budget": False}, state=one)
     assert one.tables(False).logits.size(0) > 0
     assert two.tables(False).logits.size(0) == 0

@@ -53,7 +53,7 @@ REFUSED = {
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4},
 }
 ROWS = "5,4,7"
-NEW = 24
+NEW = 20
 ADAPTIVE = {"budget": False, "max_rows": 8}
 
 
@@ -225,20 +225,6 @@ def test_the_comparison_fails_with_a_wrong_state(family, fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         follow(family)
-
-
-def test_a_wrong_state_changes_the_text(monkeypatch):
-    model = model_of("falcon_h1")
-    target = make_target(model)
-
-    def text():
-        request = Request([5, 6, 7, 8] * 4, make_drafter("adaptive", ADAPTIVE, 96), 30)
-        return run(target, [request])[0].tokens
-
-    right = text()
-    assert right == run(target, [Request([5, 6, 7, 8] * 4, make_drafter("autoregressive"), 30)])[0].tokens
-    keep_another_row(monkeypatch)
-    assert text() != right
 
 
 def test_the_probe_sees_a_wrong_state(monkeypatch):

@@ -191,7 +191,8 @@ def test_demo(model, llm, tmp_path):
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
-    monkeypatch.setattr("lookahead.engine.llm.LLM._config_of", lambda *args: {"budget": False})
+    drafting = lookahead.load(model, config={"budget": False})
+    monkeypatch.setattr(sys.modules["lookahead.cli.demo"], "load_model", lambda load: drafting)
     (tmp_path / "p.txt").write_text(PROMPT)
     code, out, _ = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 40, "--dtype", "float32")
     assert code == 1

@@ -735,3 +735,57 @@ def test_a_pool_says_which_method_it_is_for_and_a_state_serves_several_prompts(l
     together = adaptive.generate(prompts, max_new_tokens=40, pool=AdaptiveState({"budget": False}))
     assert [r.tokens for r in one_by_one] == [r.tokens for r in together] == [r.tokens for r in plain]
     assert one_by_one[2].stats.steps < one_by_one[0].stats.steps  # it has learnt
+
+
+# ---------------------------------------------------------------- layouts and quantisers of transformers
+
+
+def test_a_device_map_is_handed_on(folder, llm):
+    mapped = lookahead.load(folder, device_map={"": "cpu"}, method="lookahead")
+    assert mapped.model.hf_device_map == {"": "cpu"}
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    assert mapped.generate(PROMPT, **options).tokens == llm.generate(PROMPT, **options).tokens
+    assert lookahead.load(folder, device_map='{"": "cpu"}').model.hf_device_map == {"": "cpu"}
+
+
+def test_what_a_device_map_cannot_be(folder):
+    refused(
+        "device and device_map cannot be given together",
+        lookahead.load,
+        folder,
+        device="cpu",
+        device_map="auto",
+    )
+    refused("device_map must be JSON", lookahead.load, folder, device_map="{")
+    meta = {"model.embed_tokens": "cpu", "model.layers": "meta", "model.norm": "cpu", "lm_head": "cpu"}
+    for rest in ({"model.rotary_emb": "cpu"}, {"model.rotary_emb": "meta"}):
+        refused(
+            "every layer must lie on a device|cannot be loaded",
+            lookahead.load,
+            folder,
+            device_map=meta | rest,
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"quant_method": "nonesuch"}, "quantization_config must be one of transformers'.*nonesuch"),
+        ({"bits": 4}, "quantization_config must be one of transformers'"),
+        ("{", "quantization_config must be JSON"),
+        ({"quant_method": "awq", "bits": 4}, "AWQ|awq|package|install"),
+        ('{"quant_method": "gptq", "bits": 4}', "package|install|gptq"),
+    ],
+    ids=str,
+)
+def test_a_quantiser_that_is_unknown_or_not_installed(folder, settings, match):
+    message = refused(match, lookahead.load, folder, quantization_config=settings)
+    assert "\n" not in message
+
+
+def test_a_quantised_model_is_not_compiled(folder):
+    llm = lookahead.load(folder)
+    assert llm.path == "cpu"
+    llm.model.config.quantization_config = {"quant_method": "torchao"}
+    assert llm.path == "transformers"
+    assert "quantised by torchao" in llm.target().reason

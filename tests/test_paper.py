@@ -1,12 +1,14 @@
 """The paper's laboratory: its equations, its tests of sampled texts, and each of its commands on a tiny model."""
 
+import json
+import math
 import random
 from collections import Counter
 
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import parallel, sampling_quality, scaling_law, settings, study
+from benchmarks.paper import ablation, end_to_end, parallel, sampling_quality, scaling_law, settings, study
 from benchmarks.paper.sampling_quality import (
     chi_square,
     chi_square_two,
@@ -15,6 +17,7 @@ from benchmarks.paper.sampling_quality import (
     rouge,
 )
 from benchmarks.paper.scaling_law import compression_ratio, expected_tokens, expected_tokens_batched, fit
+from benchmarks.paper.study import Study
 from benchmarks.paper.variants import VariantDrafter
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench import pictures as plotting
@@ -108,6 +111,39 @@ def test_rouge_where_references_exist():
     assert rouge([{"text": "x"}]) == {}
 
 
+def test_how_the_order_of_the_ablation_differs():
+    assert ablation.order([1.0, 1.9, 1.5]) == "2 > 3 > 1"
+    assert ablation.moved([1.0, 1.9, 1.5], [1.0, 1.5, 1.9]) == [(3, [2])]
+    assert ablation.moved([1.0, 1.5, 1.9], [1.0, 1.5, 1.9]) == []
+    assert len(ablation.TABLE_3) == 9
+
+
+def test_pool_figures_are_means_over_steps_and_hits():
+    records = [
+        {"steps": 10, "drafter": {"pool_hit_rate": 0.5, "mean_match_length": 2.0}},
+        {"steps": 30, "drafter": {"pool_hit_rate": 0.1, "mean_match_length": 1.0}},
+        {"steps": 7, "drafter": {}},
+    ]
+    assert study.pool_figures(records) == (pytest.approx(8 / 40), pytest.approx(13 / 8))
+    assert all(math.isnan(figure) for figure in study.pool_figures(records[2:]))
+
+
+def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
+    rows = [(f"m{i}", "writing" if i < 4 else "coding") for i in range(8)]
+    others = [(f"{kind}{i}", kind) for kind in end_to_end.SPEC_BENCH for i in range(4)]
+    for name, some in (("mt-bench", rows), ("spec-bench", rows + others)):
+        lines = [{"question_id": i, "category": kind, "turns": [turn]} for i, (turn, kind) in enumerate(some)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = Study(
+        None, (), tmp_path, 3, RunOptions(), tmp_path, tmp_path, "", lambda *told: None, lambda line: None
+    )
+    found = end_to_end.prompts_of(given, ["spec-bench", "mt-bench"])
+    assert len({prompt.turns for prompt in found}) == len(found) == 3 + 6 * 3
+    workloads = Counter(prompt.workload for prompt in found)
+    kinds = [f"spec-bench {kind}" for kind in (end_to_end.MULTI_TURN, *end_to_end.SPEC_BENCH)]
+    assert workloads == dict.fromkeys(["mt-bench", *kinds], 3)
+
+
 # ---------------------------------------------------------------- the commands
 
 
@@ -119,6 +155,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))
+    monkeypatch.setattr(parallel, "EXCHANGES", 3)
     return model
 
 

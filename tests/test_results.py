@@ -14,12 +14,28 @@ def test_every_figure_of_the_readme_is_read_out_of_the_records():
     assert results.readme(TEXT) == TEXT, "run python -m benchmarks.results --readme"
 
 
-def test_a_figure_that_no_record_has_would_be_seen():
-    facts = json.loads((results.RESULTS / "bench-bfloat16.json").read_text())
-    table = results.speeds(facts)
-    rate = next(line["all"]["rate"] for line in facts["figures"] if line["method"] == "adaptive")
-    assert f" {rate:.0f} " in table
-    assert results.readme(TEXT.replace(f" {rate:.0f} ", f" {rate + 1:.0f} ")) == TEXT
+def line(workload, method, rate, s, equal=2, compared=2):
+    figures = {"rate": rate, "s_steps": s, "equal": equal, "compared": compared}
+    return {"workload": workload, "method": method, "state": "", "all": figures}
+
+
+def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    figures = [
+        line("code", "autoregressive", 100.4, 1.0), line("sums", "autoregressive", 90.2, 1.0),
+        line("code", "llamacpp-lookup:SmolLM2.BF16.gguf", 55.5, 1.25, 0, 0),
+        line("sums", "llamacpp-lookup:SmolLM2.BF16.gguf", 44.4, 1.75, 0, 0),
+        line("code", "adaptive", 160.0, 2.0), line("sums", "adaptive", 151.0, 1.5, 1),
+    ]  # fmt: skip
+    facts = {"where": "a machine", "busy": "", "figures": figures}
+    (tmp_path / "bench-bfloat16.json").write_text(json.dumps(facts))
+    (tmp_path / "demo.txt").write_text("\n1-write: Write\n")
+    text = results.readme(TEXT)
+    assert "| ours, adaptive, the default | 160 | 151 | 1.75 | 3 of 4 |" in text
+    assert "| llama.cpp prompt lookup, BF16 | 56 | 44 | 1.50 | – |" in text
+    assert "```console\n$ lookahead demo\n1-write: Write\n```" in text
+    assert results.readme(text) == text
+    assert results.readme(text.replace("| 160 |", "| 161 |")) == text
 
 
 def test_no_measured_number_stands_outside_the_blocks():

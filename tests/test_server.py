@@ -1,4 +1,4 @@
-"""The server by HTTP: every field does what it says, every text is that of plain decoding, every error is OpenAI's."""
+"""The server by HTTP: each field does what it says, each text is plain decoding's, each error is OpenAI's."""
 
 import asyncio
 import json
@@ -297,8 +297,8 @@ def test_json_of_a_schema_with_drafting_on(client, served):
     )
     if made["choices"][0]["finish_reason"] == "stop":
         assert isinstance(json.loads(made["choices"][0]["message"]["content"]), dict)
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
-        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         client.completions.create(model="toy", prompt="x", extra_body={"response_format": bad})
 
 
@@ -424,11 +424,11 @@ def test_tokens_and_back(served):
 
 
 def test_a_client_that_goes_away_frees_its_slot(served):
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    for stream in (body, body.replace(b"true", b"false")):
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    for stream in (True, False):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": stream}).encode()
         with socket.create_connection(("127.0.0.1", served.port)) as raw:
-            raw.sendall(head.replace(str(len(body)).encode(), str(len(stream)).encode()) + stream)
+            raw.sendall(head.format(len(body)).encode() + body)
             served.wait(lambda: served.server.loop.load_state[0] == 1)
         served.wait(lambda: served.server.loop.load_state == (0, 0))
     assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
@@ -451,7 +451,7 @@ def test_a_full_queue_says_when_to_come_back(llm):
 
 
 def test_a_fault_of_one_request_harms_no_other(served):
-    """Faults in a chooser, in a drafter and in a whole pass, each beside requests that must not notice or must be told."""
+    """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
     from lookahead.drafters import METHODS, PromptLookupDrafter
 
     class Broken(PromptLookupDrafter):

@@ -6,14 +6,17 @@ b, speculations verified at a time (G = W here); f, steps per good speculation; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
+from typing import Any
 
 from lookahead.bench.pictures import COLOURS, colour, label, new_figure, powers_of_two
-from lookahead.core import SettingsError
+from lookahead.bench.summary import figures
+from lookahead.core import LookaheadConfig, SettingsError
 
-from .study import WINDOW_ONLY, Study, ratios
+from .study import WINDOW_ONLY, Study, loop_free_texts, ratios
 
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
 
@@ -77,55 +80,105 @@ def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
     return Fit(float(best.x[0]), float(best.x[1]), 1 - 2 * float(best.cost) / total if total else 1.0)
 
 
+#: What the paper fits on MT-Bench with LLaMA-2-Chat 7B.
+PAPER = Fit(0.425, 3.106, nan)
+#: (W, N, G) by model size (section 5) and the extra operations of a step that the paper names, in one-row steps.
+EXTRA = (("7B", (15, 5, 15), 120), ("13B", (10, 5, 10), 80), ("34B", (7, 5, 7), 56))
+
+
 def scaling_law(study: Study) -> Path:
     """Section 4, figures 4a and 4b: S for W = G and N, and equation 7 fitted to it."""
     methods = {(w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS}
     options = replace(study.options, warm=False)
     records = study.run(list(methods.values()), study.prompts(8), options)
+    rows = {
+        size: figures([r for r in records if r["method"] == name and "skipped" not in r], {}).rows
+        for size, name in methods.items()
+    }
+    straight, texts = loop_free_texts(records)
     body, curves = [], []
-    for what, loop_free in (("all texts", False), ("loop-free texts", True)):
+    for what, loop_free in (
+        (f"all {texts} texts", False),
+        (f"the {straight} loop-free texts of {texts}", True),
+    ):
         measured = ratios(records, loop_free)
-        points = [
-            (w, n, measured[name]) for (w, n), name in methods.items() if measured.get(name, float("nan")) > 0
-        ]
+        points = [(w, n, measured[name]) for (w, n), name in methods.items() if measured.get(name, nan) > 0]
         if len(points) < 3:
-            body += [f"{what}: too few texts to fit."]
+            body += [f"{what}: too few to fit.", ""]
             continue
         found = fit(points)
-        curves.append((what, points, found))
+        curves.append((points, found))
         body += [
-            f"**{what}**: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f}", "",
+            f"**{what}**: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f} "
+            f"(the paper: alpha = {PAPER.alpha}, f = {PAPER.f})", "",
             "| N | " + " | ".join(f"W = G = {w}" for w in WINDOWS) + " |", "| --- |" + " ---: |" * len(WINDOWS),
         ]  # fmt: skip
         for n in NGRAMS:
             cells = [
-                f"{measured[methods[w, n]]:.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f})"
+                f"{measured[methods[w, n]]:.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f}; "
+                f"{compression_ratio(PAPER.alpha, PAPER.f, n - 1, w):.3f})"
                 for w in WINDOWS
             ]
             body.append(f"| {n} | " + " | ".join(cells) + " |")
-        body += ["", "Measured S, and in brackets the fitted equation 7.", ""]
+        body += [
+            "",
+            "Measured S, and in brackets equation 7 as fitted here and with the paper's alpha and f.",
+            "",
+        ]
     if not curves:
         raise SettingsError(
             "no prompt gave a text with steps to measure; use more prompts or another workload"
         )
-    figure, axes = new_figure()
-    _, points, found = curves[0]
-    for index, n in enumerate(NGRAMS):
-        seen = [(w, s) for w, size, s in points if size == n]
-        axes.plot(*zip(*seen, strict=True), linestyle="", label=f"N = {n}, measured", **colour(index))
-        fine = [2 ** (step / 8) for step in range(8, 41)]
-        fitted = [compression_ratio(found.alpha, found.f, n - 1, w) for w in fine]
-        axes.plot(fine, fitted, color=COLOURS[index], linestyle="--", label=f"N = {n}, equation 7")
-    powers_of_two(axes, WINDOWS)
-    heading = f"Scaling law: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f}"
-    label(axes, heading, "window size W = candidates G", "compression ratio S (tokens per step)")
+    points, found = curves[0]
+    body += [
+        f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
+        f"{1 / (1 - found.alpha):.2f} tokens per step, however long it is.", "",
+        "| the paper's model | (W, N, G) | (W + G)(N - 1), extra operations (paper) | rows of our largest step |",
+        "| --- | --- | ---: | ---: |",
+        *(
+            f"| {size} | {triple} | {extra} | {LookaheadConfig(*triple).max_rows} |" for size, triple, extra in EXTRA
+        ),
+    ]  # fmt: skip
     differs = [
         study.size(),
         "The paper measures MT-Bench with LLaMA-2-Chat 7B. A small model repeats itself more, which flatters "
         "n-grams; so the loop-free texts are fitted too.",
         "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill "
         "the pool.",
+        "Operations of a step are counted in rows: each costs two per parameter; attention comes to little here.",
     ]
-    return study.page(
-        "scaling-law", "Scaling law (section 4, figures 4a and 4b)", body, differs, figure, records
+    title = "Scaling law (section 4, figures 4a and 4b)"
+    return study.page("scaling-law", title, body, differs, _figure(points, found, rows), records)
+
+
+def _figure(
+    points: Sequence[tuple[int, int, float]], found: Fit, rows: Mapping[tuple[int, int], float]
+) -> Any:
+    """Left S by the window, right S by the operations of a step."""
+    figure, left = new_figure(12.0, 4.4)
+    left.remove()
+    left, right = figure.subplots(1, 2, sharey=True)
+    for index, n in enumerate(NGRAMS):
+        seen = [(w, s) for w, size, s in points if size == n]
+        left.plot(*zip(*seen, strict=True), linestyle="", label=f"N = {n}, measured", **colour(index))
+        fine = [2 ** (step / 8) for step in range(8, 41)]
+        for law, line, whose in ((found, "--", "fitted"), (PAPER, ":", "the paper's")):
+            drawn = [compression_ratio(law.alpha, law.f, n - 1, w) for w in fine]
+            left.plot(fine, drawn, color=COLOURS[index], linestyle=line, label=f"N = {n}, {whose} equation 7")
+        cost = sorted((rows[w, n], s) for w, s in seen)
+        right.plot(*zip(*cost, strict=True), label=f"N = {n}, measured", **colour(index))
+    lengths = range(1, 128)
+    bound = [expected_tokens(found.alpha, gamma) for gamma in lengths]
+    right.plot(
+        [gamma + 1 for gamma in lengths],
+        bound,
+        color="black",
+        linestyle="-.",
+        label="one speculation, equation 4",
     )
+    powers_of_two(left, WINDOWS)
+    powers_of_two(right, [2, 4, 8, 16, 32, 64, 128, 256])
+    heading = f"Scaling law: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f}"
+    label(left, heading, "window size W = candidates G", "compression ratio S (tokens per step)")
+    label(right, "S by operations", "operations of a step, in steps of one row")
+    return figure

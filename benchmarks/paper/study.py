@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,22 @@ class Study:
             "the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 billion parameters in "
             "float16 on A100 and RTX 3090 cards."
         )
+
+
+def pool_figures(records: Sequence[Record]) -> tuple[float, float]:
+    """(h, m) of lookahead's records: the share of steps in which the pool had candidates, and how many tokens of
+    the best of them were right, on the mean over those steps; NaN where no step had a pool."""
+    told = [(r["drafter"], r["steps"]) for r in records if "pool_hit_rate" in r.get("drafter", ())]
+    steps = sum(count for _, count in told)
+    hits = sum(figures["pool_hit_rate"] * count for figures, count in told)
+    matched = sum(figures["mean_match_length"] * figures["pool_hit_rate"] * count for figures, count in told)
+    return hits / steps if steps else nan, matched / hits if hits else nan
+
+
+def loop_free_texts(records: Sequence[Record]) -> tuple[int, int]:
+    """(texts of plain decoding without a loop, all of them)."""
+    plain = [r for r in records if r["method"] == PLAIN and "skipped" not in r]
+    return sum(bool(r["loop_free"]) for r in plain), len(plain)
 
 
 def ratios(records: Sequence[Record], loop_free: bool) -> dict[str, float]:

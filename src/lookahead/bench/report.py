@@ -74,7 +74,8 @@ def write_report(records: Sequence[Record], out: Path, command: str) -> None:
     where = describe(records[-1])
     page = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, "", *notes]
     (out / "summary.md").write_text("\n".join(page) + "\n", encoding="utf-8")
-    facts = {"command": command, "where": where, "figures": [asdict(line) for line in summary.lines]}
+    facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
+    facts |= {"figures": [asdict(line) for line in summary.lines]}
     (out / "summary.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
     if any(record.get("steps") for record in records):
         save(speeds(summary), out / "tokens-per-second", where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,3 +152,42 @@ def step_cost(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
         )
     typer.echo(cost.write_report(records, out, command_line()))
+
+
+@app.command("serve")
+@takes(only=("path_or_id", "dtype", "device", "threads", "max_new_tokens"), max_new_tokens=64)
+def serve(
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs; without it one is started for MODEL.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another OpenAI-compatible server to measure beside it.", metavar="URL")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of the server.", envvar="LOOKAHEAD_API_KEY")] = None,
+    clients: Annotated[str, typer.Option(help="At once, with commas between.")] = "1,4,16,64",
+    method: Annotated[str, typer.Option(help="Beside plain decoding, with commas between.")] = "adaptive",
+    requests: Annotated[int, typer.Option(help="Of each client in a round.", min=1)] = 2,
+    repeats: Annotated[int, typer.Option(help="Rounds; methods take turns.", min=1)] = 3,
+    workload: Annotated[str, typer.Option(help="Prompts.", metavar="NAME|FILE")] = "stdlib",
+    options: Options,
+    load: LoadOptions,
+) -> None:
+    """Measure a server under load: time to the first token, time per token, throughput, drafting on and off."""
+    from ..bench import load_workload
+    from ..server import load_test
+
+    prompts = [prompt.turns[0] for prompt in load_workload(workload, 32)]
+    methods = [load_test.PLAIN, *(name.strip() for name in method.split(","))]
+    with nullcontext(url) if url is not None else load_test.started(load.keywords()) as address:
+        rounds = load_test.measure(
+            {name: address for name in methods} | ({load_test.OTHER: against} if against else {}),
+            prompts,
+            numbers(clients, "--clients"),
+            options.max_new_tokens,
+            requests,
+            repeats,
+            api_key,
+            lambda one: note(f"{one.clients} clients, {one.method}: {one.throughput:.1f} tokens/s"),
+        )
+    typer.echo(load_test.table(rounds))

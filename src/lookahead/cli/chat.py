@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /stats shows the last answer's figures, /quit or Ctrl-D ends"
 
 
-@takes(max_new_tokens=512)
+@takes(max_new_tokens=512, prefix_cache=1)
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
@@ -46,8 +46,8 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
-def show(updates: Updates, color: bool) -> Result:
-    """Stream one text to stdout, the tokens of one step in one colour if so asked.
+def show(updates: Updates, color: bool, file: IO[str] | None = None) -> Result:
+    """Stream one text to a file or to stdout, the tokens of one step in one colour if so asked.
 
     Raises:
         LookaheadError: what ended it early; what was there is shown.
@@ -57,9 +57,8 @@ def show(updates: Updates, color: bool) -> Result:
         result = update.result
         if update.piece:
             start, end = (COLORS[number % len(COLORS)], RESET) if color else ("", "")
-            typer.echo(f"{start}{update.piece}{end}", nl=False, color=color)
-            sys.stdout.flush()
-    typer.echo()
+            typer.echo(f"{start}{update.piece}{end}", file, nl=False, color=color)
+    typer.echo(file=file)
     assert result is not None
     if result.error is not None:
         raise result.error
@@ -76,7 +75,12 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     result = llm.generate(prompt, **options) if task.json else show(llm.run([prompt], **options), task.color)
     comparison = None
     if task.compare:
-        plain = comparing.decode_plainly(llm, prompt, result.seed, options)
+        again = comparing.plainly(result.seed, options)
+        if task.json:
+            plain = llm.generate(prompt, **again)
+        else:  # as streamed as the other: what is printed between two steps leaves cold caches to the next one
+            with open(os.devnull, "w") as nowhere:
+                plain = show(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
     if task.json:
         record = {"prompt": prompt} | as_record(result) | {"stats": result.stats.as_dict()}

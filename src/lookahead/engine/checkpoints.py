@@ -13,7 +13,7 @@ import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +51,7 @@ class Checkpoint:
             self.shown = TINY
         elif chosen.path_or_id is None and path is not None:
             self.shown = path.name.split(".")[0]
-        self.attention = chosen.attention
+        self.how = _how(chosen)
         self.keywords: dict[str, Any] = {
             "revision": chosen.revision,
             "trust_remote_code": chosen.trust_remote_code,
@@ -64,8 +64,11 @@ class Checkpoint:
         if self.folder is not None:
             _check_folder(self.folder)
 
-    def read_model(self, dtype: Any) -> Any:
-        """A model for causal language, in a torch.dtype or the checkpoint's ("auto")."""
+    def read_model(self, dtype: Any, device: torch.device) -> Any:
+        """A model for causal language, in a torch.dtype or the checkpoint's ("auto").
+
+        It goes to the device, unless a device_map says where its parts go.
+        """
         import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -78,21 +81,31 @@ class Checkpoint:
                 f"lookahead decoding needs a decoder-only language model; {self.name} is of type "
                 f"{config.model_type!r}, which is not"
             )
-        how: dict[str, Any] = {} if self.attention is None else {"attn_implementation": self.attention}
+        how = dict(self.how)
+        if "quantization_config" in how:  # such weights cannot be moved afterwards
+            how.setdefault("device_map", {"": device})
         if self.gguf is None:
             how["use_safetensors"] = True
         else:
             dtype, how["config"] = self.gguf.dtype if dtype == "auto" else dtype, config
+            if "quantization_config" in how:
+                raise SettingsError(f"{self.name} brings its own quantisation; leave quantization_config out")
             if hasattr(transformers, "GgufConfig"):  # of versions that may leave weights as they are packed
                 how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model, info = self._read(AutoModelForCausalLM, dtype=dtype, output_loading_info=True, **how)
+        away = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
+        if away:
+            raise SettingsError(
+                f"every layer must lie on a device; device_map leaves {len(away)} weights of {self.name} on none "
+                f"('meta' or 'disk'), the first is {away[0]!r}; give the devices more memory or name more of them"
+            )
         missing = sorted(info["missing_keys"])
         if missing:  # transformers would fill these at random and go on
             raise SettingsError(
                 f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
             )
-        return model
+        return (model if "device_map" in how else model.to(device)).eval()
 
     def read_tokenizer(self) -> tuple[Any, str]:
         """(tokenizer, ""), or (None, why there is none): token ids work without."""
@@ -132,6 +145,37 @@ class Checkpoint:
         name = self.name if self.gguf is None else self.gguf.path.parent
         with nullcontext() if self.gguf is None else self.gguf.reading():
             return auto.from_pretrained(name, **self.keywords, **keywords)
+
+
+def _how(chosen: LoadOptions) -> dict[str, Any]:
+    """What is handed on to transformers of how a model is to be laid out."""
+    how: dict[str, Any] = {}
+    for name in ("device_map", "quantization_config"):
+        value = getattr(chosen, name)
+        if isinstance(value, str) and value.lstrip()[:1] == "{":
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise SettingsError(f"{name} must be JSON, got {value!r} ({error})") from None
+        if value is not None:
+            how[name] = value
+    if chosen.attention is not None:
+        how["attn_implementation"] = chosen.attention
+    if chosen.device_map is not None and chosen.device is not None:
+        raise SettingsError(
+            f"device and device_map cannot be given together, got {chosen.device} and {chosen.device_map}; use one"
+        )
+    if isinstance(settings := how.get("quantization_config"), (dict, str)):
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        try:
+            how["quantization_config"] = AutoQuantizationConfig.from_dict(cast("dict[str, Any]", settings))
+        except (ImportError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise SettingsError(
+                f'quantization_config must be one of transformers\', as in {{"quant_method": "torchao", ...}}, '
+                f"got {settings!r} ({first_line(error)})"
+            ) from None
+    return how
 
 
 def _default() -> Path:

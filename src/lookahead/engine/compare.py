@@ -46,10 +46,15 @@ class Comparison:
         }  # fmt: skip
 
 
+def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of plain decoding that give the text which ``options`` gave with this seed."""
+    same = {name: value for name, value in options.items() if name not in ("pool", "config")}
+    return same | {"method": "autoregressive", "seed": seed}
+
+
 def decode_plainly(llm: LLM, prompt: Prompt, seed: int | None, options: dict[str, Any]) -> Result:
     """What plain decoding gives with the options that gave a text with this seed."""
-    same = {name: value for name, value in options.items() if name not in ("pool", "config")}
-    plain: Result = llm.generate(prompt, **(same | {"method": "autoregressive", "seed": seed}))
+    plain: Result = llm.generate(prompt, **plainly(seed, options))
     return plain
 
 

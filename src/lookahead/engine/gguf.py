@@ -68,7 +68,7 @@ class GGUFFile:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Meanwhile transformers parses the file once, is silent, and shows its progress in a bar of ours."""
+        """While it lasts transformers parses the file once, is silent, and shows its progress in a bar of ours."""
         import gguf
         from transformers import modeling_gguf_pytorch_utils as theirs
         from transformers.utils import logging

@@ -1,7 +1,7 @@
 """A loaded model with three verbs: generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
 
-Every call has a target of its own (a KV cache that grows with the text), so calls leave nothing behind, and
-several threads may call one LLM. What one call decodes together shares forward passes.
+Every call has a target of its own (a KV cache that grows with the text) or one that ``prefix_cache`` lends to it
+alone, so several threads may call one LLM. What one call decodes together shares forward passes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
 from ..drafters import OWN_SETTINGS, make_drafter, method_for
 from ..sampling import SeededNoise, make_choose
 from ..targets.factory import make_target, probe
+from ..targets.fingerprint import fingerprint
 from .fields import keywords_of
 from .options import BatchOptions, Options
+from .prefix_cache import PrefixCache
 from .processors import make_process
 from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
@@ -45,6 +47,7 @@ class LLM:
         exact: only paths on which drafting changes no bit of a text.
         name: for people.
         tokenizer_error: why there is no tokenizer.
+        prefix_cache: finished texts whose keys and values are kept for prompts that begin like them.
 
     Attributes:
         probe: what ``lookahead.targets.factory.probe`` found.
@@ -55,16 +58,9 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        method: str | None = None,
-        config: Any = None,
-        exact: bool = False,
-        name: str = "",
-        tokenizer_error: str = "none was given",
-    ) -> None:
+        self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None,
+        exact: bool = False, name: str = "", tokenizer_error: str = "none was given", prefix_cache: int = 0,
+    ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error
@@ -77,6 +73,7 @@ class LLM:
         make_drafter(self.method, self.config)
         self.probe = probe(model)
         self.exact = exact
+        self._prefixes = PrefixCache(lambda: self.target(), prefix_cache, lambda: fingerprint(model))
         if exact:
             self.target()
 
@@ -209,7 +206,7 @@ class LLM:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
         entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
-        return decode_prompts(self.target, entries, chosen.batch_size or 1)
+        return decode_prompts(self._prefixes.lend, entries, chosen.batch_size or 1)
 
     def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
         """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
@@ -253,7 +250,8 @@ class LLM:
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings = AdaptiveConfig.of(self._config_of("adaptive", config))
         wanted = settings.budget and self.probe.mode != "plain"
-        times = times_for(self.model, self.path, self.target) if wanted else None
+        with said_where_slow("measuring steps of this model (once; their times are kept)"):
+            times = times_for(self.model, self.path, self.target) if wanted else None
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
         return AdaptiveState(settings, keep, times, scope)

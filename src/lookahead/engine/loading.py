@@ -47,12 +47,12 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
     if dtype == "auto" and chosen.path_or_id is None and checkpoint.gguf is not None:
         slow = device.type == "cpu" and format_for(torch.bfloat16).kind == "vectors"
         dtype = torch.float32 if slow else torch.bfloat16
-    model = checkpoint.read_model(dtype).to(device).eval()
+    model = checkpoint.read_model(dtype, device)
     _check_causal(model, checkpoint.name)
     tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
         model, tokenizer, method=chosen.method, config=chosen.config, exact=chosen.exact, name=checkpoint.shown,
-        tokenizer_error=missing,
+        tokenizer_error=missing, prefix_cache=chosen.prefix_cache,
     )  # fmt: skip
     if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)

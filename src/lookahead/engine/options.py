@@ -42,6 +42,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 COUNT = ("a whole number of at least 1", lambda n: _whole(n) and n >= 1)
+KEPT = ("a whole number of at least 0", lambda n: _whole(n) and n >= 0)
 THREADS = ("at least 1", COUNT[1])
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
 METHOD = (f"one of {', '.join(METHODS)}", METHODS.__contains__)
@@ -79,6 +80,16 @@ class LoadOptions(Given):
     device: str | torch.device | None = option(
         None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", kind=str
     )
+    device_map: Any = option(
+        None,
+        "Where layers go, for transformers: auto, balanced, ... or a mapping, as JSON in a shell.",
+        kind=str,
+    )
+    quantization_config: Any = option(
+        None,
+        'Quantise while loading, by a configuration of transformers; as JSON in a shell ({"quant_method": ...}).',
+        kind=str,
+    )
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", THREADS)
     attention: str | None = option(
         None, "Attention of the model; without it transformers chooses.", metavar="sdpa|eager"
@@ -91,6 +102,9 @@ class LoadOptions(Given):
     revision: str | None = option(None, "Of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
     local_files_only: bool = option(False, "Use no network.")
+    prefix_cache: int = option(
+        0, "Finished texts whose keys and values are kept, for prompts that begin like one of them.", KEPT
+    )
     parallel_timeout: float | None = option(
         None, "Under torchrun: seconds until a silent rank counts as hung; 120 without it."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,23 +126,26 @@ class Entry:
         return Update(self.index, step, piece, result)
 
 
-def decode_prompts(make_target: Callable[[], Target], entries: Iterable[Entry], batch_size: int) -> Updates:
+def decode_prompts(
+    lend: Callable[[], AbstractContextManager[Target]], entries: Iterable[Entry], batch_size: int
+) -> Updates:
     """Every step of every prompt; at most ``batch_size`` share a forward pass, and the next joins when one ends."""
-    decoder = Decoder(make_target())
     waiting = iter(entries)
     running: list[tuple[Entry, Generation]] = []
-    try:
-        while True:
-            joining = islice(waiting, batch_size - len(running))
-            running += [(entry, decoder.add(entry.request)) for entry in joining]
-            if not running:
-                return
-            steps = {id(step.generation): step for step in decoder.step()}
-            for entry, generation in running:
-                step = steps.get(id(generation))
-                if step is not None or generation.finish_reason is not None:
-                    yield entry.update(generation, step)
-            running = [one for one in running if one[1].finish_reason is None]
-    finally:  # also where the caller stops listening
-        for _, generation in running:
-            decoder.cancel(generation)
+    with lend() as target:
+        decoder = Decoder(target)
+        try:
+            while True:
+                joining = islice(waiting, batch_size - len(running))
+                running += [(entry, decoder.add(entry.request)) for entry in joining]
+                if not running:
+                    return
+                steps = {id(step.generation): step for step in decoder.step()}
+                for entry, generation in running:
+                    step = steps.get(id(generation))
+                    if step is not None or generation.finish_reason is not None:
+                        yield entry.update(generation, step)
+                running = [one for one in running if one[1].finish_reason is None]
+        finally:  # also where the caller stops listening
+            for _, generation in running:
+                decoder.cancel(generation)

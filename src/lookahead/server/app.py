@@ -71,17 +71,22 @@ async def _http_error(request: Request, error: Any) -> Response:
     return error_response(message, error.status_code, codes.get(error.status_code))
 
 
-def create_app(settings: Settings, load: Callable[[], LLM] | None = None) -> FastAPI:
+def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: bool = False) -> FastAPI:
     """The ASGI application; its lifespan starts and ends the loop.
 
     Args:
         load: makes the model, where the settings are not to.
+        wait: start only once the model is ready; without it /health says 503 until then.
     """
     server = Server(settings, load)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.loop.start()
+        while wait and not server.loop.ready:
+            if server.loop.error is not None:
+                raise server.loop.error
+            await asyncio.sleep(0.05)
         yield
         server.loop.stop()
         await asyncio.to_thread(server.loop.join)

@@ -246,12 +246,14 @@ class ChatAnswer(Answer):
         ]
 
     def entry(self, state: Text, entry: Entry) -> dict[str, Any]:
-        def said(token: int, logprob: float) -> dict[str, Any]:
+        def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)
             whole = list(text.encode()) if "\ufffd" not in text else None  # a part of a character
             return {"token": text, "logprob": logprob, "bytes": whole}
 
-        return said(entry.token, entry.logprob) | {"top_logprobs": [said(*pair) for pair in entry.top]}
+        return described(entry.token, entry.logprob) | {
+            "top_logprobs": [described(*pair) for pair in entry.top]
+        }
 
     def _around(self, state: Text, entries: list[dict[str, Any]]) -> dict[str, Any]:
         shown = {"content": entries} if getattr(self.request, "logprobs", None) else None

@@ -70,7 +70,7 @@ class Settings(BaseSettings):
                 return init_settings, env_settings, *file
 
         try:
-            settings: Self = Sources(**given or {})
+            settings = cls(**dict(Sources(**given or {})))
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))

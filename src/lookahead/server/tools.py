@@ -80,10 +80,12 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
 ) -> list[dict[str, Any]]:
-    """The messages, with tools said in a system message where the template does not say them itself."""
+    """The messages, with tools told in a system message where the template does not say them itself."""
     if not tools or "tools" in template:
         return messages
-    said = PREAMBLE.format(tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE)
+    preamble = PREAMBLE.format(
+        tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
+    )
     rewritten = []
     for message in messages:  # such templates know neither calls nor their results
         calls = message.get("tool_calls")
@@ -95,8 +97,8 @@ def with_tools(
         rewritten.append(message)
     if rewritten[0]["role"] == "system":
         head, *rest = rewritten
-        return [{"role": "system", "content": f"{head['content']}\n\n{said}"}, *rest]
-    return [{"role": "system", "content": said}, *rewritten]
+        return [{"role": "system", "content": f"{head['content']}\n\n{preamble}"}, *rest]
+    return [{"role": "system", "content": preamble}, *rewritten]
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:

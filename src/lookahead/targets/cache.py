@@ -132,6 +132,10 @@ class TreeCache(KVStorage, Cache):
             storage[at.slots, :, at.columns] = states.transpose(1, 2)
         return storage[at.seen, :, : at.width]
 
+    def copy(self, slot: int, source: int, length: int) -> None:
+        for storage in self._storage.values():
+            storage[:, slot, :, :length] = storage[:, source, :, :length]
+
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         # Rows that already lie in place stay; path is increasing, so nothing is overwritten too early.
         start = next((i for i, row in enumerate(path) if row != i), len(path))

@@ -33,5 +33,9 @@ class KVStorage(ABC):
         """Move to memory of this size; ``slots`` and ``capacity`` still say what the old one has."""
 
     @abstractmethod
+    def copy(self, slot: int, source: int, length: int) -> None:
+        """Give a slot what another holds of its first ``length`` tokens; there is room for it."""
+
+    @abstractmethod
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""

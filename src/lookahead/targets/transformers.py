@@ -8,7 +8,7 @@ that somebody reads. A single row of a single sequence goes the model's ordinary
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -78,15 +78,32 @@ class TransformersTarget:
             limit = 0  # the base now changes with every token, so no two depths share one
         return max(0, limit)
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether a row is the same, up to rounding, in any text that begins like this one."""
+        return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
+
+    def reuse(self, slot: int, source: int, length: int) -> None:
+        """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
+        if slot != source:
+            self.cache.reserve(slot + 1, length)
+            self.cache.copy(slot, source, length)
+        self.lengths[slot] = length
+
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Prompts one after the other, each unpadded, so that their logits are those of plain decoding."""
+        """Prompts one after the other, each unpadded, so that their logits are those of plain decoding.
+
+        Behind what ``reuse`` has left of a slot, the rest of a prompt is a tree without branches.
+        """
         scores: list[Scores] = []
         for slot, prompt in prompts:
-            ids = torch.tensor([list(prompt)])
+            start = self.lengths.get(slot, 0)
+            rest = TokenTree.of(prompt[start:], range(-1, len(prompt) - start - 1))
+            positions = torch.arange(start, len(prompt))[None]
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
-                self.cache.place([slot], [0], len(prompt))
-                positions = torch.arange(len(prompt))[None]
-                logits = self._call(ids, positions, None, [len(prompt) - 1])
+                self.cache.place([slot], [start], len(rest))
+                with self._visibility([rest], [start], positions) if start else nullcontext() as mask:
+                    logits = self._call(torch.tensor([rest.tokens]), positions, mask, [len(rest) - 1])
             self.lengths[slot] = len(prompt)
             scores.append(LogitsRows(LogitsBatch(logits), 0))
         return scores

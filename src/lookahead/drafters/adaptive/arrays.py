@@ -30,18 +30,9 @@ SPAN = record(oldest="i8", newest="i8")
 #: how many of these come from the logit cache and by how many tokens their row was found there, and how many edges
 #: are worth a place in the heap. ``entry`` is scratch.
 NODE = record(
-    token="i4",
-    parent="i4",
-    pair="i8",
-    probability="f8",
-    depth="i4",
-    asked="i4",
-    proposals="i4",
-    cached="i4",
-    order="i4",
-    edges="i4",
-    entry="i8",
-)
+    token="i4", parent="i4", pair="i8", probability="f8", depth="i4", asked="i4", proposals="i4", cached="i4",
+    order="i4", edges="i4", entry="i8",
+)  # fmt: skip
 #: A token that is proposed behind a row: its joint bucket, its bucket of the logit cache, its score there.
 PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4")
 #: A token that followed the longest match: -1 for none; its bucket.

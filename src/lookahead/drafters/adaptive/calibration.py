@@ -68,6 +68,15 @@ ZONE = ANSWERED * AGREEMENT
 
 
 @compiled
+def place_in(ends: Any, value: float) -> int:
+    """Place of a value among intervals with these upper ends."""
+    place = 0
+    for end in ends:
+        place += 1 if end < value else 0
+    return place
+
+
+@compiled
 def learn(bucket: Any, right: bool) -> None:
     """A proposal of this kind was judged, verified or not."""
     hits = bucket.hits + (1.0 if right else 0.0)
@@ -78,10 +87,7 @@ def learn(bucket: Any, right: bool) -> None:
     bucket.hits, bucket.trials = hits, trials
     estimate = (hits + PRIOR_WEIGHT * bucket.prior) / (trials + PRIOR_WEIGHT)
     bucket.probability = min(estimate, MAX_PROBABILITY)
-    level = 0
-    for end in LEVELS:
-        level += 1 if end < estimate else 0
-    bucket.level = level
+    bucket.level = place_in(LEVELS, estimate)
 
 
 def load(buckets: Any, hits: Any, trials: Any) -> None:

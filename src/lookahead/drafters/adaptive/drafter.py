@@ -55,13 +55,6 @@ class Plain:
     own: float = 0.0
 
 
-def _check_vocabulary(state: AdaptiveState, vocabulary: int) -> None:
-    if state.largest >= vocabulary:
-        raise SettingsError(
-            f"a saved state must be of this model: it holds token {state.largest}, the vocabulary has {vocabulary}"
-        )
-
-
 class AdaptiveDrafter(Drafter):
     """One calibrated token tree from every training-free source.
 
@@ -78,12 +71,9 @@ class AdaptiveDrafter(Drafter):
         if state is not None and not isinstance(state, AdaptiveState):
             raise SettingsError(f"adaptive keeps an AdaptiveState across calls, got {type(state).__name__}")
         if state is not None and vocabulary:  # before the first token, not once drafting is set up
-            _check_vocabulary(state, vocabulary)
-        if config is None and state is not None:
-            config = state.config
-        self.config = AdaptiveConfig.of(config)
-        self.vocabulary = vocabulary
-        self.state = state
+            state.check(vocabulary)
+        self.config = AdaptiveConfig.of(state.config if config is None and state is not None else config)
+        self.vocabulary, self.state = vocabulary, state
         self._sampling: Noise | None = None
         self.reset([0], 0, frozenset())
 
@@ -106,26 +96,21 @@ class AdaptiveDrafter(Drafter):
         """Make what drafting needs."""
         config, sampled = self.config, self._sampling is not None
         kept = self.state is not None and self.state.keep
-        state = self.state if kept else AdaptiveState(config)
-        assert state is not None
+        state = self.state if self.state is not None and kept else AdaptiveState(config)
         vocabulary = max(self.vocabulary, max(text) + 1)
-        _check_vocabulary(state, vocabulary)
+        state.check(vocabulary)
         grower = Grower(state.tables(sampled), vocabulary, config, sampled)
         grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         grower.tail = [self._prompt[0]] * 3
         if self._sampling is not None:
-            grower.noise = self._noise_below
-            grower.temperature = max(self._sampling.temperature, 1e-3)
+            noise = self._sampling
+            grower.noise = lambda depth: noise(self._emitted + depth)
+            grower.temperature = max(noise.temperature, 1e-3)
         window = None
         if config.window_size:
             window = WindowSource(config.window_size, config.ngram_size, self._prompt, self._eos, config.seed)
         return Drafting(grower, window)
-
-    def _noise_below(self, depth: int) -> Any:
-        """Noise of the token that is chosen under nodes of this depth."""
-        assert self._sampling is not None
-        return self._sampling(self._emitted + depth)
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
         self._start, self._late = perf_counter() - self._late, 0.0

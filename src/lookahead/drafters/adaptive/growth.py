@@ -47,13 +47,13 @@ def place_among(tokens: Any, count: int, token: int) -> int:
 
 @compiled
 def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) -> int:
-    """Confidence in a token by suffix matches, here and in the corpus; -1 where neither proposes it."""
+    """Confidence in a token (-1: in any) by suffix matches, here and in the corpus; -1 where none proposes it."""
     level = -1
     for source in (SUFFIX, CORPUS):
         for found in tree.matches[source, node]:
             if found.token < 0:
                 break
-            if found.token == token:
+            if token < 0 or found.token == token:
                 level = max(level, calibration.matches[source, found.bucket].level)
     return level
 
@@ -66,12 +66,7 @@ def ask(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, no
     match(sources.texts[SUFFIX], tree, SUFFIX, node)
     match(sources.texts[CORPUS], tree, CORPUS, node)
     propose(tree, sources, rules, node)
-    best = -1
-    for source in (SUFFIX, CORPUS):
-        for found in tree.matches[source, node]:
-            if found.token < 0:
-                break
-            best = max(best, calibration.matches[source, found.bucket].level)
+    best = _match_level(tree, calibration, node, -1)
     unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
     count, uncached = row.cached, NOTHING
     for place in range(count):
@@ -155,6 +150,12 @@ def _replace_first(heap: Any, size: int, cost: float, number: int) -> None:
 
 
 @compiled
+def _drop_first(progress: Any, heap: Any) -> None:
+    progress.heap -= 1
+    _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
+
+
+@compiled
 def _push(heap: Any, size: int, cost: float, number: int) -> None:
     place = size
     while place > 0:
@@ -207,8 +208,7 @@ def _take(
             if _expand(tree, sources, calibration, rules, node):
                 _replace_first(heap, progress.heap, tree.edges[node, 0].cost, node * MAX_EDGES)
             else:
-                progress.heap -= 1
-                _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
+                _drop_first(progress, heap)
             continue
         if -cost < stop[progress.rows]:
             progress.floor = 0.0  # nothing less likely is wanted
@@ -218,8 +218,7 @@ def _take(
         if place + 1 < nodes[node].edges:
             _replace_first(heap, progress.heap, tree.edges[node, place + 1].cost, number + 1)
         else:
-            progress.heap -= 1
-            _replace_first(heap, progress.heap, heap[progress.heap].cost, heap[progress.heap].number)
+            _drop_first(progress, heap)
         row = progress.rows
         depth = add(tree, rules, node, token, -cost)
         if depth < max_depth and -cost > progress.floor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from .sources.suffix import SHIFT, SuffixTrie
 from .step_times import StepTimes
 
 FORMAT = 2
-#: Bytes that a file which ``load`` reads may unpack to, and how many scopes ``warm_state`` keeps.
+#: Bytes that a file which ``load`` reads may unpack to.
 LARGEST_FILE = 1 << 30
-MAX_SCOPES = 64
 #: What is saved of a table of the logit cache, and the widest entry that is read.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
@@ -53,10 +51,8 @@ class AdaptiveState:
     def __init__(
         self, config: Any = None, keep: bool = True, times: StepTimes | None = None, scope: str = ""
     ) -> None:
-        self.config = AdaptiveConfig.of(config)
-        self.keep = keep
+        self.config, self.keep, self.scope = AdaptiveConfig.of(config), keep, scope
         self.times = times if times is not None else StepTimes()
-        self.scope = scope
         self._tables: dict[bool, Tables] = {}
         #: The largest token in what was loaded from a file.
         self.largest = -1
@@ -65,6 +61,14 @@ class AdaptiveState:
     def corpus(self) -> SuffixTrie:
         """Suffix trie of the texts of all requests."""
         return SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
+
+    def check(self, vocabulary: int) -> None:
+        """Raise SettingsError where what was loaded holds tokens that such a vocabulary has not."""
+        if self.largest >= vocabulary:
+            raise SettingsError(
+                f"a saved state must be of this model: it holds token {self.largest}, "
+                f"the vocabulary has {vocabulary}"
+            )
 
     def tables(self, sampled: bool) -> Tables:
         """Those of greedy or of sampled decoding."""
@@ -161,22 +165,3 @@ def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
         _must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")
         _must(0 <= origins.min() <= origins.max() <= 2, "an origin is out of range")
         _must((odds[here] <= 0).all() and not (odds > 0).any(), "log-odds must not be above 0")
-
-
-_states: OrderedDict[str, AdaptiveState] = OrderedDict()
-
-
-def warm_state(key: str, config: Any = None) -> AdaptiveState:
-    """The state of this process for ``key``, made if need be; the least recently used scope goes first.
-
-    Args:
-        key: what may share text statistics; put model, tokenizer and tenant into it.
-        config: of a new state.
-    """
-    state = _states.pop(key, None)
-    if state is None:
-        state = AdaptiveState(config, scope=key)
-    _states[key] = state
-    while len(_states) > MAX_SCOPES:
-        _states.popitem(last=False)
-    return state

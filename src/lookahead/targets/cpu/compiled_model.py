@@ -188,6 +188,16 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         raise Unsupported(f"compiled passes are made for CPUs, the model is on {model.device}")
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
+    settings: Any = getattr(model.config, "quantization_config", None)
+    method = (
+        settings.get("quant_method")
+        if isinstance(settings, dict)
+        else getattr(settings, "quant_method", None)
+    )
+    if method is not None and method != "gguf":  # whose weights have been multiplied out
+        raise Unsupported(f"compiled passes need weights as they are, the model is quantised by {method}")
+    if any(weight.device.type != "cpu" for weight in model.parameters()):
+        raise Unsupported("compiled passes need every layer on the CPU")
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"

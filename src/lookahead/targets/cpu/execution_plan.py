@@ -180,6 +180,11 @@ class KVCache(KVStorage):
         new[:, : self.slots, :, : self.capacity] = self.storage
         self.storage = new
 
+    def copy(self, slot: int, source: int, length: int) -> None:
+        self.storage[:, slot] = self.storage[
+            :, source
+        ]  # whole, since a key's numbers lie in blocks of columns
+
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place
             return

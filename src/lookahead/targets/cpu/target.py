@@ -116,6 +116,7 @@ class CpuTarget:
     """
 
     path = "cpu"
+    keeps_prefixes = True  # a row has the same bits wherever it is evaluated
 
     def __init__(
         self, compiled: CompiledModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
@@ -133,13 +134,20 @@ class CpuTarget:
         """Room up to the model's last position."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
+    def reuse(self, slot: int, source: int, length: int) -> None:
+        """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
+        if slot != source:
+            self.cache.reserve(slot + 1, length)
+            self.cache.copy(slot, source, length)
+        self.lengths[slot] = length
+
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[SegmentScores]:
-        """Prompts one after the other, in chunks of rows."""
+        """Prompts one after the other, in chunks of rows, from where ``reuse`` has left off."""
         scores = []
         for slot, prompt in prompts:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.reserve(slot + 1, len(prompt))
-                for begin in range(0, len(prompt), PROMPT_CHUNK):
+                for begin in range(self.lengths.get(slot, 0), len(prompt), PROMPT_CHUNK):
                     tokens = prompt[begin : begin + PROMPT_CHUNK]
                     end = begin + len(tokens)
                     segment = Segment(slot, begin, len(tokens), None)

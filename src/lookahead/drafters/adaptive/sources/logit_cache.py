@@ -24,6 +24,7 @@ from ..calibration import (
     ORDERS,
     REJECTED,
     WINDOW,
+    place_in,
 )
 from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
@@ -96,8 +97,7 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
     proposals = tree.proposals[node]
     count, most = 0, _room(tree, ids)
     while count < most and ids[count] >= 0:
-        proposals[count].token = ids[count]
-        proposals[count].kind = greedy_kind(odds, count, origin)
+        proposals[count].token, proposals[count].kind = ids[count], greedy_kind(odds, count, origin)
         count += 1
     return count
 
@@ -129,15 +129,10 @@ def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entr
         proposals[place].score, proposals[place].token = score, token
         kept = min(kept + 1, SAMPLED_PROPOSALS)
     if kept > 0:
-        best, height = proposals[0].score, 0
-        for end in HEIGHTS:
-            height += 1 if end < best else 0
-        base = (height * 3 + cache.origins[row.order, entry]) * KINDS
+        best = proposals[0].score
+        base = (place_in(HEIGHTS, best) * 3 + cache.origins[row.order, entry]) * KINDS
         for place in range(1, kept):
-            distance = 0
-            for end in DISTANCES:
-                distance += 1 if end < best - proposals[place].score else 0
-            proposals[place].kind = base + BINS + distance
+            proposals[place].kind = base + BINS + place_in(DISTANCES, best - proposals[place].score)
         proposals[0].kind = proposals[1].kind - BINS if kept > 1 else base + NO_SECOND
     return kept
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
-from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES
+from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, place_in
 from ..compiling import compiled, entry, int64
 from ..hashing import find, new_slots, rehash
 
@@ -112,11 +112,9 @@ def feed(text: TextEnd, tokens: Any, used: int) -> int:
 
 @compiled
 def _bucket(node: Any, total: int, order: int, text: int) -> int:
-    place = 0
-    for end in SHARES:
-        place += 1 if node.count / total > end else 0
     times = 0 if node.count == 1 else 1 if node.count < 4 else 2
-    return order * MATCH_KINDS + place * 6 + times * 2 + (1 if node.text == text else 0)
+    share = place_in(SHARES, node.count / total)
+    return order * MATCH_KINDS + share * 6 + times * 2 + (1 if node.text == text else 0)
 
 
 @compiled
@@ -204,15 +202,6 @@ class Reader:
     def text(self) -> TextEnd:
         """What compiled code takes."""
         return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number)
-
-    @property
-    def matched(self) -> int:
-        """Tokens of the text's end that have been followed by something before, at most the order."""
-        if self._generation != self.trie.generation:
-            return 0
-        total = self.trie.nodes["total"]
-        lengths = range(len(self._contexts) - 1, 0, -1)
-        return next((n for n in lengths if self._contexts[n] > 0 and total[self._contexts[n]]), 0)
 
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """The text goes on."""

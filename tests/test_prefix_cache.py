@@ -1,0 +1,220 @@
+"""Prefix caching: the same text from fewer rows, the least recently used text out first, and nothing stale."""
+
+import pytest
+import torch
+
+import lookahead
+from families import tiny_model
+from lookahead.core import NumericalError, Request
+from lookahead.drafters import make_drafter
+from lookahead.engine.chat import Conversation
+from lookahead.engine.prefix_cache import PrefixCache, PrefixTarget
+from lookahead.targets.factory import make_target
+from lookahead.testing import FakeTarget, run
+from toy import VOCABULARY, tokenizer
+
+SHARED = [11, 40, 7, 90, 40, 7, 33, 12] * 5
+
+
+class Counting:
+    """The rows that a target's prompts take, beside what it does."""
+
+    keeps_prefixes = True
+
+    def __init__(self, target):
+        self._target, self.rows = target, []
+
+    def __getattr__(self, name):
+        return getattr(self._target, name)
+
+    def prefill(self, prompts):
+        before = {slot: self._target.lengths.get(slot, 0) for slot, _ in prompts}
+        self.rows += [len(prompt) - before[slot] for slot, prompt in prompts]
+        return self._target.prefill(prompts)
+
+
+def decode(target, *prompts, new=12):
+    requests = [Request(prompt, make_drafter("lookahead", (3, 3, 2)), new) for prompt in prompts]
+    return [generation.tokens for generation in run(target, requests)]
+
+
+#: The compiled path, and the transformers path with sliding windows and with a bias for positions.
+CASES = [("llama", "cpu"), ("llama", "transformers"), ("gemma2", "transformers"), ("bloom", "transformers")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request):
+    family, path = request.param
+    model = tiny_model(family, initializer_range=0.1)
+    return lambda: make_target(model, path=path)
+
+
+def test_a_prompt_goes_on_from_where_an_earlier_text_parts_from_it(case):
+    counting = Counting(case())
+    target = PrefixTarget(counting, kept=2)
+    (first,) = decode(target, SHARED)
+    longer = [*SHARED, *first, 5, 6, 7]
+    assert decode(target, longer) == decode(case(), longer)
+    assert counting.rows == [40, 4]  # the last token of a text has no row yet
+    other = [
+        *SHARED[:30],
+        50,
+        51,
+        52,
+    ]  # another continuation: its beginning is copied, and the longer text stays
+    assert decode(target, other) == decode(case(), other)
+    again = [*longer, 8]
+    assert decode(target, again) == decode(case(), again)
+    assert counting.rows == [40, 4, 3, 1]
+    assert decode(target, again) == decode(case(), again)
+    assert counting.rows[-1] == 1  # the last token is always evaluated
+
+
+def test_keys_and_values_have_the_same_bits_on_the_compiled_path():
+    model = tiny_model("llama", initializer_range=0.1).to(torch.bfloat16)
+    kept, fresh = (make_target(model, path="cpu") for _ in range(2))
+    target = PrefixTarget(kept, kept=2)
+    (first,) = decode(target, SHARED)
+    prompt = [*SHARED, *first, 5, 6, 7]
+    (ours,), (plain,) = target.prefill([(0, prompt)]), fresh.prefill([(0, prompt)])
+    assert torch.equal(ours.row(0), plain.row(0))
+    target.release(0)
+    (ours,) = target.prefill([(0, [*SHARED[:9], 3])])  # copied, for it is a short part of what is kept
+    (plain,) = make_target(model, path="cpu").prefill([(0, [*SHARED[:9], 3])])
+    assert torch.equal(ours.row(0), plain.row(0))
+
+
+def test_prompts_of_one_call_share_what_they_begin_with(case):
+    counting = Counting(case())
+    target = PrefixTarget(counting, kept=0)
+    prompts = [[*SHARED, token] for token in (20, 21, 22)]
+    assert decode(target, *prompts) == [tokens for prompt in prompts for tokens in decode(case(), prompt)]
+    assert counting.rows == [41, 1, 1]
+    assert counting.lengths == {}  # none is kept
+
+
+def test_the_least_recently_used_goes_first():
+    model = tiny_model("llama", initializer_range=0.1)
+    counting = Counting(make_target(model))
+    target = PrefixTarget(counting, kept=2)
+    texts = [[10 + n] * 20 for n in range(3)]
+    for prompt in (texts[0], texts[1], texts[0], texts[2]):  # the second is the oldest now
+        decode(target, prompt, new=2)
+    assert len(counting.lengths) == 2
+    counting.rows.clear()
+    for prompt in (texts[0], texts[2], texts[1]):
+        decode(target, prompt, new=2)
+    assert counting.rows == [1, 1, 20]
+    assert counting.cache.slots <= 4
+
+
+def test_a_stale_length_would_be_seen(case, monkeypatch):
+    """The comparison can fail: a cut that keeps one token too many changes the text or its bits."""
+    inner = case()
+    honest = inner.reuse
+    monkeypatch.setattr(inner, "reuse", lambda slot, source, length: honest(slot, source, length - 1))
+    target, fresh = PrefixTarget(inner, kept=1), case()
+    (first,) = decode(target, SHARED)
+    monkeypatch.setattr(inner, "reuse", lambda slot, source, length: honest(slot, source, length))
+    inner.cache.copy(0, 0, 0)
+    prompt = [*SHARED, *first, 5, 6, 7]
+    target._texts[0][-1] = 5  # a token that the rows are not of
+    target._texts[0] += [6]
+    (ours,), (plain,) = target.prefill([(0, [*target._texts[0], 7])]), fresh.prefill([(0, prompt)])
+    assert not torch.allclose(ours.row(0), plain.row(0), atol=1e-4)
+
+
+def test_a_failed_prompt_leaves_nothing_behind():
+    class Failing(Counting):
+        def prefill(self, prompts):
+            if 99 in prompts[0][1]:
+                raise NumericalError("no")
+            return super().prefill(prompts)
+
+    model = tiny_model("llama", initializer_range=0.1, vocab_size=120)
+    counting = Failing(make_target(model))
+    target = PrefixTarget(counting, kept=2)
+    assert decode(target, [*SHARED, 99]) == [[]]
+    assert decode(target, SHARED) == decode(make_target(model), SHARED)
+    assert counting.rows == [40]
+
+
+# ------------------------------------------------------------------------------------ in LLM and chat
+
+
+@pytest.fixture
+def llm():
+    made = lookahead.LLM(
+        tiny_model("llama", vocab_size=VOCABULARY, initializer_range=0.1),
+        tokenizer(chat=True),
+        prefix_cache=2,
+    )
+    counted = []
+    make = made.target
+
+    def target(path="auto"):
+        counted.append(Counting(make(path)))
+        return counted[-1]
+
+    made.target = target
+    return made, counted
+
+
+def test_calls_share_one_target_and_a_second_caller_gets_its_own(llm):
+    llm, counted = llm
+    options = {"max_new_tokens": 10, "method": "lookahead", "config": (3, 3, 2)}
+    plain = lookahead.LLM(llm.model, llm.tokenizer)
+    expected = [plain.generate([*SHARED, n], **options).tokens for n in (5, 6)]
+    assert [llm.generate([*SHARED, n], **options).tokens for n in (5, 6)] == expected
+    assert [target.rows for target in counted] == [[41, 1]]
+    stream = llm.run([[*SHARED, 5]], **options)
+    next(stream)
+    assert llm.generate([*SHARED, 6], **options).tokens == expected[1]
+    assert [target.rows for target in counted] == [[41, 1, 1], [41]]
+    stream.close()  # between two steps: what it has read stays
+    llm.generate([*SHARED, 7], **options)
+    assert counted[0].rows == [41, 1, 1, 1]
+
+
+def test_changed_weights_and_an_interrupt_begin_anew(llm, monkeypatch):
+    llm, counted = llm
+    options = {"max_new_tokens": 4, "method": "autoregressive"}
+    before = llm.generate(SHARED, **options).tokens
+    with torch.no_grad():
+        llm.model.get_input_embeddings().weight.mul_(-1)
+    assert (
+        llm.generate(SHARED, **options).tokens == lookahead.LLM(llm.model).generate(SHARED, **options).tokens
+    )
+    assert llm.generate(SHARED, **options).tokens != before
+    assert [target.rows for target in counted] == [[40], [40, 1]]
+
+    def interrupted(trees):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(counted[1]._target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(SHARED, **options)
+    llm.generate(SHARED, **options)
+    assert len(counted) == 3
+
+
+def test_a_turn_does_not_read_the_whole_conversation_again(llm):
+    llm, counted = llm
+    options = {"max_new_tokens": 8, "method": "autoregressive", "ignore_eos": True}
+    plain = Conversation(lookahead.LLM(llm.model, llm.tokenizer), "be brief")
+    cached = Conversation(llm, "be brief")
+    for line in ("hello there, how are you", "and now", "tell me more"):
+        assert "".join(cached.say(line, **options)) == "".join(plain.say(line, **options))
+    first, second, third = counted[0].rows
+    assert second < first
+    assert third < first
+
+
+def test_targets_that_cannot_keep_are_lent_as_they_are():
+    cache = PrefixCache(FakeTarget, 2, lambda: 0)
+    with cache.lend() as one, cache.lend() as other:
+        assert isinstance(one, FakeTarget)
+        assert one is not other
+    rope = tiny_model("llama-dynamic-ntk", initializer_range=0.1)
+    with PrefixCache(lambda: make_target(rope), 2, lambda: 0).lend() as target:
+        assert not isinstance(target, PrefixTarget)

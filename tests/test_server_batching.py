@@ -1,0 +1,178 @@
+"""Continuous batching in the loop itself: prompts in pieces, one budget of rows, joining and leaving, faults."""
+
+import random
+
+import pytest
+
+from lookahead.core import Decoder, LookaheadError, Request, SettingsError
+from lookahead.drafters import make_drafter
+from lookahead.server.prediction import Predicted
+from lookahead.server.protocol import Message
+from lookahead.server.tools import CallReader, messages_of, with_tools
+from lookahead.testing import FakeTarget, run
+
+VOCABULARY = 32
+
+
+def requests(count, method="lookahead", **more):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+    return [Request(prompt, make_drafter(method, None, VOCABULARY), 30, **more) for prompt in prompts]
+
+
+def plain_texts(count):
+    return [run(FakeTarget(VOCABULARY), [request])[0].tokens for request in requests(count, "autoregressive")]
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 3, 16, 1 << 20])
+@pytest.mark.parametrize("row_budget", [1, 7, 64])
+@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "jacobi"])
+def test_texts_do_not_depend_on_pieces_and_budget(prompt_rows, row_budget, method):
+    decoder = Decoder(FakeTarget(VOCABULARY), prompt_rows, row_budget)
+    made = [decoder.add(request) for request in requests(6, method)]
+    while decoder.busy:
+        steps = decoder.step()
+        rows = [step.rows for step in steps if step.tree is not None]
+        assert sum(rows) <= max(row_budget, len(rows))
+    assert [generation.tokens for generation in made] == plain_texts(6)
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    decoder = Decoder(FakeTarget(VOCABULARY), prompt_rows=4)
+    short = decoder.add(Request([1], make_drafter("autoregressive"), 100))
+    decoder.step()
+    long = decoder.add(Request([2] * 80, make_drafter("autoregressive"), 5))
+    before = len(short.tokens)
+    while not long.tokens:
+        decoder.step()
+    assert len(short.tokens) - before >= 80 // 4 - 1
+
+
+def test_every_prompt_token_is_read_with_the_row_before_it():
+    for rows in (1, 5, 1 << 20):
+        seen = []
+        target = FakeTarget(VOCABULARY)
+        (request,) = requests(
+            1, read_prompt=lambda scores, node, token, seen=seen: seen.append((scores.best(node), token))
+        )
+        request.prompt = list(range(3, 20))
+        decoder = Decoder(target, rows)
+        decoder.add(request)
+        while decoder.busy:
+            decoder.step()
+        prompt = request.prompt
+        assert seen == [(target.next_token(prompt[:i]), prompt[i]) for i in range(1, len(prompt))]
+
+
+def test_joining_leaving_and_cancelling_between_steps():
+    rng = random.Random(0)
+    expected = plain_texts(20)
+    decoder = Decoder(FakeTarget(VOCABULARY), 5, 24)
+    waiting, running, done = list(enumerate(requests(20))), [], {}
+    while waiting or decoder.busy:
+        if waiting and rng.random() < 0.4:
+            index, request = waiting.pop(0)
+            running.append((index, decoder.add(request)))
+        if running and rng.random() < 0.05:
+            index, generation = running.pop(rng.randrange(len(running)))
+            decoder.cancel(generation)
+            assert generation.tokens == expected[index][: len(generation.tokens)]
+        decoder.step()
+        for index, generation in running:
+            if generation.finish_reason is not None:
+                done[index] = generation.tokens
+        running = [one for one in running if one[1].finish_reason is None]
+    assert len(done) > 10
+    assert all(tokens == expected[index] for index, tokens in done.items())
+    assert decoder.target.committed == {}
+
+
+@pytest.mark.parametrize("place", ["draft", "observe", "reset", "choose", "finished"])
+def test_an_error_of_one_text_ends_that_text_alone(place):
+    def fail(*given):
+        raise LookaheadError("broken on purpose")
+
+    made = requests(4)
+    if place in ("choose", "finished"):
+        setattr(made[1], place, fail)
+    else:
+        setattr(made[1].drafter, place, fail)
+    decoder = Decoder(FakeTarget(VOCABULARY), 8, 32)
+    generations = [decoder.add(request) for request in made]
+    while decoder.busy:
+        decoder.step()
+    assert [g.finish_reason for g in generations] == ["length", "error", "length", "length"]
+    assert [g.tokens for i, g in enumerate(generations) if i != 1] == [
+        t for i, t in enumerate(plain_texts(4)) if i != 1
+    ]
+
+
+def test_predicted_tokens_are_counted_along_the_text():
+    predicted = Predicted([1, 2, 3, 4, 5, 6, 7, 8])
+    predicted.take([1])
+    predicted.take([2, 3, 9])  # 2 and 3 were drafted
+    predicted.take([5, 6])  # the place is found again by 5, 6
+    predicted.take([7, 8, 10])
+    assert (predicted.accepted, predicted.rejected) == (4, 4)
+    assert Predicted([]).rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("hello < world", "hello < world", []),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "", ["f"]),
+        (
+            'Well. <tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f"}',
+            "Well. ",
+            ["f", "f"],
+        ),
+        ('{"name": "f", "arguments": {"x": 1}}', "", ["f"]),
+        ('{"name": "g", "arguments": {}}', '{"name": "g", "arguments": {}}', []),
+        ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+        ("{" * 5000, "{" * 5000, []),
+    ],
+)
+def test_calls_are_found_in_a_text_that_comes_in_pieces(text, content, names):
+    for size in (1, 3, len(text)):
+        reader = CallReader({"f"}, one=False)
+        shown = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
+        rest, calls = reader.finish()
+        assert (shown + rest).rstrip() == content.rstrip()
+        assert [call["function"]["name"] for call in calls] == names
+
+
+def test_tools_are_told_where_the_template_does_not():
+    messages = messages_of([Message(role="user", content="x")])
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert with_tools(messages, tools, "{% for t in tools %}") is messages
+    told = with_tools(messages, tools, "{{ messages }}")
+    assert told[0]["role"] == "system"
+    assert '"name": "f"' in told[0]["content"]
+
+
+def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
+    from lookahead.server.settings import Settings
+
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1000\nmax_queue: 3\nhost: 0.0.0.0\n")
+    monkeypatch.setenv("LOOKAHEAD_MAX_QUEUE", "5")
+    monkeypatch.setenv("LOOKAHEAD_PORT", "1001")
+    settings = Settings.read({"port": 1002}, file)
+    assert (settings.port, settings.max_queue, settings.host) == (1002, 5, "0.0.0.0")
+    for text, message in (
+        ("colour: red", "unknown setting 'colour'"),
+        ("max_rows: x", "max_rows"),
+        ("- 1", "YAML"),
+        ("a: [", "YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SettingsError, match=message):
+            Settings.read({}, file)
+    with pytest.raises(SettingsError, match="exists"):
+        Settings.read({}, tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match="method"):
+        Settings.read({"method": "magic"})
+    with pytest.raises(SettingsError) as error:
+        Settings.read({"api_key": ["s3cret"]})
+    assert "s3cret" not in str(error.value)

@@ -1,0 +1,37 @@
+"""Two replicas on one machine by Ray Serve; minutes, so make soak runs it."""
+
+import json
+
+import httpx
+import pytest
+
+import lookahead
+from toy import save
+
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
+
+
+def test_two_replicas_answer_and_stream_the_same_texts(tmp_path):
+    ray = pytest.importorskip("ray")
+    from ray import serve
+
+    from lookahead.server.ray_app import build
+
+    folder = save(tmp_path / "toy", max_position_embeddings=512)
+    expected = lookahead.load(folder).generate("def add", max_new_tokens=20).text
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, configure_logging=False)
+    try:
+        serve.start(http_options={"port": 8017})
+        serve.run(build({"model": str(folder), "min_replicas": 2, "max_replicas": 2, "num_cpus": 0.5}))
+        with httpx.Client(base_url="http://127.0.0.1:8017", timeout=120) as http:
+            body = {"prompt": "def add", "max_tokens": 20, "temperature": 0}
+            answers = [http.post("/v1/completions", json=body).json() for _ in range(8)]
+            assert {answer["choices"][0]["text"] for answer in answers} == {expected}
+            with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
+                frames = [line for line in reply.iter_lines() if line]
+            assert frames.pop() == "data: [DONE]"
+            assert "".join(json.loads(f[6:])["choices"][0]["text"] for f in frames) == expected
+            assert http.post("/v1/completions", json={"prompt": "x", "foo": 1}).status_code == 400
+    finally:
+        serve.shutdown()
+        ray.shutdown()
