@@ -54,16 +54,9 @@ class Line:
     cpu: float
     floor: float
     matrix_floor: float
-    linears: float
-    attention: float
     difference: float
     rounds: int
     layout: str
-
-    @property
-    def other(self) -> float:
-        """Share of the compiled step outside linears and attention."""
-        return max(0.0, 1 - (self.linears + self.attention) / self.cpu)
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -135,7 +128,7 @@ def measure(shape: str, dtype: str, contexts: list[int], rows: list[int], rounds
             difference = _difference(reference, compiled, tree)
             if not difference <= AGREE[dtype]:
                 raise SystemExit(f"{shape} {dtype} {context} {k}: the paths differ by {difference:.3g}")
-            times, parts = _paired(reference, compiled, tree, rounds)
+            times = _paired(reference, compiled, tree, rounds)
             line = Line(
                 shape,
                 dtype,
@@ -144,7 +137,6 @@ def measure(shape: str, dtype: str, contexts: list[int], rows: list[int], rounds
                 *times,
                 floor,
                 k * per_row,
-                *parts,
                 difference,
                 rounds,
                 compiled.compiled.layout,
@@ -165,14 +157,13 @@ def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
     )
 
 
-def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> tuple[list[float], list[float]]:
-    """Median milliseconds of a step on each path; and of products and attention in the compiled one.
+def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> list[float]:
+    """Median milliseconds of a step on each path.
 
     The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
     in decoding as here, but on one path alone they are no concern of the other: the paths sleep in between.
     """
     times: list[list[float]] = [[], []]
-    parts: list[list[float]] = []
     for _ in range(3):
         for target, mine in zip((reference, compiled), times, strict=True):
             sleep(0.05)
@@ -181,18 +172,12 @@ def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> tupl
                 target.forward([(0, tree)])[0].best(0)
                 if turn >= 2:
                     mine.append((perf_counter() - start) * 1e3)
-            if target is compiled:
-                last = compiled.compiled.last_pass
-                parts.append([share * last.seconds * 1e3 for share in (last.gemm, last.attention)])
-    return (
-        [statistics.median(mine) for mine in times],
-        [statistics.median(part) for part in zip(*parts, strict=True)],
-    )
+    return [statistics.median(mine) for mine in times]
 
 
 HEADER = (
     "| shape | dtype | context | rows | transformers ms | cpu ms | ratio | floor: bytes | floor: operations "
-    "| cpu / floor | linears | attention | other |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| cpu / floor |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -201,8 +186,7 @@ def row(line: Line) -> str:
     return (
         f"| {line.shape} | {line.dtype} | {line.context} | {line.rows} | {line.transformers:.2f} "
         f"| {line.cpu:.2f} | {line.transformers / line.cpu:.2f} | {line.floor:.2f} | {line.matrix_floor:.2f} "
-        f"| {line.cpu / max(line.floor, line.matrix_floor):.2f} | {line.linears / line.cpu:.0%} "
-        f"| {line.attention / line.cpu:.0%} | {line.other:.0%} |"
+        f"| {line.cpu / max(line.floor, line.matrix_floor):.2f} |"
     )
 
 

@@ -28,6 +28,9 @@ SHAPE_TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 1024,
 }  # fmt: skip
+FAMILIES = (
+    "llama", "qwen3", "mistral-sliding", "gemma2", "phi3", "gpt-neox", "deepseek-v3", "mixtral", "gpt-oss",
+)  # fmt: skip
 #: Tile sizes tried beside the default ones: rows, keys, warps, stages.
 TILES = (
     (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3),
@@ -135,6 +138,35 @@ class Machine:
         )
 
 
+# ---- certificate
+
+
+def check_certificate(machine: Machine) -> None:
+    """What is chosen, and why: nothing below means much where this says no."""
+    from lookahead.core import SettingsError
+    from lookahead.targets.factory import make_target
+    from lookahead.testing import tiny_model
+
+    captured = {"path": "cuda-graph"}
+    models = {
+        name: tiny_model(name, initializer_range=0.1) for name in FAMILIES[: 2 if machine.tiny else None]
+    }
+    models = {name: model.to(machine.device, machine.dtype) for name, model in models.items()}
+    models["Llama of the 7B shape"] = make_model(machine)
+    for name, model in models.items():
+        for what, options in (
+            ("captured passes", captured),
+            ("exact mode", {"path": "transformers", "exact": True}),
+        ):
+            try:
+                target, holds = make_target(model, **options), True
+                reason = target.reason
+            except SettingsError as error:
+                holds, reason = False, str(error)
+            print(name, what, reason, flush=True)
+            table(f"{what}: {name}", reason.split(": ", 1)[-1][:110], "", holds)
+
+
 # ---- kernel
 
 
@@ -149,6 +181,7 @@ def check_kernel(machine: Machine) -> None:
             "tests/test_attention_hook.py",
             "tests/test_cuda_graphs.py",
             "tests/test_attention_overlap.py",
+            "tests/test_exact.py",
         ],
     ]
     if machine.tiny:
@@ -432,7 +465,8 @@ def _times(seconds: float, floor: float, one: float) -> str:
 
 
 def check_text(machine: Machine) -> None:
-    """What is taken by itself against plain decoding, in full precision, so that every token must be equal."""
+    """What is taken by itself, in full precision, and exact mode in bfloat16: every token must be equal."""
+    torch = machine.torch
     from lookahead.targets.factory import make_target
     from lookahead.testing import assert_same_as_autoregressive
 
@@ -440,30 +474,24 @@ def check_text(machine: Machine) -> None:
     from families import tiny_model
 
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
-    families = (
-        "llama",
-        "qwen3",
-        "mistral-sliding",
-        "gemma2",
-        "phi3",
-        "gpt-neox",
-        "deepseek-v3",
-        "mixtral",
-        "gpt-oss",
-    )
-    for family in families[: 2 if machine.tiny else None]:
+    for family in FAMILIES[: 2 if machine.tiny else None]:
         try:
             model = tiny_model(family, initializer_range=0.1).to(machine.device)
             target = make_target(model, **({"path": "cuda-graph"} if machine.tiny else {}))
-            tokens = accepted = 0
-            for method in ("lookahead", "prompt-lookup", "adaptive"):
-                config = (7, 5, 7) if method == "lookahead" else None
-                for group in ([prompts[0]], [prompts[1]], prompts):
-                    for made in assert_same_as_autoregressive(target, group, method, config, 60):
-                        tokens += len(made.tokens)
-                        accepted += made.stats.accepted
-            value = f"{tokens} tokens equal, {accepted} drafted ones accepted"
-            table(f"{family}: {target.path}", value, "at least 1", accepted > 0)
+            ways = {target.path: target}
+            if family in FAMILIES[:4]:
+                half = tiny_model(family, initializer_range=0.1).to(machine.device, torch.bfloat16)
+                ways["exact, bfloat16"] = make_target(half, path="transformers", exact=True)
+            for way, target in ways.items():
+                tokens = accepted = 0
+                for method in ("lookahead", "prompt-lookup", "adaptive"):
+                    config = (7, 5, 7) if method == "lookahead" else None
+                    for group in ([prompts[0]], [prompts[1]], prompts):
+                        for made in assert_same_as_autoregressive(target, group, method, config, 60):
+                            tokens += len(made.tokens)
+                            accepted += made.stats.accepted
+                value = f"{tokens} tokens equal, {accepted} drafted ones accepted"
+                table(f"{family}: {way}", value, "at least 1", accepted > 0)
             print(family, target.reason, flush=True)
         except Exception as error:
             first = (str(error).splitlines() or [""])[0][:100]
@@ -563,8 +591,8 @@ def _commit() -> str:
 
 
 CHECKS: dict[str, Callable[[Machine], None]] = {
-    "kernel": check_kernel, "attention": check_attention, "step": check_step, "text": check_text,
-    "ranks": check_ranks, "as-rank": as_rank,
+    "certificate": check_certificate, "kernel": check_kernel, "attention": check_attention, "step": check_step,
+    "text": check_text, "ranks": check_ranks, "as-rank": as_rank,
 }  # fmt: skip
 
 

@@ -180,20 +180,20 @@ def test_expensive_probes_are_made_rarely():
 def test_plain_steps_move_the_whole_table_and_drafted_steps_only_their_entry():
     times = times_of(FLAT)
     for _ in range(200):
-        times.learn(1, 100, 16, 2 * FLAT[place_of(16)])
+        times.learn((1, 100), 16, 2 * FLAT[place_of(16)])
     table = times.table(1, 100)
     assert table[place_of(16)] == pytest.approx(2 * FLAT[place_of(16)], rel=0.02)
     assert table[0] == FLAT[0]
     assert table == sorted(table)
     for _ in range(200):
-        times.learn(1, 100, 1, 2 * FLAT[0])
+        times.learn((1, 100), 1, 2 * FLAT[0])
     assert table[0] == pytest.approx(2 * FLAT[0], rel=0.02)
     assert table[place_of(16)] == pytest.approx(4 * FLAT[place_of(16)], rel=0.05)
 
 
 def test_an_interrupted_step_counts_for_little():
     times = times_of(FLAT)
-    times.learn(1, 100, 16, 10.0)
+    times.learn((1, 100), 16, 10.0)
     assert times.table(1, 100)[place_of(16)] < 1.1 * FLAT[place_of(16)]
     controller = controller_of(FLAT)
     controller.learn(2, 1.5, 1, 100.0, 100.0)
@@ -206,9 +206,18 @@ def test_bins_of_context_and_batch():
     assert far == FLAT
     assert far is not times.table(1, 100)
     for _ in range(50):
-        times.learn(4, 5000, 8, 0.1)
+        times.learn((4, 5000), 8, 0.1)
     assert times.table(1, 100) == FLAT
     assert times.table(4, 5000)[place_of(8)] > 0.05
+
+
+def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():
+    times = times_of(FLAT)
+    for sampled in (True, False):
+        controller = Controller(times, 100, sampled)
+        controller.learn_plain([1.5 * FLAT[0]] * 50 if sampled else [FLAT[0]], 0.0, False)
+    assert times.table(1, 100)[0] == pytest.approx(FLAT[0])
+    assert times.table(1, 100, True)[0] > 1.4 * FLAT[0]
 
 
 def test_sequences_in_one_pass_are_counted():

@@ -42,7 +42,7 @@ def compiled(family: str = "llama", dtype: torch.dtype = torch.float32, **change
 def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
     model = tiny(family, torch.bfloat16, **changes)
     facts = make_target(model, path="transformers").facts
-    return CpuTarget(CompiledModel(model, model.config, FORMATS[kind, torch.bfloat16]), facts, 4)
+    return CpuTarget(CompiledModel(model, facts, FORMATS[kind, torch.bfloat16]), facts, 4)
 
 
 def random_tree(seed: int, rows: int) -> TokenTree:

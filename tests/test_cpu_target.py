@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import make_drafter
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.factory import make_target
-from lookahead.testing import assert_same_as_autoregressive, run
+from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97
 FAMILIES = {
@@ -48,6 +49,51 @@ FAMILIES = {
     "mistral-sliding": ("Mistral", {"sliding_window": 5}),
     "mistral-whole": ("Mistral", {"sliding_window": None}),
     "smollm3": ("SmolLM3", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.6,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 5}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3-partial-rotary-sliding": (
+        "Phi3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "gpt2": ("GPT2", {"n_inner": 96}),
 }
 
 
@@ -69,9 +115,10 @@ def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: o
         **extra,
         **changes,
     }
-    config = getattr(transformers, f"{name}Config")(**settings)
+    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**settings)
     torch.manual_seed(3)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{name}{kind}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
@@ -218,7 +265,7 @@ def test_bf16_is_near_the_transformers_target_and_a_row_does_not_depend_on_the_o
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: tiny(hidden_act="gelu"), "SiLU"),
+        (lambda: tiny(hidden_act="gelu"), "silu, swish, gelu_new"),
         (
             lambda: tiny(
                 rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
@@ -227,16 +274,10 @@ def test_bf16_is_near_the_transformers_target_and_a_row_does_not_depend_on_the_o
         ),
         (lambda: tiny().double(), "float64"),
         (lambda: tiny(attention_dropout=0.1).train(), "eval"),
-        (
-            lambda: transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
-                )
-            ).eval(),
-            "GPT2LMHeadModel",
-        ),
+        (lambda: tiny("gpt2").train(), "eval"),
+        (lambda: tiny_model("gpt_neox"), "GPTNeoXForCausalLM is not among"),
     ],
-    ids=["gelu", "dynamic-rope", "float64", "dropout", "gpt2"],
+    ids=["gelu", "dynamic-rope", "float64", "dropout", "dropout-in-a-module", "another-class"],
 )
 def test_what_does_not_apply_falls_back_and_says_why(build: object, words: str) -> None:
     model = build()  # type: ignore[operator]
@@ -277,6 +318,45 @@ def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatc
     target = make_target(tiny())
     assert target.path == "transformers"
     assert "differ" in target.reason
+
+
+FAULTS = {
+    "granite": {"residual_multiplier": ""},
+    "olmo2": {"query_norm": ""},
+    "olmo3": {"window": lambda config, layer: 0},
+    "phi3": {"rotates": lambda config, layer: layer != 1},
+    "gemma": {"norm_offset": 0.0},
+    "gemma2": {"attention_cap": ""},
+    "gemma3": {"feed_forward_post_norm": ""},
+    "starcoder2": {"window": lambda config, layer: 6},
+    "gpt2": {"positions": ""},
+}
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_a_family_is_refused_where_one_part_of_its_spec_is_wrong(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    name = type(model).__name__
+    monkeypatch.setitem(REGISTRY, name, dataclasses.replace(REGISTRY[name], **FAULTS[family]))
+    target = make_target(model)
+    assert target.path == "transformers"
+    assert "differ" in target.reason
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_text_is_that_of_transformers_generate(family: str) -> None:
+    model = tiny(family)
+    model.generation_config.eos_token_id = None
+    prompts = [prompt(n, n) for n in (12, 40)]
+    drafted = assert_same_as_autoregressive(
+        make_target(model, path="cpu"), prompts, "lookahead", None, 30, vocabulary=VOCABULARY
+    )
+    for generation, text in zip(drafted, prompts, strict=True):
+        ids = torch.tensor([text])
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert generation.tokens == found[0, len(text) :].tolist()
 
 
 def test_an_unknown_path_is_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import lookahead
 from families import tiny_model
@@ -740,12 +741,19 @@ def test_a_pool_says_which_method_it_is_for_and_a_state_serves_several_prompts(l
 # ---------------------------------------------------------------- layouts and quantisers of transformers
 
 
-def test_a_device_map_is_handed_on(folder, llm):
-    mapped = lookahead.load(folder, device_map={"": "cpu"}, method="lookahead")
-    assert mapped.model.hf_device_map == {"": "cpu"}
+def test_a_device_map_is_handed_on(folder, llm, monkeypatch):
+    given, read = [], AutoModelForCausalLM.from_pretrained
+
+    def spy(*args, **keywords):
+        given.append(keywords.get("device_map"))
+        return read(*args, **keywords)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
     options = {"max_new_tokens": 12, "ignore_eos": True}
-    assert mapped.generate(PROMPT, **options).tokens == llm.generate(PROMPT, **options).tokens
-    assert lookahead.load(folder, device_map='{"": "cpu"}').model.hf_device_map == {"": "cpu"}
+    for device_map in ({"": "cpu"}, '{"": "cpu"}', "auto"):
+        mapped = lookahead.load(folder, device_map=device_map, method="lookahead")
+        assert mapped.generate(PROMPT, **options).tokens == llm.generate(PROMPT, **options).tokens
+    assert given == [{"": "cpu"}, {"": "cpu"}, "auto"]
 
 
 def test_what_a_device_map_cannot_be(folder):

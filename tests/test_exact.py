@@ -17,8 +17,8 @@ from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, assert_same_as_autor
 
 DTYPES = (torch.bfloat16, torch.float16)
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
-#: ALiBi goes in through the mask, which the attention by positions does not take.
-REFUSED = ("bloom", "mpt", "falcon", "falcon-alibi", "gptj")
+#: Their classes take no attention function.
+REFUSED = ("bloom", "mpt", "falcon", "falcon-alibi", "gptj", "stablelm")
 TREES = [family for family in FAMILIES if family not in (*REFUSED, *RECURRENT_FAMILIES)]
 QUICK = ("gemma3", "mixtral")
 

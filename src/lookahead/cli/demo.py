@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +51,7 @@ def demo(
         text = read_text(path, "--prompts")
         chat = getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode([{"role": "user", "content": text}] if chat else text)
-        typer.echo(typer.style(f"\n{path.stem}: {text.splitlines()[0]}", bold=True))
+        typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
         ours = show(llm.run([ids], max_new_tokens=max_new_tokens), sys.stdout.isatty())
         plain = llm.generate(ids, max_new_tokens=max_new_tokens, method="autoregressive")
         equal.append(ours.tokens == plain.tokens)
@@ -98,3 +100,7 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
         f"\n{llm.name} in {llm.dtype} on the {rows[0][1].stats.path} path, without the prefill. transformers: its "
         f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is plain decoding's, token for token."
     )
+    if hasattr(os, "getloadavg"):
+        from ..bench.record import machine, was_busy
+
+        console.print(was_busy([{"load": os.getloadavg()[0], "machine": machine()}]), style="red")

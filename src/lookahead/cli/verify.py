@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import SettingsError
+from ..core.target import PROMISES
 from ..engine.options import TAKES, TRIPLE, DraftOptions, LoadOptions, Options
 from .console import diverged, note
 from .options import Json, load_model, takes
@@ -66,6 +67,10 @@ def verify(
     llm = load_model(load, method, config)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]
+    from ..targets.trial import bit_equal_rows
+
+    target = llm.target()
+    same, rows = bit_equal_rows(target)
     report = {
         "model": llm.name,
         "dtype": llm.dtype,
@@ -74,6 +79,9 @@ def verify(
         "lookahead": list(llm.config.triple) if TAKES.get(llm.method, TRIPLE) == TRIPLE else None,
         "reference": reference,
         "probe": llm.probe.mode,
+        "path": target.path,
+        "promise": PROMISES.get(target.path, ""),
+        "bit_equal_rows": [same, rows],
         "equal": sum(run["equal"] for run in runs),
         "runs": len(runs),
         "tokens": sum(run["new_tokens"] for run in runs),
@@ -113,6 +121,11 @@ def _show(prompts: list[str], report: dict[str, Any]) -> None:
         text = Text(" ".join(prompt.split())[:32])
         table.add_row(text, equal, str(run["new_tokens"]), str(run["steps"]), *where)
     Console().print(table)
+    same, rows = report["bit_equal_rows"]
+    typer.echo(
+        f"{same} of {rows} rows of a tree have the bits of one-row steps: {report['path']} path"
+        + (f", {report['promise']}" if report["promise"] else "")
+    )
     reference = "plain decoding" if report["reference"] == "plain" else "model.generate"
     triple = f" {tuple(report['lookahead'])}" if report["lookahead"] else ""
     typer.echo(

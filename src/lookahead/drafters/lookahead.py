@@ -31,8 +31,7 @@ class LookaheadDrafter(Drafter):
         self.pool = kept if kept is not None else NGramPool(config.guess_set_size, config.max_pool_keys)
         if config.pool_from_prompt:
             self.pool.add_text([*prompt, first], config.ngram_size)
-        self._eos = eos
-        self._text = [*prompt, first]
+        self._eos, self._text = eos, [*prompt, first]
         self._random = random.Random(config.seed)
         self._source = [token for token in prompt if token not in eos] or list(prompt)
         self._window = Window(config.window_size, config.ngram_size, self._guess)

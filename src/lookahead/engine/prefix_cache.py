@@ -97,7 +97,8 @@ class PrefixTarget:
         """The sequence is kept for prompts to come; of too many the least recently used one goes."""
         self.reused.pop(slot, None)
         if slot in self._slots:
-            self._idle.append(self._slots.pop(slot))
+            place = self._slots.pop(slot)
+            self._idle.insert(len(self._idle) if self._texts[place] else 0, place)
         while len(self._idle) > self._kept:
             oldest = self._idle.pop(0)
             del self._texts[oldest]

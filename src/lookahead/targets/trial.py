@@ -141,6 +141,28 @@ class Trial:
         return torch.stack([found[text] for text in texts])
 
 
+def bit_equal_rows(target: Target) -> tuple[int, int]:
+    """(rows of a tree whose logits equal those of one-row steps to the bit, rows), on a target with free slots."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(
+        min(3, target.vocabulary - 1), target.vocabulary, (40,), generator=generator
+    ).tolist()
+    target.prefill([(0, prompt)])
+    tree = (
+        trial_tree(13, target.vocabulary) if target.depth_limit(0) >= 3 else TokenTree(13 % target.vocabulary)
+    )
+    rows, equal = _forward(target, [(0, tree)]), 0
+    target.release(0)
+    for node, row in enumerate(rows):
+        target.prefill([(0, prompt)])
+        for token in tree.path_tokens(node):
+            (alone,) = _forward(target, [(0, TokenTree(token))])
+            target.commit([(0, [0])])
+        target.release(0)
+        equal += torch.equal(row, alone)
+    return equal, len(rows)
+
+
 def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.Tensor]:
     rows = []
     for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):

@@ -37,6 +37,7 @@ class Controller:
     Args:
         times: shared by all sequences of a model.
         context: tokens of the prompt.
+        sampled: whether tokens are drawn.
 
     Attributes:
         context, batch: tokens so far, and sequences in the pass; kept up to date by the owner.
@@ -44,8 +45,8 @@ class Controller:
         cooldowns: how often the loss budget was used up.
     """
 
-    def __init__(self, times: StepTimes, context: int) -> None:
-        self.times, self.context, self.batch = times, context, 1
+    def __init__(self, times: StepTimes, context: int, sampled: bool = False) -> None:
+        self.times, self.context, self.batch, self._sampled = times, context, 1, sampled
         self.regret = self.spent = 0.0
         self.cooldowns = 0
         self._tokens, self._seconds, self._accepted, self._expected = (
@@ -53,9 +54,13 @@ class Controller:
         )
 
     @property
+    def _place(self) -> tuple[int, int, bool]:
+        return self.batch, self.context, self._sampled
+
+    @property
     def table(self) -> Sequence[float]:
         """t(k) by place in the menu, t(1) first; empty before the first step was measured."""
-        return self.times.table(self.batch, self.context) or ()
+        return self.times.table(*self._place) or ()
 
     @property
     def rate(self) -> float:
@@ -136,7 +141,7 @@ class Controller:
                 self.times.after.add(max(0.0, passes[0] - plain))
         clean = passes[disturbed:]
         if clean:
-            self.times.learn(self.batch, self.context, 1, fmean(clean), len(clean))
+            self.times.learn(self._place, 1, fmean(clean), len(clean))
         for seconds in passes:
             self._advance(1, seconds, 0.0)
 
@@ -150,7 +155,7 @@ class Controller:
         times, table = self.times, self.table
         # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
         if rows > 1 or (times.widest == 1 and passed < table[0]):
-            times.learn(self.batch, self.context, max(rows, times.widest), passed)
+            times.learn(self._place, max(rows, times.widest), passed)
         # Interruptions, and others' rows, are not its loss.
         seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))
         self.regret = max(-MOST_GAIN * table[0], self.regret + seconds - tokens * table[0])

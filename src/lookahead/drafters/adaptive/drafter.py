@@ -86,7 +86,8 @@ class AdaptiveDrafter(Drafter):
         self._last, self._emitted = first, 1
         self._times = self.state.times if self.state is not None else StepTimes()
         #: None: as many rows as the settings allow, whatever they cost.
-        self._controller = Controller(self._times, len(prompt)) if self.config.budget else None
+        sampled = self._sampling is not None
+        self._controller = Controller(self._times, len(prompt), sampled) if self.config.budget else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
         self._plain_steps = 0
         #: When the step began and its tree was there; seconds of the last step's accounts, which the next one bears.

@@ -141,15 +141,10 @@ class Grower:
     def study(
         self, scores: Scores, path: Sequence[int], tokens: Sequence[int], window_start: int
     ) -> tuple[list[int], int]:
-        """Learn all that a step can teach.
+        """Learn all that a step can teach: accepted rows, emitted tokens, and scores that are readable in every row.
 
-        Args:
-            scores: of the tree that was grown; every row must be readable.
-            path, tokens: accepted rows, emitted tokens.
-            window_start: first row of the window.
-
-        Returns:
-            The target's own token by node, as far as it can be told; tokens accepted because of the window.
+        Returns the target's own token by node, as far as it can be told, and the tokens accepted because of the
+        window, whose first row is given.
         """
         count, length = len(self.tokens), len(path)
         ids, odds = scores.top(range(count), self.top)

@@ -112,12 +112,9 @@ def study(
     rows: int,
     window_start: int,
 ) -> int:
-    """Learn all that a step can teach; returns tokens accepted because of the window.
+    """Learn all that a step can teach; returns tokens accepted because of the window, whose first row is given.
 
-    Args:
-        step: ``own`` and ``credit`` are filled in.
-        rows: of the tree; of those that others have added, token and parent are in place.
-        window_start: first row of the window.
+    Of the tree's rows that others have added, token and parent are in place. ``own`` and ``credit`` are filled in.
     """
     for node in range(tree.progress[0].rows, rows):
         add(tree, rules, int64(tree.nodes[node].parent), int64(tree.nodes[node].token), 0.0)

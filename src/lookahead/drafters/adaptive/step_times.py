@@ -21,6 +21,8 @@ WEIGHT, GUESS = 0.08, 0.02
 #: What took this many times as long as usual was interrupted by something else, and counts as so many times.
 SPIKE = 2.0
 FORMAT = 2
+#: Added to the number of a bin for sampled texts.
+SAMPLED = 64
 
 
 class Average:
@@ -55,7 +57,7 @@ class StepTimes:
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
-        self.probe, self.after = Average(1e-4, spike=SPIKE), Average(weight=0.5)
+        self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.5)
         self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.widest, self._evaluated = 0, 1, True
 
@@ -71,24 +73,27 @@ class StepTimes:
         self._evaluated = True
 
     @staticmethod
-    def bin_of(batch: int, context: int) -> tuple[int, int]:
-        """Bins by half powers of two, and by powers of two; contexts of up to 256 tokens share one."""
-        return int(2 * log2(max(1, batch))), max(0, context.bit_length() - 8)
+    def bin_of(batch: int, context: int, sampled: int = 0) -> tuple[int, int]:
+        """Bins by half powers of two, and by powers of two; contexts of up to 256 tokens share one.
 
-    def table(self, batch: int, context: int) -> list[float] | None:
-        """Seconds by place in ``MENU``; None before the first measurement."""
-        key = self.bin_of(batch, context)
+        Sampled texts have bins of their own: to draw a token takes longer than to find the largest logit.
+        """
+        return int(2 * log2(max(1, batch))) + SAMPLED * sampled, max(0, context.bit_length() - 8)
+
+    def table(self, *place: int) -> list[float] | None:
+        """Seconds by place in ``MENU``, in the bin of such a place; None before the first measurement."""
+        key = self.bin_of(*place)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
             self.bins[key] = list(self.bins[near])
         return self.bins.get(key)
 
-    def learn(self, batch: int, context: int, rows: int, seconds: float, steps: int = 1) -> None:
-        """So many steps of ``rows`` rows took ``seconds`` each."""
-        table = self.table(batch, context)
+    def learn(self, place: tuple[int, ...], rows: int, seconds: float, steps: int = 1) -> None:
+        """So many steps of ``rows`` rows took ``seconds`` each; ``place`` is what ``bin_of`` takes."""
+        table = self.table(*place)
         if table is None:
             guess = seconds / (1 + GUESS * (rows - 1))
-            self.bins[self.bin_of(batch, context)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
+            self.bins[self.bin_of(*place)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
             return
         own = place_of(rows)
         change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - WEIGHT) ** steps)

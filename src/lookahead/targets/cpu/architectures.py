@@ -1,81 +1,134 @@
 """Where each architecture keeps its parts: tensors of the model, not copies.
 
-To let an architecture join, register a ``Spec`` under the name of its causal LM class. What is assumed:
-pre-norm blocks of RMS norms, rotary positions on halves, grouped-query attention, a gated feed-forward with
-SiLU. Anything else is refused here by name or found by the probe at load, and runs on transformers' code.
+To let an architecture join, register a ``Spec`` under the name of its causal LM class. What is assumed: blocks of
+grouped-query attention and of a feed-forward, one after the other, each added to the residual stream; RMS or layer
+norms before them, after them or both; rotary positions on halves, or learned ones; SiLU or the tanh form of GELU.
+Anything else is refused here by name or found by the probe at load, and runs on transformers' code.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from transformers.pytorch_utils import Conv1D
 
+from ..facts import ModelFacts
 from .formats import Linear
 
-#: Rotary types whose angles depend on the position alone.
-FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+#: (a, b) of x * sigmoid(a x + b x^3): the tanh form of GELU is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+ACTIVATIONS = dict.fromkeys(("silu", "swish"), (1.0, 0.0)) | dict.fromkeys(
+    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ((8 / math.pi) ** 0.5, 0.044715 * (8 / math.pi) ** 0.5)
+)
+#: Of a layer's rows, by their names in ``Spec`` and in ``execution_plan.LAYER``.
+NORMS = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm")
 
 
 class Unsupported(Exception):
     """Why a model cannot be compiled, in one line for people."""
 
 
-def _window_everywhere(config: Any, layer: int) -> int:
-    return getattr(config, "sliding_window", None) or 0
-
-
-def _window_by_type(config: Any, layer: int) -> int:
+def _window(config: Any, layer: int) -> int:
+    """The window of layers that the config calls sliding, or of all where it names no types."""
     types = getattr(config, "layer_types", None)
-    return _window_everywhere(config, layer) if types and types[layer] == "sliding_attention" else 0
+    return (
+        0 if types and types[layer] != "sliding_attention" else getattr(config, "sliding_window", None) or 0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Attribute paths, from the model for the upper block and from a layer for the lower one.
+    """Attribute paths, from the model for the upper block and from a layer for the lower one; then names of settings.
+
+    A path or name is "" for what is not there.
 
     Attributes:
+        positions: learned position embeddings.
+        qkv, gate_up: one linear in place of several.
+        gate: "" also where the feed-forward is the activation of ``up``.
+        attention_post_norm, feed_forward_post_norm: of what is added to the residual stream.
+        query_norm, key_norm: RMS norms over each head, or over all heads together.
+        norm_offset: what is added to the weights of norms.
+        activation, embedding_multiplier, residual_multiplier, logits_divisor, attention_cap, logits_cap: fields of
+            the config; caps are c in c * tanh(x / c).
         window: (config, layer) -> keys that a row sees, its own included; 0 for all.
         rotates: (config, layer) -> whether the layer has rotary positions.
-        query_norm, key_norm: RMS norms over each head, "" for none.
     """
 
     embedding: str = "model.embed_tokens"
+    positions: str = ""
     layers: str = "model.layers"
     rotary: str = "model.rotary_emb"
     norm: str = "model.norm"
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     attention: str = "self_attn"
+    qkv: str = ""
     query: str = "self_attn.q_proj"
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
     query_norm: str = ""
     key_norm: str = ""
+    attention_post_norm: str = ""
     feed_forward_norm: str = "post_attention_layernorm"
+    gate_up: str = ""
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    window: Callable[[Any, int], int] = lambda config, layer: 0
+    feed_forward_post_norm: str = ""
+    norm_offset: float = 0.0
+    activation: str = "hidden_act"
+    embedding_multiplier: str = ""
+    residual_multiplier: str = ""
+    logits_divisor: str = ""
+    attention_cap: str = ""
+    logits_cap: str = ""
+    window: Callable[[Any, int], int] = _window
     rotates: Callable[[Any, int], bool] = lambda config, layer: True
 
 
+_QWEN3 = Spec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_GEMMA2 = Spec(
+    attention_post_norm="post_attention_layernorm", feed_forward_norm="pre_feedforward_layernorm",
+    feed_forward_post_norm="post_feedforward_layernorm", norm_offset=1.0, activation="hidden_activation",
+    logits_cap="final_logit_softcapping", attention_cap="attn_logit_softcapping",
+)  # fmt: skip
+_OLMO2 = replace(
+    _QWEN3, attention_norm="", attention_post_norm="post_attention_layernorm", feed_forward_norm="",
+    feed_forward_post_norm="post_feedforward_layernorm",
+)  # fmt: skip
 REGISTRY: dict[str, Spec] = {
     "LlamaForCausalLM": Spec(),
-    "MistralForCausalLM": Spec(window=_window_everywhere),
-    "Qwen2ForCausalLM": Spec(window=_window_by_type),
-    "Qwen3ForCausalLM": Spec(
-        query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", window=_window_by_type
+    "MistralForCausalLM": Spec(),
+    "Qwen2ForCausalLM": Spec(),
+    "Qwen3ForCausalLM": _QWEN3,
+    "SmolLM3ForCausalLM": Spec(rotates=lambda config, layer: bool(config.no_rope_layers[layer])),
+    "GraniteForCausalLM": Spec(
+        embedding_multiplier="embedding_multiplier", residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
     ),
-    "SmolLM3ForCausalLM": Spec(
-        window=_window_by_type, rotates=lambda config, layer: bool(config.no_rope_layers[layer])
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": _OLMO2,
+    "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    "GemmaForCausalLM": Spec(norm_offset=1.0),
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", attention_cap=""
     ),
-}
+    "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj"),
+    "GPT2LMHeadModel": Spec(
+        embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h", rotary="",
+        norm="transformer.ln_f", attention_norm="ln_1", attention="attn", qkv="attn.c_attn", output="attn.c_proj",
+        feed_forward_norm="ln_2", gate="", up="mlp.c_fc", down="mlp.c_proj", activation="activation_function",
+        rotates=lambda config, layer: False,
+    ),
+}  # fmt: skip
 
 
 def register(name: str, spec: Spec) -> None:
@@ -83,7 +136,7 @@ def register(name: str, spec: Spec) -> None:
     REGISTRY[name] = spec
 
 
-def spec_of(model: nn.Module, config: Any) -> Spec:
+def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
     """The spec of a model's class.
 
     Raises:
@@ -92,13 +145,18 @@ def spec_of(model: nn.Module, config: Any) -> Spec:
     name = type(model).__name__
     if name not in REGISTRY:
         raise Unsupported(f"{name} is not among the architectures of the compiled path")
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise Unsupported(f"the compiled path knows SiLU feed-forwards, this model has {activation!r}")
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in FIXED_ROTARY:
-        raise Unsupported(f"rotary positions of type {rotary!r} change with the length of the text")
-    if model.training and getattr(config, "attention_dropout", False):
+    spec = REGISTRY[name]
+    activation = getattr(facts.config, spec.activation, None)
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise Unsupported(
+            f"the compiled path knows feed-forwards with {known}; this model has {activation!r}"
+        )
+    if facts.rope_type:
+        raise Unsupported(f"rotary positions of type {facts.rope_type!r} change with the length of the text")
+    if len(set(facts.shapes)) != 1 or None in facts.shapes:
+        raise Unsupported("the compiled path knows layers whose keys all have one shape")
+    if model.training and any("drop" in field and value for field, value in vars(facts.config).items()):
         raise Unsupported("the model is in training mode with dropout; call model.eval()")
     if _global_forward_hooks or _global_forward_pre_hooks:
         raise Unsupported("torch has hooks for every module, which compiled passes would not call")
@@ -108,32 +166,51 @@ def spec_of(model: nn.Module, config: Any) -> Spec:
             raise Unsupported(f"{where} has hooks, which compiled passes would not call")
         if "forward" in vars(module):
             raise Unsupported(f"{where} has a forward of its own, which compiled passes would not call")
-    return REGISTRY[name]
+    return spec
 
 
-def plain(module: nn.Module, path: str, kind: type[nn.Module]) -> Any:
-    """The part, if it is exactly of this kind: an adapter or a quantised layer computes something else."""
+def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> Any:
+    """The part, if it is exactly of these kinds: an adapter or a quantised layer computes something else."""
     part = module.get_submodule(path)
-    if type(part) is not kind:
-        raise Unsupported(f"a part of the model is {type(part).__name__}, not a plain {kind.__name__}")
+    if type(part) not in kinds:
+        raise Unsupported(f"a part of the model is {type(part).__name__}, not a plain {kinds[0].__name__}")
     return part
+
+
+def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
+    """Weight (V, hidden), and what its rows are multiplied by in a family whose own class does so (Gemma)."""
+    part: Any = model.get_submodule(path)
+    known = isinstance(part, nn.Embedding) and type(part).__module__ == type(model).__module__
+    weight = plain(model, path, (type(part) if known else nn.Embedding,)).weight.detach()
+    scale = getattr(part, "embed_scale", None)
+    return weight.contiguous(), 1.0 if scale is None else float(scale.to(weight.dtype))
 
 
 def linear_of(module: nn.Module, path: str) -> Linear:
     """Weight and bias of a linear; zeros for a bias that is not there."""
-    linear = plain(module, path, nn.Linear)
+    linear = plain(module, path, (nn.Linear, Conv1D))
     weight = linear.weight.detach()
+    weight = weight if type(linear) is nn.Linear else weight.t()
     return Linear(weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach())
 
 
 class Norm(NamedTuple):
-    """Weight (n,) and epsilon of an RMS norm."""
+    """Weight and bias (n,) fp32, epsilon, and the kind: 0 none, 1 RMS, 2 layer norm, which takes the mean away."""
 
     weight: torch.Tensor
+    bias: torch.Tensor
     epsilon: float
+    kind: int
 
 
-def norm_of(module: nn.Module, path: str) -> Norm:
-    """An RMS norm's numbers."""
+def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
+    """A norm's numbers; one that changes nothing where there is none."""
+    if not path:
+        return Norm(torch.ones(size).float(), torch.zeros(size).float(), 0.0, 0)
     norm: Any = module.get_submodule(path)
-    return Norm(norm.weight.detach(), float(norm.variance_epsilon))
+    weight = norm.weight.detach().float() + offset
+    if isinstance(norm, nn.LayerNorm):
+        bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.detach().float()
+        return Norm(weight, bias, norm.eps, 2)
+    epsilon = getattr(norm, "variance_epsilon", None)
+    return Norm(weight, torch.zeros_like(weight), float(norm.eps if epsilon is None else epsilon), 1)

@@ -21,8 +21,9 @@ from numba.core import cgutils
 from . import llvm
 from .execution_plan import KEY_BLOCK, QUERY_BLOCK, SCORE_BLOCK
 from .formats import Format
-from .gemm import exponential, load_tile, store_rounded, tile
+from .gemm import load_tile, tile
 from .llvm import F32, LANES, VOID, ZEROS, call, const, floats_at, integers_at, load_numbers, offset
+from .vector_math import exponential, soft_cap, store_rounded
 
 #: Queries that one call of the vector kernels serves, and vectors of values that one call holds.
 QUERIES = 8 if LANES == 16 else 2
@@ -127,11 +128,18 @@ def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
     return builder.fdiv(ir.Constant(F32, 1.0), summed)
 
 
+def _cap(builder: Any, scores: Any, vectors: Any, cap: Any) -> None:
+    bound = llvm.load_everywhere(builder, cap)
+    with cgutils.for_range(builder, vectors) as loop:
+        place = offset(builder, scores, (loop.index, 4 * LANES))
+        llvm.store_vector(builder, soft_cap(builder, load_numbers(builder, place), bound), place)
+
+
 def _scaled_output(narrow: bool) -> Any:
     """(sums, factor, out, vectors): sums times the fp32 number at an address, as bf16 where ``narrow``."""
 
     def emit(builder: Any, sums: Any, factor: Any, out: Any, vectors: Any) -> None:
-        scale = llvm.broadcast(builder, llvm.load(builder, factor, F32, 4))
+        scale = llvm.load_everywhere(builder, factor)
         with cgutils.for_range(builder, vectors) as loop:
             value = load_numbers(builder, offset(builder, sums, (loop.index, 4 * LANES)))
             line = offset(builder, out, (loop.index, (2 if narrow else 4) * LANES))
@@ -142,6 +150,8 @@ def _scaled_output(narrow: bool) -> Any:
 
 #: (scores, vectors) -> one over the sum: exponentials of scores against their largest, in place.
 softmax = llvm.emitted(_softmax, 2, types.float32)
+#: (scores, vectors, cap): the soft cap of scores, in place; ``cap`` is the address of a number.
+cap_scores = llvm.emitted(_cap, 3)
 
 
 def attention_of(numbers: Format) -> Any:
@@ -152,7 +162,7 @@ def attention_of(numbers: Format) -> Any:
     query_bytes, stored = numbers.query.bytes, numbers.stored.bytes
 
     def attend(
-        p: Any, segment: Any, window: int, query: int, keys: int, values: int, out: int, first: int, last: int,
+        p: Any, layer: Any, segment: Any, query: int, keys: int, values: int, out: int, first: int, last: int,
         scratch: int,
     ) -> None:  # fmt: skip
         """Attention of queries first..last of one key head of one sequence; query i belongs to row i / groups.
@@ -163,7 +173,7 @@ def attention_of(numbers: Format) -> Any:
             out: what the output gemm reads, at the sequence's first row and this key head.
             scratch: room for 16 lines of scores and 16 of a head's sums.
         """
-        length, chain = segment.length, segment.is_chain != 0
+        length, chain, window = segment.length, segment.is_chain != 0, layer.window
         groups, head, size, line = p.heads // p.key_heads, p.padded_head, p.head_size, p.score_line
         rows = last // groups + 1
         positions = carray(integers_at(p.positions + 8 * segment.first_row), (rows,))
@@ -187,6 +197,9 @@ def attention_of(numbers: Format) -> Any:
                 score(block, query + query_bytes * head * i, place, line, head, count)
             for q in range(count):
                 r = (i + q) // groups
+                if layer.cap != 0:
+                    computed = (length + bottom - start) // SCORE_BLOCK * SCORE_BLOCK + SCORE_BLOCK
+                    cap_scores(scratch + q * line, computed // LANES, layer.cap)
                 scores = carray(floats_at(scratch + q * line), (line // 4,))
                 seen = max(0, positions[r] + 1 - window)
                 here, end = seen, length + r + 1 - start

@@ -30,13 +30,16 @@ def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
     return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
 
 
-LINEAR = _record(("weights group_bytes bias steps groups", "i8"))
-#: Of a norm over each head, weights are (H + K, D); address 0 where there is none.
-NORM = _record(("weight", "i8"), ("epsilon", "f4"))
+#: ``numbers`` are fp32: a factor of the sums, a and b of the activation (``architectures.ACTIVATIONS``), and a cap.
+LINEAR = _record(("weights group_bytes bias steps groups numbers", "i8"))
+#: ``architectures.Norm``.
+NORM = _record(("weight bias kind", "i8"), ("epsilon", "f4"))
+#: Weights of ``head_norm`` are (H + K, D); it is over each head, or over all (``joint_norm``). ``rotates`` is 0 for
+#: no rotary positions, or which table. ``cap`` is the address of a number, 0 for none.
 LAYER = _record(
-    ("attention_norm feed_forward_norm head_norm", NORM),
-    ("qkv output gate_up down", LINEAR),
-    ("window rotates", "i8"),
+    ("attention_norm attention_post_norm feed_forward_norm feed_forward_post_norm head_norm", NORM),
+    ("qkv output up down", LINEAR),
+    ("window rotates joint_norm gated cap", "i8"),
     ("scale", "f4"),
 )
 #: The rows of one sequence: its slot, committed tokens T, its first row in the pass, and how many; whether each row
@@ -45,9 +48,12 @@ SEGMENT = _record(("slot length first_row rows is_chain", "i8"))
 PLAN = _record(
     # the model: D is the size of a head, padded_head what the cache and queries hold of it
     ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
+    ("position_embedding rotary_each", "i8"),
+    ("embedding_scale", "f4"),
     ("final_norm", NORM),
     ("lm_head", LINEAR),
-    # buffers: rows, what gemms read and write (normed: one for each thread), queries, scratch of each thread
+    # buffers: rows, what gemms read and write (normed: one for each thread; qkv: also what is normed before it is
+    # added to the rows), queries, scratch of each thread
     ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
     # the cache, from layer to layer, slot to slot and head to head

@@ -174,6 +174,12 @@ def pack(
     return memory, bias, steps
 
 
+def split(linear: Linear, *sizes: int) -> list[Linear]:
+    """A linear's outputs as several."""
+    parts = (torch.split(tensor, list(sizes)) for tensor in linear)
+    return [Linear(*both) for both in zip(*parts, strict=True)]
+
+
 def joined(*linears: Linear) -> Linear:
     """Several linears of one input as one."""
     return Linear(*(torch.cat(tensors) for tensors in zip(*linears, strict=True)))
@@ -192,14 +198,14 @@ def gate_and_up(gate: Linear, up: Linear) -> Linear:
     return Linear(interleaved(gate.weight, up.weight), interleaved(gate.bias, up.bias))
 
 
-def paired(size: int) -> torch.Tensor:
-    """The order of a head's D outputs in which rotary pairs (i, i + D/2) lie side by side."""
-    return torch.arange(size).view(2, size // 2).t().reshape(-1)
+def paired(size: int, rotary: int) -> torch.Tensor:
+    """The order of a head's D outputs in which rotary pairs (i, i + R/2) of the first R lie side by side."""
+    return torch.cat([torch.arange(rotary).view(2, -1).t().reshape(-1), torch.arange(rotary, size)])
 
 
-def paired_heads(linear: Linear, size: int) -> Linear:
-    """A query or key linear in that order, head by head."""
-    rows = torch.arange(len(linear.weight)).view(-1, size)[:, paired(size)].reshape(-1)
+def reordered(linear: Linear, order: torch.Tensor) -> Linear:
+    """A query or key linear with the outputs of each head in that order."""
+    rows = torch.arange(len(linear.weight)).view(-1, len(order))[:, order].reshape(-1)
     return Linear(linear.weight[rows], linear.bias[rows])
 
 

@@ -5,8 +5,8 @@ the inner size, in an order that depends on neither the number of rows nor a row
 same bits in any step. One pass over a matrix tile costs about as much for 16 rows as for one, and less than its
 kilobyte takes to come from memory: up to 32 rows run at nearly the memory's speed.
 
-The epilogue stores, adds, gates or keeps sums as logits, in LLVM's vectors, because these few hundred nanoseconds are
-what keeps a gemm from the memory's speed.
+The epilogue stores, adds, activates or keeps sums as logits, in LLVM's vectors, because these few hundred nanoseconds
+are what keeps a gemm from the memory's speed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,9 @@ from numba.core import cgutils
 
 from . import llvm
 from .formats import GROUP, Format
-from .llvm import (
-    INTEGERS,
-    LANES,
-    VECTOR,
-    VOID,
-    call,
-    const,
-    integers,
-    lanes,
-    load_numbers,
-    multiply_add,
-    offset,
-)
+from .llvm import LANES, VECTOR, VOID, call, const, lanes, load_numbers, multiply_add, offset
 from .thread_pool import share
+from .vector_math import activation, soft_cap, store_rounded
 
 #: Vectors of a group, and most rows of a call of the microkernel.
 VECTORS, ROW_BLOCK = GROUP // LANES, 32
@@ -145,81 +134,48 @@ def _microkernel(numbers: Format) -> Any:
     return llvm.emitted(emit, 6)
 
 
-def exponential(builder: Any, x: Any) -> Any:
-    """e^x in every lane, to about one unit in the last place.
+def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any, tuple[Any, Any, Any]], None]) -> Any:
+    """(sums, bias, numbers, out, stride, peaks, peak stride, count): by row, ``emit_line`` of sums * factor + bias.
 
-    x = k log 2 + r, |r| <= log 2 / 2; e^r by its series to the seventh power; 2^k by its bits.
+    Its arguments: builder, vectors, where they go, the place of their peak, and the other three numbers of
+    ``execution_plan.LINEAR``.
     """
-    for bound, outside in ((-87.0, "<"), (88.0, ">")):
-        # Not min and max, which would turn NaN into a number.
-        x = builder.select(builder.fcmp_ordered(outside, x, lanes(bound)), lanes(bound), x)
-    k = multiply_add(builder, x, lanes(1.4426950408889634), lanes(0.5))
-    k = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, [k])
-    # log 2 in two parts, so that k times the first is exact.
-    r = multiply_add(builder, k, lanes(-0.693359375), x)
-    r = multiply_add(builder, k, lanes(2.12194440e-4), r)
-    p = lanes(1 / 5040)
-    for divisor in (720, 120, 24, 6, 2, 1, 1):
-        p = multiply_add(builder, p, r, lanes(1 / divisor))
-    power = builder.shl(builder.add(builder.fptosi(k, INTEGERS), integers(127)), integers(23))
-    return builder.fmul(p, builder.bitcast(power, VECTOR))
-
-
-def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> Any:
-    """Vector ``v`` of a line to memory, as bf16 where ``narrow``: to the nearest, ties to even; NaN stays NaN.
-
-    Returns:
-        What was stored, as fp32.
-    """
-    if not narrow:
-        llvm.store_vector(builder, value, offset(builder, line, 4 * LANES * v))
-        return value
-    bits = builder.bitcast(value, INTEGERS)
-    odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
-    bits = builder.and_(builder.add(builder.add(bits, integers(0x7FFF)), odd), integers(-65536))
-    bits = builder.select(builder.fcmp_unordered("uno", value, value), integers(0x7FC00000), bits)
-    kind = ir.VectorType(llvm.I16, LANES)
-    half = builder.trunc(builder.lshr(bits, integers(16)), kind)
-    builder.store(half, llvm.at(builder, offset(builder, line, 2 * LANES * v), kind)).align = 2
-    return builder.bitcast(bits, VECTOR)
-
-
-def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any], None]) -> Any:
-    """(sums, bias, out, stride, peaks, peak stride, count): ``emit_line(builder, sums + bias, out, peak)`` by row."""
 
     def emit(
-        builder: Any, sums: Any, bias: Any, out: Any, stride: Any, peaks: Any, peak_stride: Any, count: Any
-    ) -> None:
+        builder: Any, sums: Any, bias: Any, numbers: Any, out: Any, stride: Any, peaks: Any, peak_stride: Any,
+        count: Any,
+    ) -> None:  # fmt: skip
+        factor, a, b, cap = (llvm.load_everywhere(builder, offset(builder, numbers, 4 * n)) for n in range(4))
         with cgutils.for_range(builder, count) as loop:
             row, values = offset(builder, sums, (loop.index, 4 * GROUP)), []
             for v in range(VECTORS):
-                both = (load_numbers(builder, offset(builder, x, 4 * LANES * v)) for x in (row, bias))
-                values.append(builder.fadd(*both))
+                total, more = (load_numbers(builder, offset(builder, x, 4 * LANES * v)) for x in (row, bias))
+                values.append(builder.fadd(builder.fmul(total, factor), more))
             line = offset(builder, out, (loop.index, stride))
-            emit_line(builder, values, line, offset(builder, peaks, (loop.index, peak_stride)))
+            emit_line(builder, values, line, offset(builder, peaks, (loop.index, peak_stride)), (a, b, cap))
 
-    return llvm.emitted(emit, 7)
+    return llvm.emitted(emit, 8)
 
 
-def _store(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+def _store(builder: Any, values: list[Any], line: Any, peak: Any, numbers: Any) -> None:
     for v, value in enumerate(values):
         store_rounded(builder, value, line, v, False)
 
 
-def _add(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+def _add(builder: Any, values: list[Any], line: Any, peak: Any, numbers: Any) -> None:
     for v, value in enumerate(values):
         before = load_numbers(builder, offset(builder, line, 4 * LANES * v))
         store_rounded(builder, builder.fadd(value, before), line, v, False)
 
 
-def _gate(narrow: bool) -> Any:
-    """silu(first 16 + bias) * (last 16 + bias) of each row, as bf16 where ``narrow``."""
+def _activate(narrow: bool, gated: bool) -> Any:
+    """The activation of all, or of the first 16 times the last 16 of each row, as bf16 where ``narrow``."""
 
-    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
-        half = VECTORS // 2
-        for v, (gate, up) in enumerate(zip(values[:half], values[half:], strict=True)):
-            below = builder.fadd(lanes(1.0), exponential(builder, builder.fneg(gate)))
-            store_rounded(builder, builder.fmul(builder.fdiv(gate, below), up), line, v, narrow)
+    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any, numbers: Any) -> None:
+        half = VECTORS // 2 if gated else VECTORS
+        for v, value in enumerate(values[:half]):
+            value = activation(builder, value, numbers[0], numbers[1])
+            store_rounded(builder, builder.fmul(value, values[half + v]) if gated else value, line, v, narrow)
 
     return emit_line
 
@@ -227,10 +183,15 @@ def _gate(narrow: bool) -> Any:
 def _logits(narrow: bool) -> Any:
     """Logits, and the largest of each row of the group as its peak, which is NaN where one of its logits is."""
 
-    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any) -> None:
+    def emit_line(builder: Any, values: list[Any], line: Any, peak: Any, numbers: Any) -> None:
         largest, nan = lanes(float("-inf")), ir.Constant(ir.VectorType(ir.IntType(1), LANES), None)
-        for v, value in enumerate(values):
-            value = store_rounded(builder, value, line, v, narrow)
+        places = [cgutils.alloca_once_value(builder, value) for value in values]
+        cap = builder.extract_element(numbers[2], ir.Constant(llvm.I32, 0))
+        with builder.if_then(builder.fcmp_ordered("!=", cap, ir.Constant(llvm.F32, 0.0))):
+            for place, value in zip(places, values, strict=True):
+                builder.store(soft_cap(builder, value, numbers[2]), place)
+        for v, place in enumerate(places):
+            value = store_rounded(builder, builder.load(place), line, v, narrow)
             nan = builder.or_(nan, builder.fcmp_unordered("uno", value, value))
             largest = builder.select(builder.fcmp_ordered(">", value, largest), value, largest)
         top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", llvm.F32, [largest], ("nnan",))
@@ -242,8 +203,8 @@ def _logits(narrow: bool) -> Any:
     return emit_line
 
 
-def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any]:
-    """W x + b of some groups of outputs: stored, added to what is there, gated, or kept as logits with their peaks.
+def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any, Any]:
+    """W x + b of some groups of outputs: stored, added, gated, activated, or kept as logits with their peaks.
 
     Each takes (linear, x, stride, rows, out, out stride, peaks, peak stride, scratch, rank, size) and does this
     thread's share; strides are bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
@@ -264,13 +225,14 @@ def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any]:
                     count = min(ROW_BLOCK, rows - r)
                     kernel(weights, x + r * stride, stride, linear.steps, count, scratch)
                     here, peak = out + g * group_bytes + r * out_stride, peaks + 4 * g + r * peak_stride
-                    epilogue(scratch, bias, here, out_stride, peak, peak_stride, count)
+                    epilogue(scratch, bias, linear.numbers, here, out_stride, peak, peak_stride, count)
 
         return llvm.jit(gemm, name + numbers.name)
 
     return (
         ending_in("store", _store, 4 * GROUP),
         ending_in("add", _add, 4 * GROUP),
-        ending_in("gate", _gate(numbers.input.is_bf16), numbers.input.bytes * GROUP // 2),
+        ending_in("gate", _activate(numbers.input.is_bf16, True), numbers.input.bytes * GROUP // 2),
+        ending_in("activate", _activate(numbers.input.is_bf16, False), numbers.input.bytes * GROUP),
         ending_in("logits", _logits(numbers.stored.is_bf16), numbers.stored.bytes * GROUP),
     )

@@ -134,6 +134,11 @@ def broadcast(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, integers(0))
 
 
+def load_everywhere(builder: Any, address: Any) -> Any:
+    """The fp32 number at an address in every lane."""
+    return broadcast(builder, load(builder, address, F32, 4))
+
+
 def lanes(value: float) -> ir.Constant:
     """A constant in every lane."""
     return ir.Constant(VECTOR, [ir.Constant(F32, value)] * LANES)
@@ -172,8 +177,7 @@ def accumulate(
     with cgutils.for_range(builder, steps) as loop:
         loaded = parts(loop.index)
         for r in range(rows):
-            factor = load(builder, offset(builder, factors[0], (factors[1], r), (loop.index, 4)), F32, 4)
-            wide = broadcast(builder, factor)
+            wide = load_everywhere(builder, offset(builder, factors[0], (factors[1], r), (loop.index, 4)))
             for v, part in enumerate(loaded):
                 builder.store(multiply(builder, part, wide, builder.load(sums[r, v])), sums[r, v])
     for at_sum, total in sums.items():

@@ -157,10 +157,8 @@ class SuffixTrie:
     """
 
     def __init__(self, order: int, max_nodes: int | None = None) -> None:
-        self.order = order
-        self.max_nodes = max_nodes
-        self.texts = 0
-        self.generation = 0
+        self.order, self.max_nodes = order, max_nodes
+        self.texts = self.generation = 0
         self.clear()
 
     def clear(self) -> None:
@@ -192,10 +190,8 @@ class Reader:
     """The end of one text that is being fed to a trie; several texts may share it."""
 
     def __init__(self, trie: SuffixTrie, number: int) -> None:
-        self.trie = trie
-        self.number = number
+        self.trie, self.number, self._generation = trie, number, 0
         self._contexts = np.zeros(trie.order + 1, np.int32)
-        self._generation = 0
         self.catch_up()
 
     @property

@@ -13,17 +13,14 @@ from ....core import TokenTree
 from ...window import Window
 
 #: Steps over which the credit looks back, roughly, and what a window row is thought to bring at first.
-HORIZON = 100
-FIRST_CREDIT = 0.004
+HORIZON, FIRST_CREDIT = 100, 0.004
 
 
 class WindowSource:
     """The window of one sequence.
 
     Args:
-        width, ngram_size: W and N.
-        source: tokens for empty places.
-        eos: tokens that end a text.
+        width, ngram_size: W and N. source: tokens for empty places. eos: tokens that end a text.
         seed: of the window's own generator.
 
     Attributes:
@@ -37,9 +34,7 @@ class WindowSource:
         rng = random.Random(seed)
         tokens = [token for token in source if token not in eos] or list(source)
         self._window = Window(width, ngram_size, lambda: rng.choice(tokens))
-        self._eos = eos
-        self.credit = FIRST_CREDIT
-        self.rows_used = 0
+        self._eos, self.credit, self.rows_used = eos, FIRST_CREDIT, 0
 
     def wanted(self, max_depth: int) -> int:
         """Rows that the window would take below ``max_depth``."""

@@ -1,0 +1,153 @@
+"""RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016); and between the query, key and value gemm and
+attention: head norms, rotary positions (Su et al. 2021) and cache writes.
+
+Rotary pairs (i, i + R/2) of a head are neighbours (2i, 2i + 1) here: the weights' rows are packed in that order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import carray, from_dtype
+
+from .execution_plan import KEY_BLOCK, SEGMENT
+from .formats import Format
+from .llvm import REASSOCIATE, address_as, floats_at, integers_at, jit
+from .thread_pool import barrier, share
+
+#: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
+FEW_ROWS = 2
+SEGMENT_BYTES, segment_at = SEGMENT.itemsize, address_as(from_dtype(SEGMENT))
+
+
+@partial(jit, fastmath=REASSOCIATE)
+def statistics(address: int, size: int, norm: Any) -> Any:
+    """(m, f) of fp32 numbers: a norm is (x - m) * f * weight + bias, f = 1 / sqrt(mean((x - m)^2) + epsilon).
+
+    An RMS norm has m = 0; what is no norm m = 0 and f = 1.
+    """
+    xs = carray(floats_at(address), (size,))
+    mean, total = np.float32(0), np.float32(0)
+    if norm.kind == 0:
+        return mean, np.float32(1)
+    if norm.kind == 2:
+        for i in range(size):
+            total += xs[i]
+        mean, total = total / np.float32(size), np.float32(0)
+    for i in range(size):
+        total += (xs[i] - mean) * (xs[i] - mean)
+    return mean, np.float32(1) / np.sqrt(total / np.float32(size) + norm.epsilon)
+
+
+def norms_of(numbers: Format) -> tuple[Any, Any]:
+    """``norm_rows`` and ``add_normed`` of a format."""
+    element, narrow = numbers.input.pointer, numbers.input.narrow
+
+    def norm_rows(
+        p: Any, norm: Any, rows: int, row_numbers: int, control: int, arrived: int, rank: int, size: int
+    ) -> tuple[int, int]:
+        """Norm rows of x, as a gemm reads them; returns where they lie for this thread, and the count of arrivals.
+
+        Args:
+            row_numbers: row r of the result is row ``row_numbers[r]`` of x; 0 where it is row r.
+        """
+        out, begin, end = p.normed, 0, rows
+        if rows <= FEW_ROWS:
+            out += rank * p.normed_each
+        else:
+            begin, end = share(rows, rank, size)
+        ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
+        chosen = carray(integers_at(row_numbers), (rows,))
+        for r in range(begin, end):
+            source = p.x + p.x_stride * (chosen[r] if row_numbers != 0 else r)
+            xs = carray(floats_at(source), (p.hidden,))
+            outs = carray(element(out + p.normed_stride * r), (p.hidden,))
+            mean, factor = statistics(source, p.hidden, norm)
+            for i in range(p.hidden):
+                outs[i] = narrow((xs[i] - mean) * factor * ws[i] + bs[i])
+        return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
+
+    def add_normed(p: Any, norm: Any, rank: int, size: int) -> None:
+        """Add the norm of what lies in ``p.qkv`` to this thread's rows."""
+        ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
+        begin, end = share(p.rows, rank, size)
+        for r in range(begin, end):
+            source = p.qkv + p.qkv_stride * r
+            ys, xs = (
+                carray(floats_at(source), (p.hidden,)),
+                carray(floats_at(p.x + p.x_stride * r), (p.hidden,)),
+            )
+            mean, factor = statistics(source, p.hidden, norm)
+            for i in range(p.hidden):
+                xs[i] += (ys[i] - mean) * factor * ws[i] + bs[i]
+
+    return tuple(jit(code, numbers.name, fastmath=REASSOCIATE) for code in (norm_rows, add_normed))
+
+
+def rotate_of(numbers: Format) -> Any:
+    """``rotate`` of a format."""
+    query_at, to_query, query_bytes = numbers.query.pointer, numbers.query.narrow, numbers.query.bytes
+    stored_at, to_stored, stored_bytes = numbers.stored.pointer, numbers.stored.narrow, numbers.stored.bytes
+    pair = numbers.key_pair
+
+    def rotate(p: Any, layer: Any, cache: int, scratch: int, rank: int, size: int) -> None:
+        """Norm and rotate this thread's heads of rows; queries go out scaled, keys and values into the cache.
+
+        Queries of a sequence are (K, rows, H / K, padded head).
+        """
+        positions = carray(integers_at(p.positions), (p.rows,))
+        heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
+        lanes, groups = heads + 2 * key_heads, heads // key_heads
+        begin, end = share(p.rows * lanes, rank, size)
+        s = 0
+        for item in range(begin, end):
+            row, lane = item // lanes, item % lanes
+            segment = segment_at(p.segments + s * SEGMENT_BYTES)
+            while row >= segment.first_row + segment.rows:
+                s += 1
+                segment = segment_at(p.segments + s * SEGMENT_BYTES)
+            local = row - segment.first_row
+            column = segment.length + local
+            y = p.qkv + p.qkv_stride * row + 4 * lane * head
+            # A copy, since threads that have other heads of the row may norm over all of them.
+            source, ys = carray(floats_at(y), (head,)), carray(floats_at(scratch), (head,))
+            for i in range(head):
+                ys[i] = source[i]
+            if lane < heads + key_heads:
+                if layer.head_norm.kind != 0:
+                    ws = carray(floats_at(layer.head_norm.weight + 4 * lane * head), (head,))
+                    width = head
+                    if layer.joint_norm != 0:
+                        y -= 4 * head * (lane if lane < heads else lane - heads)
+                        width *= heads if lane < heads else key_heads
+                    _, factor = statistics(y, width, layer.head_norm)
+                    for i in range(head):
+                        ys[i] *= factor * ws[i]
+                if layer.rotates != 0:
+                    table = p.rotary + p.rotary_each * (layer.rotates - 1)
+                    angles = carray(floats_at(table + 4 * head * positions[row]), (head,))
+                    for i in range(0, head, 2):
+                        a, b = ys[i], ys[i + 1]
+                        ys[i] = a * angles[i] - b * angles[i + 1]
+                        ys[i + 1] = a * angles[i + 1] + b * angles[i]
+            store = cache + segment.slot * p.cache_slot + (lane - heads) * p.cache_head
+            if lane < heads:
+                place = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
+                place += lane % groups
+                out = carray(query_at(p.query + query_bytes * place * padded), (head,))
+                scale = layer.scale
+                for i in range(head):
+                    out[i] = to_query(ys[i] * scale)
+            elif lane < heads + key_heads:
+                place = column // KEY_BLOCK * padded * KEY_BLOCK + column % KEY_BLOCK * pair
+                keys = carray(stored_at(store + place * stored_bytes), (head * KEY_BLOCK,))
+                for i in range(head):
+                    keys[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])
+            else:
+                values = carray(stored_at(store + column * padded * stored_bytes), (head,))
+                for i in range(head):
+                    values[i] = to_stored(ys[i])
+
+    return jit(rotate, numbers.name, fastmath=REASSOCIATE)
