@@ -20,7 +20,8 @@ from typing import Any
 
 import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions, load_workload, make_methods
-from lookahead.bench.methods import Outcome, make_request, timed_decode
+from lookahead.bench.method import Outcome
+from lookahead.bench.methods import make_request, timed_decode
 from lookahead.bench.record import environment
 from lookahead.core import Drafter, NGramPool, Stats
 from lookahead.core.records import RecordWriter

@@ -24,8 +24,9 @@ if not torch.cuda.is_available():
 #: Files of which no test is quick: whole models, processes, the command line. Others mark single tests as slow.
 SLOW_FILES = [
     "test_families*", "test_parallel*", "test_engine*", "test_cli*", "test_bench*", "test_lean*", "test_cpu*",
-    "test_cuda_graphs*", "test_cuda_graphs*", "test_attention_compile*", "test_hf*", "test_wheel*",
-    "test_targets*", "test_adaptive_t*", "test_soak*", "test_contributing*", "test_examples*",
+    "test_cuda_graphs*", "test_attention_compile*", "test_hf*", "test_wheel*",
+    "test_targets*", "test_server", "test_server_[ps]*", "test_adaptive_t*", "test_soak*",
+    "test_contributing*", "test_examples*",
 ]  # fmt: skip
 
 

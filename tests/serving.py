@@ -9,6 +9,15 @@ import uvicorn
 
 from lookahead.server.app import create_app
 from lookahead.server.settings import Settings
+from lookahead.testing import tiny_model
+from toy import VOCABULARY, tokenizer
+
+
+def save_gpt2(folder, positions):
+    """A checkpoint of a family that nothing is compiled for, so that a process of its own starts quickly."""
+    tiny_model("gpt2", vocab_size=VOCABULARY, n_positions=positions).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
 
 
 class Served:

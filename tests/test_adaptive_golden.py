@@ -123,7 +123,7 @@ def golden():
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_and_state_are_the_recorded_ones(name, sampled, golden):
-    """Recorded when the priors were last fitted; before that, an independent implementation gave the same trees."""
+    """Recorded when priors and growth last changed; before that, an independent implementation gave the same."""
     compare(*decode(name, sampled), golden[f"{name}, {'sampled' if sampled else 'greedy'}"])
 
 

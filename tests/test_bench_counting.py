@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.spec_bench import rows, write_answers
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
-from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
+from lookahead.bench.method import Method, Outcome
+from lookahead.bench.methods import default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
 from lookahead.bench.run import loop_free
 from lookahead.bench.summary import unequal_text

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 import lookahead
-from toy import save
+from serving import save_gpt2
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 
@@ -18,12 +18,19 @@ def test_two_replicas_answer_and_stream_the_same_texts(tmp_path, monkeypatch):
 
     from lookahead.server.ray_app import build
 
-    folder = save(tmp_path / "toy", max_position_embeddings=512)
-    expected = lookahead.load(folder).generate("def add", max_new_tokens=20).text
+    folder = save_gpt2(tmp_path / "toy", 512)
+    expected = lookahead.load(folder).generate("def add", max_new_tokens=20, method="autoregressive").text
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, configure_logging=False)
     try:
         serve.start(http_options={"port": 8017})
-        serve.run(build({"model": str(folder), "min_replicas": 2, "max_replicas": 2, "num_cpus": 0.5}))
+        given = {
+            "model": str(folder),
+            "method": "prompt-lookup",
+            "min_replicas": 2,
+            "max_replicas": 2,
+            "num_cpus": 0.5,
+        }
+        serve.run(build(given))
         with httpx.Client(base_url="http://127.0.0.1:8017", timeout=120) as http:
             body = {"prompt": "def add", "max_tokens": 20, "temperature": 0}
             answers = [http.post("/v1/completions", json=body).json() for _ in range(8)]

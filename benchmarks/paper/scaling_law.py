@@ -162,8 +162,8 @@ def _figure(
         seen = [(w, s) for w, size, s in points if size == n]
         left.plot(*zip(*seen, strict=True), linestyle="", label=f"N = {n}, measured", **colour(index))
         fine = [2 ** (step / 8) for step in range(8, 41)]
-        for law, line, whose in ((found, "--", "fitted"), (PAPER, ":", "the paper's")):
-            drawn = [compression_ratio(law.alpha, law.f, n - 1, w) for w in fine]
+        for fit, line, whose in ((found, "--", "fitted"), (PAPER, ":", "the paper's")):
+            drawn = [compression_ratio(fit.alpha, fit.f, n - 1, w) for w in fine]
             left.plot(fine, drawn, color=COLOURS[index], linestyle=line, label=f"N = {n}, {whose} equation 7")
         cost = sorted((rows[w, n], s) for w, s in seen)
         right.plot(*zip(*cost, strict=True), label=f"N = {n}, measured", **colour(index))

@@ -9,7 +9,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.methods import PLAIN, RunOptions
+from lookahead.bench.method import RunOptions
+from lookahead.bench.methods import PLAIN
 from lookahead.bench.model import ModelUnderTest
 from lookahead.bench.pictures import save
 from lookahead.bench.record import Record, Records, describe, was_busy

@@ -236,11 +236,8 @@ class Chooser(Choose):
     """
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        process: Process | None = None,
-        noise: SeededNoise | RowNoise | None = None,
-    ) -> None:
+        self, prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None,
+    ) -> None:  # fmt: skip
         self.process = process
         self.noise = noise
         self.position = len(prompt)

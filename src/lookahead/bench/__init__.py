@@ -12,7 +12,8 @@ The life of a measurement:
     summary, report           read records, and nothing else: tables and the picture
 """
 
-from .methods import RunOptions, default_methods, make_methods, split_methods
+from .method import RunOptions
+from .methods import default_methods, make_methods, split_methods
 from .model import ModelUnderTest, load_model
 from .record import Records
 from .run import run

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..core import SettingsError
-from .methods import LOOKUP_TOKENS, Method, Outcome, RunOptions, counted
+from .method import LOOKUP_TOKENS, Method, Outcome, RunOptions, counted
 from .model import ModelUnderTest
 
 PACKAGE = "llama-cpp-python"

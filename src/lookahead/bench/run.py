@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 import torch
 
 from ..core.stats import first_divergence
-from .methods import PLAIN, Method, RunOptions, make_methods
+from .method import Method, RunOptions
+from .methods import PLAIN, make_methods
 from .model import ModelUnderTest, load_model
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt

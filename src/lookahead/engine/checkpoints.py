@@ -165,7 +165,8 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
         raise SettingsError(
             f"device and device_map cannot be given together, got {chosen.device} and {chosen.device_map}; use one"
         )
-    if isinstance(settings := how.get("quantization_config"), (dict, str)):
+    settings: Any = how.get("quantization_config")
+    if isinstance(settings, (dict, str)):
         from transformers.quantizers.auto import AutoQuantizationConfig
 
         try:

@@ -68,7 +68,8 @@ class LLM:
         self.name = name or type(model).__name__
         self.method = method_for(method, config)
         if self.method not in OWN_SETTINGS:  # whose drafter checks them
-            config = self._triple if config is None else LookaheadConfig.of(config)
+            usual = LookaheadConfig.for_device(model.device.type)
+            config = LookaheadConfig.of(usual if config is None else config)
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
@@ -256,10 +257,6 @@ class LLM:
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
         return AdaptiveState(settings, keep, times, scope)
 
-    @property
-    def _triple(self) -> LookaheadConfig:
-        return LookaheadConfig.for_device(self.model.device.type)
-
     def _method_of(self, options: Options) -> str:
         """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
         if options.method is not None or (options.config is None and options.pool is None):
@@ -273,7 +270,7 @@ class LLM:
             return given
         if (method in OWN_SETTINGS) == (self.method in OWN_SETTINGS):
             return self.config
-        return None if method in OWN_SETTINGS else self._triple
+        return None if method in OWN_SETTINGS else LookaheadConfig.for_device(self.model.device.type)
 
     def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
         """One prompt with its drafter, chooser and text, ready to be decoded."""

@@ -41,9 +41,8 @@ MATCH = record(token="i4", bucket="i4")
 EDGE = record(cost="f8", token="i8")
 #: What waits to be taken: an edge (node * MAX_EDGES + place) or, as ~node, a row to be expanded.
 WAITING = record(cost="f8", number="i8")
-#: How far growing is: rows, entries of the heap, the least probability that is looked at; and the latter for the
-#: next tree.
-PROGRESS = record(rows="i8", heap="i8", floor="f8", next_floor="f8")
+#: How far growing is: rows, and entries of the heap.
+PROGRESS = record(rows="i8", heap="i8")
 
 #: Tokens that one suffix match proposes at most, and answers of the last step kept per position.
 MATCHES = 3

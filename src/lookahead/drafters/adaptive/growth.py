@@ -28,8 +28,6 @@ from .sources.suffix import match
 HASTE = 0.5
 #: Edges less likely than this are not worth a place in the heap.
 MIN_PROBABILITY = 0.002
-#: Edges less likely than this times the last row of the last tree are left out until they are needed.
-FLOOR = 0.25
 #: Most edges of one node.
 MAX_EDGES = 128
 
@@ -109,11 +107,10 @@ def _expand(tree: Tree, sources: Sources, calibration: Calibration, rules: Rules
     for i in range(row.proposals):
         total += calibration.joint[proposals[i].joint].probability
     scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
-    least = max(tree.progress[0].floor / row.probability, MIN_PROBABILITY)
     count = 0
     for i in range(row.proposals):
         probability, token = calibration.joint[proposals[i].joint].probability, proposals[i].token
-        if probability > least:
+        if probability > MIN_PROBABILITY:
             cost = probability * scale
             place = count
             while place > 0 and (
@@ -184,15 +181,6 @@ def add(tree: Tree, rules: Rules, parent: int, token: int, probability: float) -
 
 
 @compiled
-def _begin(tree: Tree, rules: Rules) -> None:
-    """The root alone, to be expanded."""
-    tree.progress[0].rows = 0
-    add(tree, rules, -1, rules.tail[2], 1.0)
-    tree.heap[0].cost, tree.heap[0].number = -1.0, ~0
-    tree.progress[0].heap = 1
-
-
-@compiled
 def _take(
     tree: Tree, sources: Sources, calibration: Calibration, rules: Rules, rows: int, max_depth: int, stop: Any
 ) -> int:
@@ -211,7 +199,6 @@ def _take(
                 _drop_first(progress, heap)
             continue
         if -cost < stop[progress.rows]:
-            progress.floor = 0.0  # nothing less likely is wanted
             break
         node, place = number // MAX_EDGES, number % MAX_EDGES
         token = tree.edges[node, place].token
@@ -221,7 +208,7 @@ def _take(
             _drop_first(progress, heap)
         row = progress.rows
         depth = add(tree, rules, node, token, -cost)
-        if depth < max_depth and -cost > progress.floor:
+        if depth < max_depth:
             _push(heap, progress.heap, cost * rules.haste, ~row)
             progress.heap += 1
     return -1
@@ -243,19 +230,10 @@ def grow(
     Returns the depth whose noise must be handed in first (then it goes on where it is not ``fresh``), or minus the
     number of rows.
     """
-    progress = tree.progress[0]
     if fresh:
-        progress.floor = progress.next_floor
-        _begin(tree, rules)
-    while max_depth >= 1:
-        depth = _take(tree, sources, calibration, rules, rows, max_depth, stop)
-        if depth >= 0:
-            return depth
-        if progress.rows == rows or progress.floor == 0.0:
-            break
-        progress.floor = 0.0  # edges below the floor are needed
-        _begin(tree, rules)
-    progress.next_floor = 0.0
-    if progress.rows == rows and rows > 1:
-        progress.next_floor = tree.nodes[rows - 1].probability * FLOOR
-    return -int64(progress.rows)
+        tree.progress[0].rows = 0
+        add(tree, rules, -1, rules.tail[2], 1.0)
+        tree.heap[0].cost, tree.heap[0].number = -1.0, ~0
+        tree.progress[0].heap = 1
+    depth = _take(tree, sources, calibration, rules, rows, max_depth, stop) if max_depth >= 1 else -1
+    return depth if depth >= 0 else -int64(tree.progress[0].rows)
