@@ -36,6 +36,8 @@ SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
+#: How the demo's table begins.
+TABLE = "tokens per second"
 #: method in the records -> name in the README; what is not here is on the page only
 NAMES = {
     "hf-greedy": "transformers `generate`",
@@ -139,7 +141,12 @@ def readme(text: str) -> str:
         where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)). {facts['busy']}".strip()
         blocks["speeds"] = f"{where}\n\n{speeds(facts)}"
     if demo.is_file():
-        blocks["demo"] = f"```console\n$ lookahead demo\n{demo.read_text().strip()}\n```"
+        shown = demo.read_text()
+        edited = re.search(r"^2-edit.*?(?=^3-)", shown, re.S | re.M)  # one of its texts, and the table
+        middle = edited[0].rstrip() if edited else ""
+        parts = ["$ lookahead demo", "...", middle, "...", shown[shown.index(TABLE) :]]
+        lines = (line.rstrip() for line in "\n".join(parts).rstrip().splitlines())
+        blocks["demo"] = "\n".join(f"    {line}".rstrip() for line in lines)  # the text has fences of its own
     for name, block in blocks.items():
         pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
         text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)

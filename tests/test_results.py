@@ -29,11 +29,14 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     ]  # fmt: skip
     facts = {"where": "a machine", "busy": "", "figures": figures}
     (tmp_path / "bench-bfloat16.json").write_text(json.dumps(facts))
-    (tmp_path / "demo.txt").write_text("\n1-write: Write\n")
+    (tmp_path / "demo.txt").write_text(
+        "\n1-write: W\nx\n\n2-edit: E\n```python\n```\n\n3-sum: S\n4\n\ntokens per second\n1 2\n"
+    )
     text = results.readme(TEXT)
     assert "| ours, adaptive, the default | 160 | 151 | 1.75 | 3 of 4 |" in text
     assert "| llama.cpp prompt lookup, BF16 | 56 | 44 | 1.50 | – |" in text
-    assert "```console\n$ lookahead demo\n1-write: Write\n```" in text
+    shown = ["$ lookahead demo", "...", "2-edit: E", "```python", "```", "...", "tokens per second", "1 2"]
+    assert "".join(f"    {part}\n" for part in shown) in text
     assert results.readme(text) == text
     assert results.readme(text.replace("| 160 |", "| 161 |")) == text
 

@@ -33,7 +33,7 @@ def demo(
     prompts: Annotated[Path, typer.Option(help="Folder of prompts, a text file each.", metavar="DIR")] = Path(
         "examples/prompts"
     ),
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 160,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 128,
     load: LoadOptions,
 ) -> None:
     """Show what it is for: texts in colours by step, and their speed beside plain decoding and transformers."""
