@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead import LLM
 from lookahead.attention import exact as attention
 from lookahead.attention import get, pack_bits
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.exact import ExactTarget
 from lookahead.targets.factory import make_target
-from lookahead.testing import FAMILIES, RECURRENT_FAMILIES, assert_same_as_autoregressive, tiny_model
+from lookahead.testing import assert_same_as_autoregressive
 
 DTYPES = (torch.bfloat16, torch.float16)
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]

@@ -507,7 +507,7 @@ def test_time_limits_and_the_end(llm):
 
 
 def test_metrics_bear_the_fields_names(served):
-    post(served, lookahead={"method": "lookahead"}, max_tokens=40)
+    post(served, prompt="x = 1\n" * 12, lookahead={"method": "prompt-lookup"}, max_tokens=40)
     page = httpx.get(f"{served.url}/metrics").text
     for name in (
         "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_bucket",

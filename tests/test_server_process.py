@@ -54,7 +54,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             process.kill()
             with pytest.raises(httpx.HTTPError):
                 list(lines)
-    with started(folder, "--method", "prompt-lookup", "--shutdown-timeout", "0.2") as (process, url):
+    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.2") as (process, url):
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
