@@ -198,7 +198,7 @@ def test_trees_stay_within_the_depth_that_the_cut_allows():
 def test_the_option_everywhere():
     import lookahead
 
-    model = tiny_model("gpt2", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path
+    model = tiny_model("gpt-neox", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path
     llm = LLM(model, exact=True)
     drafted = llm.generate(PROMPTS, max_new_tokens=30, method="lookahead", temperature=1.0, seed=3)
     plain = [llm.generate(p, max_new_tokens=30, method="autoregressive", temperature=1.0, seed=3 + i)

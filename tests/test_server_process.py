@@ -44,9 +44,14 @@ def ask(url, tokens, **more):
 
 
 def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
-    folder = save_gpt2(tmp_path / "toy", 4096)
-    body = {"prompt": "def", "max_tokens": 4000, "stream": True, "logit_bias": {"2": -100}}
-    with started(folder, "--method", "prompt-lookup") as (process, url):
+    folder = save_gpt2(tmp_path / "toy", 32768)
+    body = {
+        "prompt": "def",
+        "max_tokens": 30_000,
+        "stream": True,
+        "logit_bias": {"40": 100},
+    }  # one character a token
+    with started(folder, "--max-model-len", "32768", "--method", "prompt-lookup") as (process, url):
         text = ask(url, 8).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -54,7 +59,9 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             process.kill()
             with pytest.raises(httpx.HTTPError):
                 list(lines)
-    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.2") as (process, url):
+    with started(
+        folder, "--max-model-len", "32768", "--method", "autoregressive", "--shutdown-timeout", "0.2"
+    ) as (process, url):
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
