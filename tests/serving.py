@@ -13,9 +13,9 @@ from lookahead.testing import tiny_model
 from toy import VOCABULARY, tokenizer
 
 
-def save_gpt2(folder, positions):
+def save_tiny(folder, positions):
     """A checkpoint of a family that nothing is compiled for, so that a process of its own starts quickly."""
-    tiny_model("gpt2", vocab_size=VOCABULARY, n_positions=positions).save_pretrained(folder)
+    tiny_model("gpt_neox", vocab_size=VOCABULARY, max_position_embeddings=positions).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from serving import save_gpt2
+from serving import save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -44,14 +44,14 @@ def ask(url, tokens, **more):
 
 
 def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
-    folder = save_gpt2(tmp_path / "toy", 32768)
+    folder = save_tiny(tmp_path / "toy", 4096)
     body = {
         "prompt": "def",
-        "max_tokens": 30_000,
+        "max_tokens": 4000,
         "stream": True,
         "logit_bias": {"40": 100},
     }  # one character a token
-    with started(folder, "--max-model-len", "32768", "--method", "prompt-lookup") as (process, url):
+    with started(folder, "--method", "prompt-lookup") as (process, url):
         text = ask(url, 8).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -59,9 +59,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             process.kill()
             with pytest.raises(httpx.HTTPError):
                 list(lines)
-    with started(
-        folder, "--max-model-len", "32768", "--method", "autoregressive", "--shutdown-timeout", "0.2"
-    ) as (process, url):
+    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.05") as (process, url):
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 import lookahead
-from serving import save_gpt2
+from serving import save_tiny
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 
@@ -18,7 +18,7 @@ def test_two_replicas_answer_and_stream_the_same_texts(tmp_path, monkeypatch):
 
     from lookahead.server.ray_app import build
 
-    folder = save_gpt2(tmp_path / "toy", 512)
+    folder = save_tiny(tmp_path / "toy", 512)
     expected = lookahead.load(folder).generate("def add", max_new_tokens=20, method="autoregressive").text
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, configure_logging=False)
     try:
