@@ -52,8 +52,12 @@ def demo(
         chat = getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode([{"role": "user", "content": text}] if chat else text)
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
-        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), sys.stdout.isatty())
-        plain = llm.generate(ids, max_new_tokens=max_new_tokens, method="autoregressive")
+        color = sys.stdout.isatty()
+        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), color)
+        with open(os.devnull, "w") as nowhere:  # as streamed as the other
+            plain = show(
+                llm.run([ids], max_new_tokens=max_new_tokens, method="autoregressive"), color, nowhere
+            )
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain, _reference_speed(llm, ids)))
     _table(llm, rows, equal)
@@ -79,7 +83,7 @@ def _reference_speed(llm: LLM, ids: list[int]) -> float:
 def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[bool]) -> None:
     """Speeds, and what adaptive gains."""
     table = Table(box=None, pad_edge=False, title="\ntokens per second", title_justify="left")
-    for heading in (
+    headings = (
         "",
         "transformers",
         "ours,\nplain",
@@ -87,7 +91,8 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
         "over\nplain",
         "tokens\nper pass",
         "equal",
-    ):
+    )
+    for heading in headings:
         table.add_column(heading, justify="right" if heading else "left")
     for (name, ours, plain, reference), same in zip(rows, equal, strict=True):
         fast, slow = _speed(ours), _speed(plain)
