@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
@@ -52,12 +53,10 @@ def demo(
         chat = getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode([{"role": "user", "content": text}] if chat else text)
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
-        color = sys.stdout.isatty()
-        ours = show(llm.run([ids], max_new_tokens=max_new_tokens), color)
+        run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
+        ours = show(run(), color)
         with open(os.devnull, "w") as nowhere:  # as streamed as the other
-            plain = show(
-                llm.run([ids], max_new_tokens=max_new_tokens, method="autoregressive"), color, nowhere
-            )
+            plain = show(run(method="autoregressive"), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain, _reference_speed(llm, ids)))
     _table(llm, rows, equal)
