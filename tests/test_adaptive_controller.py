@@ -202,13 +202,37 @@ def test_an_interrupted_step_counts_for_little():
 
 def test_bins_of_context_and_batch():
     times = times_of(FLAT)
-    far = times.table(4, 5000)
+    far = times.table(1, 5000)
     assert far == FLAT
     assert far is not times.table(1, 100)
     for _ in range(50):
-        times.learn((4, 5000), 8, 0.1)
+        times.learn((1, 5000), 8, 0.1)
     assert times.table(1, 100) == FLAT
-    assert times.table(4, 5000)[place_of(8)] > 0.05
+    assert times.table(1, 5000)[place_of(8)] > 0.05
+
+
+def test_a_batch_that_was_never_measured_is_priced_by_its_rows():
+    times = StepTimes({(0, 0): [1.0 + 0.1 * k for k in MENU]})
+    assert times.table(16, 100) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])
+    assert times.table(16, 100, True) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])
+    alone = StepTimes({(8, 0): [1.0 + 0.1 * 16 * k for k in MENU]}).table(1, 100)
+    assert alone[place_of(32)] == pytest.approx(1.0 + 0.1 * 32)
+    assert alone[0] == pytest.approx(1.0 + 0.1 * 16)  # nothing is known of fewer rows
+
+
+def test_rows_of_a_batch_are_the_loss_of_the_one_that_has_them():
+    """One of four drafts three rows more; the pass takes 1.6 where a plain one takes 1. All four wait for it."""
+    table = [1.0 + 0.8 * (k - 1) for k in MENU]
+    times = StepTimes({StepTimes.bin_of(4, 100): table})
+    drafts, plain = Controller(times, 100), Controller(times, 100)
+    for controller, rows in ((plain, 1), (plain, 1), (plain, 1), (drafts, 4)):
+        controller.batch = 4
+        times.drafted(rows)
+    times.evaluated()
+    plain.learn(1, 1.0, 1, 1.6, 1.6)
+    assert plain.regret == pytest.approx(0.0)
+    drafts.learn(4, 2.0, 2, 1.6, 1.6)
+    assert drafts.regret == pytest.approx(4 * 0.6 - 1.0, rel=0.1)
 
 
 def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():
@@ -419,7 +443,7 @@ def test_never_slower_when_the_batch_changes(clock):
     lengths = (100, 200, 400)
     run(target, [Request([1, 2, i], d, n) for i, (d, n) in enumerate(zip(drafters, lengths, strict=True))])
     plain = 99 * 3 + 100 * 2 + 200
-    # Of a pass of three each may lose a third: at the end of the first text, of the second, and of the third.
+    # What one loses is lost to all: of a pass of three each may lose a third, at the end of each text.
     spent = (300, 500, 700)
     assert Clocked.now <= plain + sum(
         MAX_REGRET + SHARE * s / b for s, b in zip(spent, (3, 2, 1), strict=True)

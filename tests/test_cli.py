@@ -609,6 +609,17 @@ def test_the_command_itself_in_a_process():
     assert (gone.returncode, gone.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["--help", "generate tiny --prompt x --max-new-tokens 2"])
+@pytest.mark.parametrize("stdout", [">/dev/full", ">&-"])
+def test_an_output_that_cannot_be_written_is_one_line(words, stdout):
+    command = f"{sys.executable} -m lookahead {words} {stdout}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if "tokens/s" not in line]
+    assert (done.returncode, len(lines)) == (2, 1), done.stderr
+    assert lines[0].startswith("error: ")
+
+
 def test_help_loads_no_torch():
     code = (
         "import sys, contextlib\nfrom lookahead.cli import main\nsys.argv = ['lookahead', 'generate', '--help']\n"

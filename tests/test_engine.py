@@ -797,3 +797,19 @@ def test_a_quantised_model_is_not_compiled(folder):
     llm.model.config.quantization_config = {"quant_method": "torchao"}
     assert llm.path == "transformers"
     assert "quantised by torchao" in llm.target().reason
+
+
+def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):
+    """Each time takes a millisecond on a real model, so it must not be once for every prompt."""
+    llm, seen = lookahead.load("tiny"), []
+    fingerprint = lookahead.targets.fingerprint.fingerprint
+    monkeypatch.setattr(
+        lookahead.targets.fingerprint, "fingerprint", lambda model: seen.append(1) or fingerprint(model)
+    )
+    llm.generate([5, 6], max_new_tokens=2)
+    counts = []
+    for method in ("autoregressive", "adaptive"):
+        seen.clear()
+        llm.generate([[5, 6]] * 4, max_new_tokens=2, method=method)
+        counts.append(len(seen))
+    assert counts[1] <= counts[0] <= 2

@@ -55,6 +55,9 @@ class Commands(TyperGroup):
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
         """The exit status, with whatever went wrong said."""
+        if sys.stdout is None:  # closed: files opened from here on would get its number
+            problem("stdout must be open, it is closed (a file or /dev/null will do)")
+            return 2
         try:
             status = super().main(*args, **extra)
             sys.stdout.flush()
@@ -65,9 +68,12 @@ class Commands(TyperGroup):
         except (Interrupted, KeyboardInterrupt) as error:
             note(str(error) or "interrupted", "yellow")
             return 130
-        except BrokenPipeError:  # the reader of our output has left
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            return 1
+        except OSError as error:  # stdout: what has a file name is refused where it is opened
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the flush at exit would fail again
+            if isinstance(error, BrokenPipeError):  # the reader of our output has left
+                return 1
+            problem(f"the output must be writable: {error.strerror or error}")
+            return 2
         except Exception as error:
             # Wrong usage: every version of typer has its own class for it, all with these two.
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):

@@ -236,9 +236,8 @@ class Decoder:
                 left = self.row_budget
                 running = [generation for generation in self._running if generation.finish_reason is None]
                 for place, generation in enumerate(running):
-                    with (
-                        generation.ended_by_errors()
-                    ):  # what one leaves of its share is for those that follow
+                    generation.request.drafter.batch = len(running)
+                    with generation.ended_by_errors():  # what one leaves of its share is for those behind
                         drafted.append((generation, self._draft(generation, left // (len(running) - place))))
                         left -= len(drafted[-1][1])
             if not drafted:

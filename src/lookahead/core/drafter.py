@@ -30,7 +30,12 @@ class Drafter(ABC):
 
     ``draft`` has no effect that a second call would notice, except that limits may make it smaller for good:
     the loop calls it again with fewer rows when a step does not fit in memory.
+
+    Attributes:
+        batch: sequences in the coming pass; the loop sets it before ``draft``.
     """
+
+    batch = 1
 
     @abstractmethod
     def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:

@@ -61,9 +61,7 @@ class LLM:
         self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None,
         exact: bool = False, name: str = "", tokenizer_error: str = "none was given", prefix_cache: int = 0,
     ) -> None:  # fmt: skip
-        self.model = model
-        self.tokenizer = tokenizer
-        self.tokenizer_error = tokenizer_error
+        self.model, self.tokenizer, self.tokenizer_error = model, tokenizer, tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
         self.method = method_for(method, config)
@@ -73,7 +71,7 @@ class LLM:
         self.config = config
         make_drafter(self.method, self.config)
         self.probe = probe(model)
-        self.exact = exact
+        self.exact, self._path = exact, ""  # the path of the last target
         self._prefixes = PrefixCache(lambda: self.target(), prefix_cache, lambda: fingerprint(model))
         if exact:
             self.target()
@@ -120,10 +118,10 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with said_where_slow(
-            "preparing the model (the first time here its passes are compiled for this processor)"
-        ):
-            return make_target(self.model, path=path, exact=self.exact)
+        with said_where_slow("preparing the model (the first time here, compiling for this processor)"):
+            target = make_target(self.model, path=path, exact=self.exact)
+        self._path = target.path if path == "auto" else self._path
+        return target
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
@@ -249,10 +247,12 @@ class LLM:
 
         text = self._text_config
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
-        settings = AdaptiveConfig.of(self._config_of("adaptive", config))
-        wanted = settings.budget and self.probe.mode != "plain"
+        settings, times = AdaptiveConfig.of(self._config_of("adaptive", config)), None
         with said_where_slow("measuring steps of this model (once; their times are kept)"):
-            times = times_for(self.model, self.path, self.target) if wanted else None
+            if (
+                settings.budget and self.probe.mode != "plain"
+            ):  # to make a target for its path takes a step's time
+                times = times_for(self.model, self._path or self.path, self.target)
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
         return AdaptiveState(settings, keep, times, scope)

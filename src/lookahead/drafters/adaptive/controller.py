@@ -80,8 +80,8 @@ class Controller:
 
     @property
     def loss_budget(self) -> float:
-        """Seconds that may still be lost; sequences that share a pass share what it may lose."""
-        return (MAX_REGRET * self.table[0] + self.share * self.spent) / self.batch - self.regret
+        """Seconds that may still be lost."""
+        return MAX_REGRET * self.table[0] + self.share * self.spent - self.regret
 
     @property
     def _least(self) -> float:
@@ -152,12 +152,15 @@ class Controller:
             seconds: all that the step took.
             passed: of these, what ``StepTimes.bins`` holds for as many rows.
         """
-        times, table = self.times, self.table
+        times, table, more = self.times, self.table, self.times.rows - self.times.batch
         # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
-        if rows > 1 or (times.widest == 1 and passed < table[0]):
-            times.learn(self._place, max(rows, times.widest), passed)
-        # Interruptions, and others' rows, are not its loss.
-        seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))
+        if times.mean > 1 or (not more and passed < table[0]):
+            times.learn(self._place, times.mean, passed)
+        if (
+            self.batch > 1 and more
+        ):  # all wait for the rows of one, so these are that one's loss, and others' rows not
+            seconds += (self.batch * (rows - 1) / more - 1) * (passed - table[0])
+        seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))  # nor are interruptions
         self.regret = max(-MOST_GAIN * table[0], self.regret + seconds - tokens * table[0])
         self._advance(tokens, seconds, expected - 1)
 

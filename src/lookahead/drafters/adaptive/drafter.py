@@ -45,7 +45,8 @@ class Plain:
     Attributes:
         steps: so many; then ``drafting`` goes on, or is set up where it is None and the loss budget can pay for it.
         unread: tokens that no source has seen.
-        passes: seconds of each pass so far; own: of the drafter in all of them.
+        passes: seconds of each pass that was not learnt from yet; own: of the drafter in all of them.
+        disturbed: whether a probe or a drafted step came just before these.
     """
 
     steps: int
@@ -53,6 +54,7 @@ class Plain:
     unread: list[int]
     passes: list[float] = field(default_factory=list)
     own: float = 0.0
+    disturbed: bool = False
 
 
 class AdaptiveDrafter(Drafter):
@@ -115,6 +117,8 @@ class AdaptiveDrafter(Drafter):
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
         self._start, self._late = perf_counter() - self._late, 0.0
+        if self._controller is not None:
+            self._controller.batch = self.batch
         if isinstance(self._phase, Plain) and self._phase.steps == 0:
             self._phase = self._after(self._phase)
         if isinstance(self._phase, Plain):
@@ -184,17 +188,18 @@ class AdaptiveDrafter(Drafter):
     def _account(self, controller: Controller, rows: int, tokens: int, begin: float) -> None:
         """Count a step that began to be observed at ``begin``, and go on to the phase that follows from it."""
         phase, times = self._phase, self._times
-        controller.batch, controller.context = times.batch, len(self._prompt) + self._emitted
+        controller.context = len(self._prompt) + self._emitted
         end = perf_counter()
         own = self._grown - self._start + end - begin
         if isinstance(phase, Plain):
             phase.steps -= 1
             phase.own += own
-            if times.widest == 1:  # else others of the batch have drafted, and it was no plain pass
+            if times.rows == times.batch:  # else others of the batch have drafted, and it was no plain pass
                 phase.passes.append(begin - self._grown)
-            if phase.steps:
+            if phase.steps and len(phase.passes) < COOLDOWN:
                 return
-            controller.learn_plain(phase.passes, phase.own, phase.drafting is not None)
+            controller.learn_plain(phase.passes, phase.own, phase.disturbed)
+            phase.passes, phase.own, phase.disturbed = [], 0.0, False
         else:
             passed = (begin if rows == 1 else end) - self._grown
             controller.learn(rows, self._expected, tokens, end - self._start, passed)
@@ -202,7 +207,7 @@ class AdaptiveDrafter(Drafter):
                 times.probe.add(own)
             steps = controller.cooldown(rows)
             if steps:
-                self._phase = Plain(steps, phase, [])
+                self._phase = Plain(steps, phase, [], disturbed=True)
         self._late = perf_counter() - end
 
     def _study(

@@ -42,9 +42,10 @@ class Average:
 class StepTimes:
     """t(k) in seconds by number of sequences and length of the context.
 
-    Tables are kept by (batch, context) bins; one that was never measured starts as a copy of the nearest. A step of
-    one row tells how fast the machine is and moves its whole table; a step of more rows moves its own entry, and
-    those beside it less and less. So what is known of plain decoding comes from plain steps alone.
+    Tables are kept by (batch, context) bins; one that was never measured starts from the nearest, where a pass over
+    as many rows in all took as long. Rows are those of each sequence, on average over the pass. A step of one row
+    tells how fast the machine is and moves its whole table; a step of more rows moves its own entry, and those beside
+    it less and less. So what is known of plain decoding comes from plain steps alone.
 
     Attributes:
         bins: tables by bin, seconds by place in ``MENU``. The first is a whole plain step, with no drafter's time in
@@ -52,25 +53,30 @@ class StepTimes:
         probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
         after: seconds by which the plain step after that is longer, since the model finds cold caches.
         setup: seconds to set up drafting for a text, its prompt read.
-        batch, widest: sequences in the pass, and rows of the largest tree.
+        batch, rows: sequences in the pass, and rows of all their trees.
     """
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
         self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.5)
         self.setup = Average(5e-4, 0.2, SPIKE)
-        self.batch, self.widest, self._evaluated = 0, 1, True
+        self.batch, self.rows, self._evaluated = 0, 0, True
 
     def drafted(self, rows: int) -> None:
         """A sequence that shares these times joins the coming pass with so many rows."""
         if self._evaluated:
-            self.batch, self.widest, self._evaluated = 0, 1, False
+            self.batch, self.rows, self._evaluated = 0, 0, False
         self.batch += 1
-        self.widest = max(self.widest, rows)
+        self.rows += rows
 
     def evaluated(self) -> None:
         """The pass is over."""
         self._evaluated = True
+
+    @property
+    def mean(self) -> int:
+        """Rows of each sequence in the pass, on average."""
+        return max(1, round(self.rows / max(1, self.batch)))
 
     @staticmethod
     def bin_of(batch: int, context: int, sampled: int = 0) -> tuple[int, int]:
@@ -85,7 +91,11 @@ class StepTimes:
         key = self.bin_of(*place)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
-            self.bins[key] = list(self.bins[near])
+            more = 2.0 ** (
+                (key[0] % SAMPLED - near[0] % SAMPLED) / 2
+            )  # times as many rows, and as many of each
+            known = dict(zip(MENU, self.bins[near], strict=True))
+            self.bins[key] = [interpolated(known, k * more) for k in MENU]
         return self.bins.get(key)
 
     def learn(self, place: tuple[int, ...], rows: int, seconds: float, steps: int = 1) -> None:
@@ -111,14 +121,18 @@ def place_of(rows: int) -> int:
 
 def from_points(points: dict[int, float]) -> list[float]:
     """A table from measured (rows, seconds): straight lines between, the last slope beyond, never falling."""
-    known = sorted(points.items())
     table: list[float] = []
     for k in MENU:
-        after = min(bisect_left(known, (k, 0.0)), len(known) - 1)
-        (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
-        seconds = t1 if k1 in (k, k0) else t0 + (t1 - t0) * (k - k0) / (k1 - k0)
-        table.append(max([seconds, *table[-1:]]))
+        table.append(max([interpolated(points, k), *table[-1:]]))
     return table
+
+
+def interpolated(points: dict[int, float], rows: float) -> float:
+    """Seconds of so many rows by measured (rows, seconds); the first of them for fewer, the last slope for more."""
+    known = sorted(points.items())
+    after = min(bisect_left(known, (rows, 0.0)), len(known) - 1)
+    (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
+    return t1 if k1 in (rows, k0) else t0 + (t1 - t0) * (rows - k0) / (k1 - k0)
 
 
 def times_file(model: str) -> Path:
