@@ -28,7 +28,6 @@ from lookahead.bench.summary import markdown_table
 from lookahead.cli.bench import command_line
 
 from .convert_gguf import convert
-from .paper.__main__ import STUDIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS, README = ROOT / "docs" / "results", ROOT / "build" / "results", ROOT / "README.md"
@@ -36,6 +35,14 @@ SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
+#: study -> (its own words, share of the prompts, minutes for ten). S is the same in any dtype up to near ties.
+STUDY = {
+    "ablation": (("--workload", "mt-bench"), 1.0, 12),
+    "scaling-law": (("--workload", "mt-bench"), 0.8, 12),
+    "sampling-quality": ((), 0.8, 15),
+    "end-to-end": ((), 0.5, 20),
+    "parallel": ((), 0.2, 8),
+}
 #: How the demo's table begins.
 TABLE = "tokens per second"
 #: method in the records -> name in the README; what is not here is on the page only
@@ -69,7 +76,7 @@ class Step:
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
-        program = "lookahead" if "lookahead" in self.words else "python -m benchmarks.paper"
+        program = "lookahead" if "lookahead" in self.words else f"python -m {self.words[1]}"
         command = command_line(list(self.words[2:]), program)
         return facts["command"] == command and f"commit {commit()}," in facts["where"]
 
@@ -101,10 +108,20 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
         words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
         found.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
-    for name in STUDIES:
-        words = ["-m", "benchmarks.paper", name, "--data", str(data), "--records", f"build/results/{name}"]
-        found.append(Step(name, tuple(words), 30))
+    words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
+    found.append(Step("batch-size", (*words, "--limit", str(_share(limit, 0.4))), 10 * limit / 10))
+    words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(10 * limit)]
+    found.append(Step("accuracy", tuple(words), 10 * limit / 10))
+    for name, (extra, share, minutes) in STUDY.items():
+        words = ["-m", "benchmarks.paper", name, "--data", str(data), "--dtype", "bfloat16", *extra]
+        words += ["--limit", str(_share(limit, share)), "--records", f"build/results/{name}"]
+        found.append(Step(name, tuple(words), minutes * limit / 10))
     return found
+
+
+def _share(limit: int, share: float) -> int:
+    """Prompts of a study that needs fewer."""
+    return max(1, round(share * limit))
 
 
 def _convert(model: Path, file: Path, kind: str) -> None:

@@ -51,7 +51,13 @@ def test_no_measured_number_stands_outside_the_blocks():
 def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     (first, *_, last) = planned = results.steps(tmp_path / "data", 10, None)
-    assert [step.name for step in planned] == ["bench-bfloat16", "bench-float32", *results.STUDIES]
+    assert [step.name for step in planned] == [
+        "bench-bfloat16",
+        "bench-float32",
+        "batch-size",
+        "accuracy",
+        *results.STUDY,
+    ]
     assert not first.is_done()
     command = "lookahead bench --dtype bfloat16 " + " ".join(f"--workload {name}" for name in results.SETS)
     command += " --data data --limit 10 --repeats 2 --no-warm --method "
@@ -62,7 +68,8 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     assert not results.steps(tmp_path / "data", 1, None)[0].is_done()
     first.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
     assert not first.is_done()
-    facts["command"] = "python -m benchmarks.paper parallel --data data --records build/results/parallel"
+    facts["command"] = "python -m benchmarks.paper parallel --data data --dtype bfloat16 --limit 2 --records "
+    facts["command"] += "build/results/parallel"
     last.page.write_text(json.dumps(facts))
     assert last.is_done()
 

@@ -100,11 +100,14 @@ def _table(llm: LLM, rows: list[tuple[str, Result, Result, float]], equal: list[
         table.add_row(name, *cells, f"{ours.stats.compression_ratio:.2f}", "yes" if same else "no")
     console = Console(highlight=False)
     console.print(table)
-    console.print(
-        f"\n{llm.name} in {llm.dtype} on the {rows[0][1].stats.path} path, without the prefill. transformers: its "
-        f"generate, the first {REFERENCE_TOKENS} tokens. equal: adaptive's text is plain decoding's, token for token."
-    )
-    if hasattr(os, "getloadavg"):
-        from ..bench.record import machine, was_busy
+    from ..bench.record import describe, environment, was_busy
 
-        console.print(was_busy([{"load": os.getloadavg()[0], "machine": machine()}]), style="red")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    record = environment() | {
+        "model": llm.name, "dtype": llm.dtype, "path": rows[0][1].stats.path, "load": load,
+    }  # fmt: skip
+    console.print(
+        f"\n{describe(record)}. Without the prefill. transformers: its generate, {REFERENCE_TOKENS} tokens. "
+        "equal: adaptive's text is plain decoding's, token for token."
+    )
+    console.print(was_busy([record]), style="red")

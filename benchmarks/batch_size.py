@@ -1,0 +1,157 @@
+"""Where does drafting stop to pay? Tokens per second by the number of sequences that share a pass, and memory.
+
+    python -m benchmarks.batch_size [MODEL] --data DIR --limit 2 --out docs/results/batch-size
+
+The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared. Memory: the cache by
+its own arrays; what a method keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import lookahead
+from lookahead.bench.record import describe, environment, was_busy
+from lookahead.bench.summary import markdown_table
+from lookahead.bench.workloads import load_workload
+from lookahead.cli.bench import command_line
+from lookahead.core import LookaheadError
+
+WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
+PLAIN, METHODS = "autoregressive", ("autoregressive", "adaptive")
+SIZES = (1, 2, 4, 8)
+
+
+def decode(llm: Any, prompts: Sequence[list[int]], method: str, new_tokens: int) -> tuple[float, list[Any]]:
+    """(seconds after the prefills, results) of one batch."""
+    start = perf_counter()
+    results = llm.generate(prompts, method=method, max_new_tokens=new_tokens, batch_size=len(prompts))
+    seconds = perf_counter() - start
+    return seconds - sum(result.stats.seconds["prefill"] for result in results), results
+
+
+def speeds(
+    llm: Any, prompts: Sequence[list[int]], size: int, repeats: int, new_tokens: int
+) -> dict[str, Any]:
+    """One line of the table."""
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    texts: dict[str, list[list[int]]] = {}
+    steps = rows = new = 0
+    for _ in range(repeats):
+        for method in METHODS:
+            total, found = 0.0, []
+            for batch in batches:
+                took, results = decode(llm, batch, method, new_tokens)
+                total += took
+                found += results
+            seconds[method].append(total)
+            texts[method] = [result.tokens for result in found]
+            if method != PLAIN:
+                steps += sum(result.stats.steps for result in found)
+                rows += sum(result.stats.rows for result in found)
+                new += sum(len(result.tokens) - 1 for result in found)
+    tokens = sum(map(len, texts[PLAIN]))
+    ratios = [plain / ours for plain, ours in zip(*(seconds[method] for method in METHODS), strict=True)]
+    equal = sum(a == b for a, b in zip(*(texts[method] for method in METHODS), strict=True))
+    return {
+        "batch": size, **{method: round(tokens / median(seconds[method]), 1) for method in METHODS},
+        "speedup": round(median(ratios), 3), "least": round(min(ratios), 3), "S": round(new / steps, 3),
+        "rows": round(rows / steps, 2), "equal": equal, "texts": len(prompts),
+    }  # fmt: skip
+
+
+def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    """Bytes of the cache for each token, and of what each method keeps for one text at its largest."""
+    target = llm.target()
+    target.prefill([(0, prompt)])
+    storage = getattr(getattr(target, "cache", None), "storage", None)
+    kept = {}
+    for method in ("autoregressive", "prompt-lookup", "lookahead", "adaptive"):
+        llm.generate([prompt], method=method, max_new_tokens=new_tokens)  # compiled and imported
+        tracemalloc.start()
+        (result,) = llm.generate([prompt], method=method, max_new_tokens=new_tokens)
+        kept[method] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    per_token = storage.nbytes / (storage.shape[1] * storage.shape[3]) if storage is not None else None
+    weights = sum(parameter.nbytes for parameter in llm.model.parameters())
+    tokens = len(prompt) + len(result.tokens)
+    return {"weights": weights, "cache per token": per_token, "tokens": tokens, "peak": kept}
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The page."""
+    rows = [
+        [f"{x['batch']}", f"{x[PLAIN]:.1f}", f"{x['adaptive']:.1f}", f"{x['speedup']:.2f}", f"{x['least']:.2f}",
+         f"{x['S']:.2f}", f"{x['rows']:.2f}", f"{x['equal']} of {x['texts']}"] for x in facts["figures"]
+    ]  # fmt: skip
+    heads = [
+        "sequences",
+        "plain, tokens/s",
+        "adaptive, tokens/s",
+        "speed-up",
+        "least",
+        "S",
+        "rows a sequence",
+        "equal",
+    ]
+    kept = facts["memory"]
+    sizes = {f"a run of {method}, all of its Python and numpy": size for method, size in kept["peak"].items()}
+    if kept["cache per token"]:
+        sizes = {"the cache": kept["cache per token"] * kept["tokens"], **sizes}
+    lines = [
+        "# Batch size and memory", "", f"`{facts['command']}`", "", f"{facts['where']}. {facts['busy']}".strip(), "",
+        markdown_table(heads, rows), "",
+        "Seconds after the prefills; medians of paired runs. The same prompts at each size.", "",
+        f"Memory: weights {kept['weights'] / 1e6:.0f} MB. For a text of {kept['tokens']} tokens, at its peak:", "",
+        markdown_table(["", "MB"], [[name, f"{size / 1e6:.2f}"] for name, size in sizes.items()]), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each data set")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/batch-size"), help="page and JSON")
+    given = parser.parse_args()
+    llm = lookahead.load(given.model, dtype=given.dtype)
+    sets = [load_workload(name, given.limit, 0, given.data) for name in WORKLOADS]
+    prompts = [prompt.tokens(llm.tokenizer) for some in sets for prompt in some]
+    for method in METHODS:  # compiled, and step times learnt
+        llm.generate(prompts[:2], method=method, max_new_tokens=32)
+    load, lines = os.getloadavg()[0], []
+    for size in SIZES:
+        lines.append(speeds(llm, prompts, size, given.repeats, given.max_new_tokens))
+        print(lines[-1], file=sys.stderr, flush=True)
+    record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
+    facts = {
+        "command": command_line(sys.argv[1:], "python -m benchmarks.batch_size"), "where": describe(record),
+        "busy": was_busy([record]), "figures": lines,
+        "memory": memory(llm, max(prompts, key=len), given.max_new_tokens),
+    }  # fmt: skip
+    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    given.out.with_suffix(".md").write_text(page(facts))
+    print(page(facts))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LookaheadError as error:
+        sys.exit(f"error: {error}")
