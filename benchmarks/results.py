@@ -156,7 +156,9 @@ def readme(text: str) -> str:
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)). {facts['busy']}".strip()
-        blocks["speeds"] = f"{where}\n\n{speeds(facts)}"
+        prompts = re.search(r"--limit (\d+)", facts["command"])
+        size = f"{prompts[1]} prompts of each set, twice. " if prompts else ""
+        blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}"
     if demo.is_file():
         shown = demo.read_text()
         edited = re.search(r"^2-edit.*?(?=^3-)", shown, re.S | re.M)  # one of its texts, and the table

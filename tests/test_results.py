@@ -27,7 +27,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         line("sums", "llamacpp-lookup:SmolLM2.BF16.gguf", 44.4, 1.75, 0, 0),
         line("code", "adaptive", 160.0, 2.0), line("sums", "adaptive", 151.0, 1.5, 1),
     ]  # fmt: skip
-    facts = {"where": "a machine", "busy": "", "figures": figures}
+    facts = {"command": "bench --limit 2", "where": "a machine", "busy": "", "figures": figures}
     (tmp_path / "bench-bfloat16.json").write_text(json.dumps(facts))
     (tmp_path / "demo.txt").write_text(
         "\n1-write: W\nx\n\n2-edit: E\n```python\n```\n\n3-sum: S\n4\n\ntokens per second\n1 2\n"
