@@ -12,7 +12,7 @@ help:
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
-	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets; hours)"
+	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make gpu-check  every check that needs a GPU, in one table"
 
 # torch first and pinned: an unpinned one brings gigabytes of GPU libraries.
@@ -55,8 +55,9 @@ lint: $(READY)
 
 # Goes on after an interrupt, and says how long it takes. llama.cpp is measured too where llama-cpp-python is installed.
 DATA ?= data
+LIMIT ?= 10
 results: $(READY)
-	$(RUN)/python -m benchmarks.results --data $(DATA)
+	$(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT)
 
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench
