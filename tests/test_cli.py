@@ -500,6 +500,7 @@ def test_doctor(model):
     report = json.loads(out)
     assert code == 0
     assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["huggingface-hub"]  # whose metadata has an underscore
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert report["machine"]["torch_capability"]
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)

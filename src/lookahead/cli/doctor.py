@@ -48,7 +48,7 @@ def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
 
 def versions() -> dict[str, str | None]:
     """Installed versions; None for an optional package that is not there."""
-    there = {package.name.lower(): package.version for package in metadata.distributions()}
+    there = {package.name.lower().replace("_", "-"): package.version for package in metadata.distributions()}
     own = {"lookahead": __version__, "python": platform.python_version()}
     return own | {name: there.get(name) for name in PACKAGES}
 
