@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from lookahead.cli import app
 from lookahead.core import SettingsError
 from lookahead.core.records import RecordWriter, drop_torn_line, read_records
-from lookahead.core.stats import first_divergence
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
@@ -76,13 +75,6 @@ def test_files_that_cannot_be_written(tmp_path):
             pytest.raises(SettingsError, match="No space left"),
         ):
             writer.write({"id": 1})
-
-
-def test_first_divergence():
-    assert first_divergence([1, 2], [1, 2]) is None
-    assert first_divergence([1, 2, 3], [1, 2]) == 2
-    assert first_divergence([1, 5, 3], [1, 2, 3]) == 1
-    assert first_divergence([], []) is None
 
 
 # ---------------------------------------------------------------- lookahead generate --input --resume
