@@ -33,7 +33,7 @@ SLOW = [
     "test_attention::test_windows_over_long*", "test_attention::test_rows?triton-120?",
     "test_attention::test_rows?triton-256?", "test_exact::test_the_option_everywhere", "test_exact::test_rows_have*",
     "test_paper::test_a_command_writes*", "test_paper::test_rouge*", "test_docs::test_python_blocks*",
-    "test_equivalence::test_the_real_model*",
+    "test_equivalence::test_the_real_model*", "test_fuzz::test_no_case*", "test_fuzz::test_a_case_follows*",
 ]  # fmt: skip
 
 
