@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
-	@echo "make test-fast  the tests that take no more than a second or two each"
+	@echo "make test-fast  the tests that take no more than a second each"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
@@ -28,12 +28,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(RUN)/python -m lookahead demo
 
-# Tiny models are faster on one thread than on threads that wait for each other.
+# Tiny models are faster on one thread than on threads that wait for each other. With worksteal a file's tests mostly
+# stay in one process, which then makes the models and rank groups that they share once.
 test: $(READY) lint
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 2
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 2 --dist worksteal
 
 # Each goes on the page of the one before; a finding ends it there, with what was found on the page.
 SOAK := docs/results/soak.md

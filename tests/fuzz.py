@@ -75,13 +75,19 @@ def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> An
 
 
 @dataclass
-class Case:
-    """One pair of calls, made from its number."""
+class Numbered:
+    """What cases of both kinds have: the options of the texts, and how they are drafted."""
 
     number: int
     family: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Case(Numbered):
+    """One pair of calls, made from its number."""
+
     ids: Any = None
     mask: Any = None
     model: Any = None
@@ -163,13 +169,9 @@ class Case:
 
 
 @dataclass
-class EngineCase:
+class EngineCase(Numbered):
     """One call of ``LLM.generate`` with a list of prompts, made from its number."""
 
-    number: int
-    family: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    method: dict[str, Any] = field(default_factory=dict)
     prompts: list[Any] = field(default_factory=list)
     llm: Any = None
     warm: bool = False
@@ -242,7 +244,7 @@ class Report:
     found: list[str] = field(default_factory=list)
 
 
-def fuzz(seconds: float, first: int = 0, tell: Any = None, least: int = 0) -> Report:
+def fuzz(seconds: float = 0.0, first: int = 0, tell: Any = None, least: int = 0) -> Report:
     """Run cases from a number on until the time is over, and at ``least`` so many."""
     report, end, number = Report(), time.monotonic() + seconds, first
     while time.monotonic() < end or report.cases < least:

@@ -251,7 +251,10 @@ def _signalled(
     after = out.read_bytes() if out.exists() else b""
     kept = before[: before.rfind(b"\n") + 1]
     found.expect(after.startswith(kept), f"after {sort.name}: records that were there are gone")
-    if sort is signal.SIGINT and len(after) > len(kept):  # at work, so it is the command that takes it
+    if sort is signal.SIGKILL:  # what a machine that stops in the middle of a write leaves
+        with out.open("ab") as file:
+            file.write(b'{"id": "same", "outp')
+    elif b"\n" in after[len(kept) :]:  # at work, so it is the command that takes it
         found.expect(process.returncode in (0, 130), f"after {sort.name}: status {process.returncode}")
         found.expect("Traceback" not in said, f"after {sort.name}: {said}")
         found.expect(after.endswith(b"\n"), f"after {sort.name}: a torn line")

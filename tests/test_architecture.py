@@ -1,10 +1,11 @@
 """docs/architecture.md is true: its tree, its import rules, and the way of one prompt through the code."""
 
-import importlib.util
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,9 +28,7 @@ def table(heading):
 
 
 def test_the_tree_is_the_one_that_the_code_draws():
-    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "draw_architecture.py")))
     text = PAGE.read_text()
     assert draw.page(text) == text, "run python docs/draw_architecture.py --write"
 

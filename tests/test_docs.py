@@ -1,8 +1,9 @@
 """Documentation that runs: Python blocks are executed, drawn blocks are drawn again, links lead somewhere."""
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,6 @@ def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.S | re.M)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page run one after the other, in one namespace and an empty folder."""
@@ -25,9 +25,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_drawn_blocks_are_what_the_code_draws():
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "draw.py")))
     text = draw.PAGE.read_text()
     assert draw.page(text) == text, "run python docs/draw.py --write"
 

@@ -105,6 +105,13 @@ def test_greedy_equals_model_generate(llm, options):
     assert llm.generate(PROMPT, max_new_tokens=50, **options).tokens == reference[0, ids.shape[1] :].tolist()
 
 
+def test_a_bad_word_may_be_a_text(llm):
+    """With and without the space that it bears in the middle of a text; a character is a token or more."""
+    free = llm.generate(PROMPT, max_new_tokens=30)
+    word = next(character for character in free.text if character.isascii() and character.isalnum())
+    assert word not in llm.generate(PROMPT, max_new_tokens=30, bad_words=[word, word]).text
+
+
 def test_warpers_are_those_of_model_generate(llm):
     """Same processors in the same order: the law of a draw is that of transformers."""
     options = Options(temperature=0.7, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2)

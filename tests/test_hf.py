@@ -304,6 +304,16 @@ def test_settings_from_keywords_config_or_the_models_own(tmp_path):
     assert rows(lookahead_config=(1, 1, 0)) == 1
 
 
+def test_single_sizes_are_settings_of_adaptive_too():
+    for more in ({}, {"lookahead_config": {"max_rows": 16, "budget": False}}):
+        plain, ours = both(drafted={"method": "adaptive", "window_size": 4, **more})
+        assert ours.tolist() == plain.tolist()
+    with pytest.raises(
+        SettingsError, match="window_size and lookahead_config cannot be given together to adaptive"
+    ):
+        both(drafted={"method": "adaptive", "window_size": 4, "lookahead_config": "5,4,7"})
+
+
 def test_a_pool_is_kept_across_calls():
     pool, steps = NGramPool(15), []
     for _ in range(2):

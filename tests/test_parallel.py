@@ -547,7 +547,6 @@ def test_what_cannot_start_is_said():
         parallel.start("mpi")
     with pytest.raises(SettingsError, match="positive"):
         parallel.start("gloo", timeout=0)
-    assert not parallel.started_by_torchrun()
 
 
 def test_a_missing_backend_and_a_split_model_are_refused_by_name():
@@ -617,7 +616,7 @@ def test_the_timeout_is_the_users():
 def timeout_of(rank):
     import lookahead
 
-    ranks = lookahead.load(parallel="lookahead", parallel_timeout=33.0).rank_group
+    ranks = lookahead.load("tiny", parallel="lookahead", parallel_timeout=33.0).rank_group
     ranks.close()
     return ranks.connections.timeout
 

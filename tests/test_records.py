@@ -1,13 +1,8 @@
-"""JSON lines that a run goes on with: torn lines, repeated ids, a full disk, and processes killed at any moment."""
+"""JSON lines that a run goes on with: torn lines, repeated ids, a full disk. Killed processes: test_soak.py."""
 
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +10,6 @@ from typer.testing import CliRunner
 from lookahead.cli import app
 from lookahead.core import SettingsError
 from lookahead.core.records import RecordWriter, drop_torn_line, read_records
-from lookahead.core.stats import first_divergence
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
@@ -81,13 +75,6 @@ def test_files_that_cannot_be_written(tmp_path):
             pytest.raises(SettingsError, match="No space left"),
         ):
             writer.write({"id": 1})
-
-
-def test_first_divergence():
-    assert first_divergence([1, 2], [1, 2]) is None
-    assert first_divergence([1, 2, 3], [1, 2]) == 2
-    assert first_divergence([1, 5, 3], [1, 2, 3]) == 1
-    assert first_divergence([], []) is None
 
 
 # ---------------------------------------------------------------- lookahead generate --input --resume
@@ -193,33 +180,3 @@ def test_an_id_that_is_no_json(name, model, tmp_path):
     (record,) = lines(out)
     assert record["id"] is None
     assert f"{name} is no JSON" in record["error"]
-
-
-def test_killed_at_any_moment_and_resumed(model, tmp_path):
-    """kill -9 of the real command: after the last --resume the output is that of one run."""
-    rows = [{"id": ("same", None, i)[i % 3], "prompt": PROMPT[i % 20 :]} for i in range(40)]
-    source, out, whole = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    base = ["generate", model, "--input", source, "--batch-size", 3, "--max-new-tokens", 40, "--ignore-eos"]
-    assert generate(*base[1:], "--output", whole).exit_code == 0
-    command = [sys.executable, "-m", "lookahead", *map(str, base), "--output", str(out), "--resume"]
-    moments = random.Random(0)
-    for _ in range(3):
-        before = out.read_bytes().count(b"\n") if out.exists() else 0
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        wanted = before + moments.randrange(1, 8)
-        while process.poll() is None and time.monotonic() < deadline:
-            if out.exists() and out.read_bytes().count(b"\n") >= wanted:
-                break
-            time.sleep(0.002)
-        time.sleep(moments.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        with Path(out).open("ab") as file:  # what a machine that stops in the middle of a write leaves
-            file.write(lines_of(whole)[moments.randrange(40)][: moments.randrange(1, 30)])
-    assert generate(*base[1:], "--output", out, "--resume").exit_code == 0
-    assert results(out) == results(whole)
-
-
-def lines_of(path):
-    return path.read_bytes().splitlines()

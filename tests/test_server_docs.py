@@ -1,9 +1,10 @@
 """docs/server.md lists every field, setting and metric; its example runs; the files of deploy/ are whole."""
 
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,9 +18,7 @@ DEPLOY = ROOT / "deploy"
 
 
 def test_the_page_lists_every_field_setting_and_metric():
-    spec = importlib.util.spec_from_file_location("draw_server", ROOT / "docs" / "draw_server.py")
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "draw_server.py")))
     text = PAGE.read_text()
     assert draw.page(text) == text, "run python docs/draw_server.py --write"
     for name, rows in draw.tables().items():

@@ -30,19 +30,19 @@ def form(*words):
 def test_memory_is_flat_and_nothing_is_left_behind(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n")
-    done = form("memory", "--count", 100, "--report", page)
+    done = form("memory", "--count", 60, "--report", page)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert page.read_text().startswith("# A page\n\n## Memory\n\n`python tests/soak.py memory --count 100`")
+    assert page.read_text().startswith("# A page\n\n## Memory\n\n`python tests/soak.py memory --count 60`")
 
 
 def test_long_texts_are_those_of_plain_decoding():
-    found = soak.texts(600)
+    found = soak.texts(300)
     assert not found.wrong, found.wrong
 
 
 @pytest.mark.timeout(600)
 def test_a_command_that_is_killed_loses_and_doubles_nothing():
-    found = soak.kills(4)
+    found = soak.kills(3)
     assert not found.wrong, found.wrong
 
 

@@ -21,6 +21,7 @@ def test_mask_of_a_small_tree_is_this_picture():
     tree.add_candidate([4])
     assert tree.tokens == [7, 1, 2, 3, 4]
     assert tree.depths == [0, 1, 2, 2, 1]
+    assert repr(tree) == "TokenTree(rows=5, depth=2)"
     assert picture(tree) == [
         "x....",
         "xx...",
@@ -60,6 +61,9 @@ def test_subtree_refuses_an_orphan():
     last = tree.add_candidate([1, 2])
     with pytest.raises(ValueError, match="parent-closed"):
         tree.subtree([0, last])
+    for rows in ([], [last]):
+        with pytest.raises(ValueError, match="must start with the root"):
+            tree.subtree(rows)
 
 
 def dense_window_mask(width, levels):

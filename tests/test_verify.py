@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lookahead.core import TokenTree, speculative_sample, verify
+from lookahead.core import TokenTree, verify
 from lookahead.core.verify import verify as walk
 
 
@@ -47,6 +47,34 @@ def exact_probabilities(length):
 
 def chi_square(counts, probabilities, total):
     return sum((counts.get(k, 0) - total * p) ** 2 / (total * p) for k, p in probabilities.items())
+
+
+def speculative_sample(tree, probabilities, rng):
+    """The paper's Algorithm 4, a reference: candidates one by one, keeping the target's distribution.
+
+    At each node a child c is accepted with probability p(c); where it is refused, p(c) is set to zero and p is
+    normalised again; where no child is left, the token is drawn from what remains. The chance that a child is
+    accepted telescopes to p(c) under the original distribution, which is why ``verify`` with a plain draw gives the
+    same one. ``probabilities`` gives the distribution under a row, (V,).
+    """
+    path, tokens = [0], []
+    while True:
+        node = path[-1]
+        p = list(probabilities(node))
+        for child in range(node + 1, len(tree)):
+            if tree.parents[child] != node or not tree.needs_logits[child]:
+                continue
+            token = tree.tokens[child]
+            if rng.random() < p[token]:
+                path.append(child)
+                tokens.append(token)
+                break
+            p[token] = 0.0
+            total = sum(p)
+            p = [x / total for x in p]
+        else:
+            tokens.append(rng.choices(range(len(p)), weights=p)[0])
+            return path, tokens
 
 
 @pytest.mark.parametrize("algorithm", ["verify", "algorithm 4", "broken"])

@@ -29,11 +29,10 @@ def test_it_holds_the_package_and_nothing_else(wheel):
 
 def test_it_imports_in_an_empty_environment(wheel, tmp_path):
     """Nothing is installed beside it: what needs torch is imported when it is asked for."""
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, cwd=tmp_path
-    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, wheel], check=True, cwd=tmp_path)
     code = (
         "import lookahead, lookahead.core as core, lookahead.drafters as drafters, lookahead.testing as testing;"
         "request = core.Request([1, 2, 3, 1, 2], drafters.make_drafter('lookahead', (3, 3, 3)), 12);"

@@ -57,6 +57,7 @@ def test_the_least_recently_used_continuation_goes_first():
 
 def test_the_first_key_goes_when_keys_are_capped():
     pool = NGramPool(3, max_keys=2)
+    assert repr(pool) == "NGramPool(guess_set_size=3, keys=0)"
     for key in (5, 6, 7):
         pool.add(key, (1, 2))
     assert pool.get(5) == []

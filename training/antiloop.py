@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +21,7 @@ import torch
 from evaluate import greedy, is_loop
 from export import load, load_into, to_llama
 from tokenizers import Tokenizer
-from train import KEEP, Documents, Muon
+from train import Documents, begin_process, compile_model, optimizers
 
 NEW, PROMPT = 128, 256
 
@@ -109,20 +107,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if os.environ.get("MALLOC_MMAP_MAX_") is None and sys.platform == "linux":
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
-    torch.set_num_threads(args.threads)
+    begin_process(args.threads)
     net, saved = load(args.checkpoint)
     model = to_llama(net)
-    llama.layer = torch.compile(llama.layer, dynamic=False)
-    llama.head = torch.compile(llama.head, dynamic=False)
-    muon = Muon(net.matrices())
-    adam = torch.optim.AdamW(
-        [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}],
-        lr=args.rate_embed,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+    compile_model()
+    muon, adam = optimizers(net, args.rate_embed)
     muon.state = saved["muon"]
     adam.load_state_dict(saved["adam"])
     stop = Tokenizer.from_file(str(args.work_dir / "tokenizer.json")).encode("\nAnswer:").ids

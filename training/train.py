@@ -136,6 +136,24 @@ def length_at(done: float, stages: list[tuple[float, int]]) -> int:
     return next(length for until, length in stages if done < until or until >= 1)
 
 
+def begin_process(threads: int) -> None:
+    """Set the threads; begin anew where the environment of ``KEEP`` is not in force yet."""
+    if os.environ.get("MALLOC_MMAP_MAX_") is None and sys.platform == "linux":
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
+    torch.set_num_threads(threads)
+
+
+def compile_model() -> None:
+    llama.layer = torch.compile(llama.layer, dynamic=False)
+    llama.head = torch.compile(llama.head, dynamic=False)
+
+
+def optimizers(net: llama.Llama, rate_embed: float) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for matrices, AdamW for embeddings and vectors."""
+    groups = [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}]
+    return Muon(net.matrices()), torch.optim.AdamW(groups, lr=rate_embed, betas=(0.9, 0.95), weight_decay=0.0)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -165,21 +183,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if os.environ.get("MALLOC_MMAP_MAX_") is None and sys.platform == "linux":
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
-    torch.set_num_threads(args.threads)
+    begin_process(args.threads)
     shape = llama.Shape()
     net = llama.Llama(shape, args.seed)
     if not args.no_compile:
-        llama.layer = torch.compile(llama.layer, dynamic=False)
-        llama.head = torch.compile(llama.head, dynamic=False)
-    muon = Muon(net.matrices())
-    adam = torch.optim.AdamW(
-        [{"params": [net.embed], "weight_decay": 0.01}, {"params": net.vectors()}],
-        lr=args.rate_embed,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+        compile_model()
+    muon, adam = optimizers(net, args.rate_embed)
     data = {n: Documents(args.work_dir / f"{n}.npy", args.seed) for n in ("code", "maths")}
     step, tokens, spent = 0, 0, 0.0
     if args.resume:

@@ -16,7 +16,7 @@ import typer
 
 from ..core import SettingsError
 from ..engine.fields import Given, option
-from ..engine.options import LoadOptions
+from ..engine.options import LoadOptions, flag_of
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -42,7 +42,7 @@ class Task(Given):
 
     def __post_init__(self) -> None:
         given = self.keywords()
-        sources = [_flag(name) for name in ("prompt", "prompt_file", "input") if name in given]
+        sources = [flag_of(name) for name in ("prompt", "prompt_file", "input") if name in given]
         if len(sources) != 1:
             raise SettingsError(
                 "exactly one of --prompt, --prompt-file and --input must be given, got "
@@ -50,7 +50,7 @@ class Task(Given):
             )
         for name in ("output", "resume", "overwrite", "batch_size"):
             if name in given and self.input is None:
-                raise SettingsError(f"{_flag(name)} goes with --input, which is not given")
+                raise SettingsError(f"{flag_of(name)} goes with --input, which is not given")
         for one, other in (("resume", "overwrite"), ("color", "input"), ("color", "json"), ("json", "input")):
             if one in given and other in given:
                 raise SettingsError(f"--{one} and --{other} cannot be given together; use one of them")
@@ -58,10 +58,6 @@ class Task(Given):
             raise SettingsError("--resume goes on with an --output, which is not given")
         if self.batch_size < 1:
             raise SettingsError(f"--batch-size must be at least 1, got {self.batch_size}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def takes(
@@ -111,7 +107,7 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
     info: Any = typer.Argument(help=told["help"], metavar=told["metavar"])
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.
-        flag = [_flag(field.name)] if kind is bool else []
+        flag = [flag_of(field.name)] if kind is bool else []
         panel = told["panel"] or options.PANEL
         info = typer.Option(*flag, help=told["help"], metavar=told["metavar"], rich_help_panel=panel)
     annotation = Annotated[kind, info]

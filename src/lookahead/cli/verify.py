@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..core import SettingsError
 from ..core.target import PROMISES
-from ..engine.options import TAKES, TRIPLE, DraftOptions, LoadOptions, Options
+from ..engine.options import TAKES, TRIPLE, DraftOptions, LoadOptions, Options, flag_of
 from .console import diverged, note
 from .options import Json, load_model, takes
 
@@ -57,7 +57,7 @@ def verify(
     if reference == "generate" and others:
         raise SettingsError(
             "--reference generate is for greedy decoding as it comes; leave "
-            f"{', '.join(sorted('--' + name.replace('_', '-') for name in others))} out, or use --reference plain"
+            f"{', '.join(sorted(map(flag_of, others)))} out, or use --reference plain"
         )
     if draft.method == "autoregressive" and reference == "plain":
         raise SettingsError("--method autoregressive is plain decoding; compare it with --reference generate")

@@ -15,11 +15,10 @@ from .pool import NGramPool
 from .stats import Stats, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
-from .verify import Choose, greedy, speculative_sample, verify
+from .verify import Choose, greedy, verify
 
 __all__ = [
     "OFF", "PRESETS", "UNLIMITED_ROWS", "Choose", "Decoder", "Drafter", "Generation", "LookaheadConfig",
     "LookaheadError", "NGramPool", "Noise", "NumericalError", "OutOfMemory", "Request", "Scores",
-    "SettingsError", "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy",
-    "speculative_sample", "verify",
+    "SettingsError", "Stats", "Step", "Target", "TokenTree", "decode", "first_divergence", "greedy", "verify",
 ]  # fmt: skip

@@ -17,3 +17,8 @@ class NumericalError(LookaheadError, ArithmeticError):
 
 class OutOfMemory(LookaheadError, MemoryError):
     """A forward pass did not fit; the decoding loop answers with fewer rows."""
+
+
+def first_line(error: BaseException, longest: int = 300) -> str:
+    """Of what a library says, at most ``longest`` characters; its type's name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]

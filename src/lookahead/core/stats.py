@@ -77,11 +77,6 @@ class Stats:
         """What holds of this text beside plain decoding on the same path; "" where that is not known."""
         return PROMISES.get(self.path, "")
 
-    @property
-    def decode_seconds(self) -> float:
-        """Wall time of everything after the prefill."""
-        return sum(self.seconds.values()) - self.seconds["prefill"]
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: every attribute and every figure computed from them."""
         plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}

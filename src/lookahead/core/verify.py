@@ -6,8 +6,7 @@ true prefix is the text so far; so the output is a function of (target, prompt, 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from .target import Scores
@@ -73,38 +72,3 @@ def verify(
         if child is None or not tree.needs_logits[child]:
             return path, tokens
         path.append(child)
-
-
-def speculative_sample(
-    tree: TokenTree, probabilities: Callable[[int], Sequence[float]], rng: random.Random
-) -> tuple[list[int], list[int]]:
-    """The paper's Algorithm 4: verify deterministic candidates one by one, keeping the target's distribution.
-
-    A reference to compare with. At each node a child c is accepted with probability p(c); where it is
-    refused, p(c) is set to zero and p is normalised again; where no child is left, the token is drawn from
-    what remains. The chance that a child is accepted telescopes to p(c) under the original distribution, which
-    is why ``verify`` with a plain draw gives the same one.
-
-    Args:
-        tree: the rows that were evaluated.
-        probabilities: the target's distribution under a row, shape (V,), summing to 1.
-        rng: the source of randomness.
-    """
-    path, tokens = [0], []
-    while True:
-        node = path[-1]
-        p = list(probabilities(node))
-        for child in range(node + 1, len(tree)):
-            if tree.parents[child] != node or not tree.needs_logits[child]:
-                continue
-            token = tree.tokens[child]
-            if rng.random() < p[token]:
-                path.append(child)
-                tokens.append(token)
-                break
-            p[token] = 0.0
-            total = sum(p)
-            p = [x / total for x in p]
-        else:
-            tokens.append(rng.choices(range(len(p)), weights=p)[0])
-            return path, tokens

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from ..core import SettingsError
+from ..core.errors import first_line
 from .gguf import GGUFFile
 from .options import LoadOptions
 
@@ -288,8 +289,3 @@ def _read_json(path: Path, rule: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SettingsError(f"{rule}; {path} is not ({error})") from None
-
-
-def first_line(error: BaseException) -> str:
-    """Of what a library says, at most 300 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

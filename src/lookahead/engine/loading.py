@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ..core import SettingsError
+from ..core.errors import first_line
 from ..drafters import make_drafter, method_for
 from ..targets.cpu.formats import format_for
 from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import forget
-from .checkpoints import Checkpoint, first_line
+from .checkpoints import Checkpoint
 from .fields import parameters_of
 from .llm import LLM
 from .options import LoadOptions

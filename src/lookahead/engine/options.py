@@ -273,12 +273,12 @@ class DraftOptions(Given):
         for name in given.keys() - set(TAKES.get(method, TRIPLE)):
             other = "lookahead" if name in TRIPLE else "adaptive"
             raise SettingsError(
-                f"{_flag(name)} has no effect with --method {method}; leave it out or use --method {other}"
+                f"{flag_of(name)} has no effect with --method {method}; leave it out or use --method {other}"
             )
         for name in TRIPLE[1:]:
             if "lookahead" in given and name in given:
                 raise SettingsError(
-                    f"--lookahead and {_flag(name)} cannot be given together; use one of them"
+                    f"--lookahead and {flag_of(name)} cannot be given together; use one of them"
                 )
         if given.get("preset", "off") not in PRESETS:
             raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
@@ -295,5 +295,6 @@ class DraftOptions(Given):
         return method, given
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """An option on the command line."""
     return f"--{name.replace('_', '-')}"

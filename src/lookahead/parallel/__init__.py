@@ -12,7 +12,7 @@ Every process runs the same program:
 
 from __future__ import annotations
 
-from .connect import TIMEOUT, Connections, dismiss, local_device, start, started_by_torchrun
+from .connect import TIMEOUT, Connections, dismiss, local_device, start
 from .rank_group import RankGroup, join
 from .shard import Shards, shard
 from .target import ParallelTarget
@@ -20,5 +20,5 @@ from .wire import DivergenceError, RankError
 
 __all__ = [
     "TIMEOUT", "Connections", "DivergenceError", "ParallelTarget", "RankError", "RankGroup", "Shards", "dismiss",
-    "join", "local_device", "shard", "start", "started_by_torchrun",
+    "join", "local_device", "shard", "start",
 ]  # fmt: skip

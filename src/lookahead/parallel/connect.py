@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..core import LookaheadError, SettingsError, Target
-from .wire import Link, first_line
+from ..core.errors import first_line
+from .wire import Link
 
 #: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
 TIMEOUT = 120.0
@@ -44,11 +45,6 @@ class Connections:
     def close(self) -> None:
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def local_device(device: str | torch.device | None = None) -> str:

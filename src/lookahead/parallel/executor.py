@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..core import NumericalError, OutOfMemory, Scores, Target, TokenTree
-from .wire import Link, Message, RankError, first_line
+from ..core.errors import first_line
+from .wire import Link, Message, RankError
 
 _MODULUS = (1 << 61) - 1
 

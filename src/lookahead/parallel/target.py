@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, TokenTree
+from ..core.errors import first_line
 from .executor import RankExecutor, as_lists, as_tensor, best_or_nan
 from .rank_group import RankGroup
 from .shard import Shards, shard
-from .wire import DivergenceError, RankError, first_line
+from .wire import DivergenceError, RankError
 
 #: Steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
 CHECK_EVERY = 16

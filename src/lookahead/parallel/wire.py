@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..core import LookaheadError
+from ..core.errors import first_line
 
 #: Bytes of a message's first tensor, and of the length at its beginning.
 FRAME = 4096
@@ -36,11 +37,6 @@ class RankError(LookaheadError):
 
 class DivergenceError(RankError):
     """A rank holds other tokens or computes other logits than rank 0."""
-
-
-def first_line(error: BaseException, longest: int = 200) -> str:
-    """The first line of an error's message, at most ``longest`` characters."""
-    return (str(error).splitlines() or [""])[0][:longest]
 
 
 class Link:

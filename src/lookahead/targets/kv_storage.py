@@ -1,4 +1,7 @@
-"""What targets ask of any KV cache: room that grows by doubling, and a commit that moves accepted rows only."""
+"""What targets ask of any KV cache: room that grows by doubling, and a commit that moves accepted rows only.
+
+``StoredTarget`` is what the targets over such a cache have in common.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,32 @@ class KVStorage(ABC):
     @abstractmethod
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
+
+
+class StoredTarget:
+    """Slots that lie in one storage.
+
+    Attributes:
+        cache: keys and values of all slots.
+        lengths: by slot, its committed tokens.
+    """
+
+    cache: KVStorage
+    lengths: dict[int, int]
+
+    def reuse(self, slot: int, source: int, length: int) -> None:
+        """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
+        if slot != source:
+            self.cache.reserve(slot + 1, length)
+            self.cache.copy(slot, source, length)
+        self.lengths[slot] = length
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Bring accepted rows in line; the cost does not depend on the context."""
+        for slot, path in paths:
+            self.cache.move(slot, self.lengths[slot], path)
+            self.lengths[slot] += len(path)
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence; its room is used again."""
+        self.lengths.pop(slot, None)

@@ -18,6 +18,7 @@ from ..core import Scores, SettingsError, TokenTree
 from .attention_hook import with_masks
 from .cache import TreeCache
 from .facts import ModelFacts, PassFacts, memory_errors
+from .kv_storage import StoredTarget
 from .logits import LogitsBatch, LogitsRows
 from .masks import attention_masks, key_positions, stack_rows
 
@@ -40,7 +41,7 @@ def run_model(
     return logits
 
 
-class TransformersTarget:
+class TransformersTarget(StoredTarget):
     """Token trees on a transformers model. Fulfils ``lookahead.core.Target``.
 
     Args:
@@ -52,6 +53,7 @@ class TransformersTarget:
     """
 
     path = "transformers"
+    cache: TreeCache
 
     def __init__(
         self,
@@ -82,13 +84,6 @@ class TransformersTarget:
     def keeps_prefixes(self) -> bool:
         """Whether a row is the same, up to rounding, in any text that begins like this one."""
         return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
-
-    def reuse(self, slot: int, source: int, length: int) -> None:
-        """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
-        if slot != source:
-            self.cache.reserve(slot + 1, length)
-            self.cache.copy(slot, source, length)
-        self.lengths[slot] = length
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         """Prompts one after the other, each unpadded, so that their logits are those of plain decoding.
@@ -168,16 +163,6 @@ class TransformersTarget:
             ids, positions = ids.to(device), positions.to(device)
             logits = run_model(self.model, self.facts, self.cache, ids, positions, **named)
         return logits[:, keep] if some and not self.facts.takes_rows else logits
-
-    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Bring accepted rows in line; the cost does not depend on the context."""
-        for slot, path in paths:
-            self.cache.move(slot, self.lengths[slot], path)
-            self.lengths[slot] += len(path)
-
-    def release(self, slot: int) -> None:
-        """Forget a sequence; its room is used again."""
-        self.lengths.pop(slot, None)
 
 
 class PlainTarget:

@@ -13,10 +13,11 @@ import torch
 
 from ...core import TokenTree
 from ..facts import ModelFacts, memory_errors
+from ..kv_storage import StoredTarget
 from ..logits import LogitsBatch, LogitsRows
 from ..top import top_of_rows
 from .compiled_model import CompiledModel
-from .execution_plan import Segment
+from .execution_plan import KVCache, Segment
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 #: Rows of a prompt that are evaluated together.
@@ -105,7 +106,7 @@ class SegmentScores(LogitsRows):
         return super().row(node).clone()
 
 
-class CpuTarget:
+class CpuTarget(StoredTarget):
     """Many sequences over one compiled model; one thread at a time may use it.
 
     Args:
@@ -116,6 +117,7 @@ class CpuTarget:
     """
 
     path = "cpu"
+    cache: KVCache
     keeps_prefixes = True  # a row has the same bits wherever it is evaluated
 
     def __init__(
@@ -133,13 +135,6 @@ class CpuTarget:
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
-
-    def reuse(self, slot: int, source: int, length: int) -> None:
-        """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
-        if slot != source:
-            self.cache.reserve(slot + 1, length)
-            self.cache.copy(slot, source, length)
-        self.lengths[slot] = length
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[SegmentScores]:
         """Prompts one after the other, in chunks of rows, from where ``reuse`` has left off."""
@@ -197,14 +192,7 @@ class CpuTarget:
             buffers.release(self._memory)
         self._last = self._memory = None
 
-    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Bring accepted rows in line; the cost does not depend on the context."""
-        for slot, path in paths:
-            self.cache.move(slot, self.lengths[slot], path)
-            self.lengths[slot] += len(path)
-
     def release(self, slot: int) -> None:
-        """Forget a sequence; its room is used again."""
-        self.lengths.pop(slot, None)
+        super().release(slot)
         if not self.lengths:
             self._recycle()
