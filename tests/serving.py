@@ -1,10 +1,14 @@
-"""A server on a toy model in this process, on a real socket."""
+"""Servers for tests, on a real socket: on a toy model in this process, and the real command in its own."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from time import monotonic, sleep
 
+import httpx
 import uvicorn
 
 from lookahead.server.app import create_app
@@ -72,3 +76,24 @@ def serving(llm, **settings):
         yield served
     finally:
         served.stop()
+
+
+@contextmanager
+def started(*options):
+    """(process, address) of ``lookahead serve`` once it is ready."""
+    command = [sys.executable, "-m", "lookahead", "serve", *map(str, options), "--port", "0"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"}
+    )
+    try:
+        url = process.stderr.readline().partition("listening on ")[2].partition(";")[0]
+        end = monotonic() + 240
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
+            assert monotonic() < end
+            assert process.poll() is None, process.stderr.read()
+            sleep(0.05)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

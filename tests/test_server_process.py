@@ -1,40 +1,15 @@
 """The real command: it starts, serves, ends streams properly at SIGTERM, and starts again after kill -9."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-from contextlib import contextmanager
-from time import monotonic, sleep
 
 import httpx
 import pytest
 
-from serving import save_tiny
+from serving import save_tiny, started
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def started(folder, *options):
-    """(process, address) of ``lookahead serve``."""
-    command = [sys.executable, "-m", "lookahead", "serve", str(folder), "--port", "0", *options]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"}
-    )
-    try:
-        url = process.stderr.readline().partition("listening on ")[2].partition(";")[0]
-        end = monotonic() + 240
-        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
-            assert monotonic() < end
-            assert process.poll() is None, process.stderr.read()
-            sleep(0.05)
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def ask(url, tokens, **more):
