@@ -101,6 +101,11 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
         words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
         found.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
+    words = ["-m", "lookahead", "bench", "serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
+    file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
+    beside = bool(file) and find_spec("llama_cpp") is not None
+    words += ["--against", f"llamacpp:{file}"] if beside else []
+    found.append(Step("serve", (*words, "--out", "docs/results"), 25 if beside else 10))
     for name in STUDIES:
         words = ["-m", "benchmarks.paper", name, "--data", str(data), "--records", f"build/results/{name}"]
         found.append(Step(name, tuple(words), 30))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic, sleep
 
 import httpx
@@ -80,20 +82,22 @@ def serving(llm, **settings):
 
 @contextmanager
 def started(*options):
-    """(process, address) of ``lookahead serve`` once it is ready."""
+    """(process, address, what gives the log's lines) of ``lookahead serve`` once it is ready."""
     command = [sys.executable, "-m", "lookahead", "serve", *map(str, options), "--port", "0"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"}
-    )
-    try:
-        url = process.stderr.readline().partition("listening on ")[2].partition(";")[0]
-        end = monotonic() + 240
-        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
-            assert monotonic() < end
-            assert process.poll() is None, process.stderr.read()
-            sleep(0.05)
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with NamedTemporaryFile("w") as log:  # no pipe: nobody reads while the server is at work
+        process = subprocess.Popen(command, stderr=log, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"})
+
+        def lines():
+            return Path(log.name).read_text().splitlines()
+
+        try:
+            end, url = monotonic() + 240, ""
+            while not url or httpx.get(f"{url}/health", timeout=60).status_code != 200:
+                assert monotonic() < end, "it took too long"
+                assert process.poll() is None, lines()
+                url = next((line.split()[2].strip(";") for line in lines()[:1] if "; " in line), "")
+                sleep(0.05)
+            yield process, url, lines
+        finally:
+            process.kill()
+            process.wait()

@@ -29,7 +29,7 @@ def served():
     """(address of a server of the default model, the same model in this process); both load at once."""
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(lookahead.load, dtype="bfloat16")
-        with started("--dtype", "bfloat16") as (_, url):
+        with started("--dtype", "bfloat16") as (_, url, _):
             yield url, loading.result()
 
 
