@@ -342,12 +342,14 @@ def _resident(process: int) -> int:
 
 def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Crowd:
     """What 16 clients saw of a server that a signal ends."""
-    crowd = Crowd(url, 3)
+    crowd = Crowd(url, 120)
     thread = Thread(target=crowd.run, args=(16,))
     thread.start()
-    time.sleep(1.5)
+    while thread.is_alive() and crowd.completed < 16:
+        time.sleep(0.01)
     process.send_signal(sort)
     status = process.wait(60)
+    crowd.end = 0.0
     thread.join()
     expected = (0, -signal.SIGTERM) if sort is signal.SIGTERM else (-signal.SIGKILL,)
     found.expect(status in expected, f"after {sort.name} the server's status was {status}")

@@ -443,6 +443,8 @@ def test_a_client_that_goes_away_frees_its_slot(served):
             served.wait(lambda: served.server.loop.load_state[0] == 1)
         served.wait(lambda: served.server.loop.load_state == (0, 0))
     assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
+    served.wait(lambda: "num_requests_running 0.0" in httpx.get(f"{served.url}/metrics").text, 5)
+    assert "kv_cache_tokens 0.0" in httpx.get(f"{served.url}/metrics").text
 
 
 def test_a_full_queue_says_when_to_come_back(llm):

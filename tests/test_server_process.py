@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from time import sleep
 
 import httpx
 import pytest
@@ -16,6 +17,13 @@ def ask(url, tokens, **more):
     return httpx.post(
         f"{url}/v1/completions", json={"prompt": "def", "max_tokens": tokens, "temperature": 0} | more
     )
+
+
+def seen(client):
+    """(status of /health, whether a connection was opened for it)."""
+    events = []
+    reply = client.get("/health", extensions={"trace": lambda name, info: events.append(name)})
+    return reply.status_code, "connection.connect_tcp.started" in events
 
 
 def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
@@ -35,6 +43,10 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             with pytest.raises(httpx.HTTPError):
                 list(lines)
     with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.05") as (process, url, log):
+        with httpx.Client(base_url=url, limits=httpx.Limits(keepalive_expiry=60)) as client:
+            assert seen(client) == (200, True)
+            sleep(5.5)  # clients keep a connection for 5 seconds, and the server longer
+            assert seen(client) == (200, False)
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
