@@ -334,8 +334,12 @@ def test_tools_that_must_be_called(client):
         assert call.function.name == "add"
         assert set(json.loads(call.function.arguments)) == {"name", "exact"}
         stream = client.chat.completions.create(**options, tool_choice=asked, stream=True)
-        *_, last = stream
-        assert last.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+        *_, before, last = stream
+        assert before.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+        assert (before.choices[0].finish_reason, last.choices[0].finish_reason) == (None, "tool_calls")
+        with client.chat.completions.stream(**options, tool_choice=asked) as helper:
+            done = [event for event in helper if event.type == "tool_calls.function.arguments.done"]
+        assert [event.arguments for event in done] == [call.function.arguments]
     answered = [
         *turns,
         made.choices[0].message.model_dump(),
