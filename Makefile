@@ -44,6 +44,7 @@ soak: $(READY)
 	$(RUN)/python tests/soak.py memory --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py texts --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py server --report $(SOAK)
 
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --cov=lookahead --cov-report=term-missing:skip-covered

@@ -108,6 +108,11 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
         words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
         found.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
+    words = ["-m", "lookahead", "bench", "serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
+    file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
+    beside = bool(file) and find_spec("llama_cpp") is not None
+    words += ["--against", f"llamacpp:{file}"] if beside else []
+    found.append(Step("serve", (*words, "--out", "docs/results"), 8 if beside else 4))
     words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
     found.append(Step("batch-size", (*words, "--limit", str(_share(limit, 0.4))), 10 * limit / 10))
     words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(10 * limit)]

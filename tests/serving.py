@@ -1,10 +1,16 @@
-"""A server on a toy model in this process, on a real socket."""
+"""Servers for tests, on a real socket: on a toy model in this process, and the real command in its own."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic, sleep
 
+import httpx
 import uvicorn
 
 from lookahead.server.app import create_app
@@ -72,3 +78,26 @@ def serving(llm, **settings):
         yield served
     finally:
         served.stop()
+
+
+@contextmanager
+def started(*options):
+    """(process, address, what gives the log's lines) of ``lookahead serve`` once it is ready."""
+    command = [sys.executable, "-m", "lookahead", "serve", *map(str, options), "--port", "0"]
+    with NamedTemporaryFile("w") as log:  # no pipe: nobody reads while the server is at work
+        process = subprocess.Popen(command, stderr=log, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"})
+
+        def lines():
+            return Path(log.name).read_text().splitlines()
+
+        try:
+            end, url = monotonic() + 240, ""
+            while not url or httpx.get(f"{url}/health", timeout=60).status_code != 200:
+                assert monotonic() < end, "it took too long"
+                assert process.poll() is None, lines()
+                url = next((line.split()[2].strip(";") for line in lines()[:1] if "; " in line), "")
+                sleep(0.05)
+            yield process, url, lines
+        finally:
+            process.kill()
+            process.wait()

@@ -3,6 +3,7 @@
     python tests/soak.py memory --count 1000     generations of many kinds: memory flat, nothing left behind
     python tests/soak.py texts --count 4000      texts of so many tokens against plain decoding
     python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
+    python tests/soak.py server --count 600      so many seconds of 64 clients, then SIGTERM and kill -9 under load
 
 Each takes ``--report PAGE`` and adds a section to that page; the status is 1 where something was found. The short
 forms are in test_soak.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only: memory and open
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -32,9 +34,11 @@ import transformers
 
 import lookahead
 import toy
+from crowd import Crowd
 from families import tiny_model
 from lookahead.core import LookaheadError
 from lookahead.core.stats import first_divergence
+from serving import started
 
 #: How far resident memory may grow after the first part of the run.
 GROWTH = 0.05
@@ -281,16 +285,92 @@ def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
+# ---------------------------------------------------------------- the server
+
+
+def server(seconds: int, clients: int = 64) -> Findings:
+    """``lookahead serve`` under many clients for so long, then ended by SIGTERM and by kill -9 and started again."""
+    found = Findings()
+    with tempfile.TemporaryDirectory() as folder:
+        path = toy.save(Path(folder), max_position_embeddings=512)
+        command = (
+            path, "--dtype", "float32", "--max-concurrent", 16, "--max-queue", 24, "--max-body-bytes", 100_000,
+            "--shutdown-timeout", 0.05,
+        )  # fmt: skip
+        crowds, resident = [], []
+        with started(*command) as (process, url, _):
+            for _ in range(2):  # caches fill in the first half: memory is flat where the second adds nothing
+                crowds.append(Crowd(url, seconds / 2).run(clients))
+                resident.append(_resident(process.pid))
+                found.expect(not crowds[-1].lost, f"connections broke: {crowds[-1].lost[:3]}")
+            ended = _ended(process, url, signal.SIGTERM, found)
+        found.expect(not ended.cut, f"SIGTERM broke {ended.cut} streams without an error event")
+        with started(*command) as (process, url, _):
+            killed = _ended(process, url, signal.SIGKILL, found)
+        with started(*command) as (_, url, _):
+            again = Crowd(url, 2).run(clients)
+            found.expect(not again.lost, f"connections broke: {again.lost[:3]}")
+        crowds += [ended, killed, again]
+        llm = lookahead.load(path, dtype="float32")
+        different = [line for crowd in crowds for line in crowd.differences(llm)]
+    statuses: dict[int, int] = {}
+    for crowd in crowds:
+        found.wrong += crowd.wrong
+        for status, number in crowd.statuses.items():
+            statuses[status] = statuses.get(status, 0) + number
+    found.wrong += different
+    allowed = {200, 400, 413, 429, 503}  # 503 of a server that ends
+    found.expect(set(statuses) <= allowed, f"statuses other than {sorted(allowed)}: {statuses}")
+    for status in (200, 400, 413):
+        found.expect(statuses.get(status, 0) > 0, f"no answer had status {status}")
+    half, whole = resident
+    found.expect(whole <= half * 1.1 + 64, f"memory grew from {half} to {whole} MiB in the second half")
+    texts_seen = sum(len(crowd.texts) for crowd in crowds)
+    found.facts += [
+        f"{clients} clients for {seconds} s: {sum(statuses.values())} requests answered, by status "
+        + ", ".join(f"{status}: {number}" for status, number in sorted(statuses.items())),
+        f"{sum(c.completed for c in crowds)} texts completed, {sum(c.cancelled for c in crowds)} streams left by "
+        f"their clients, {statuses.get(429, 0)} requests refused by a full queue",
+        f"{texts_seen} different texts compared with plain decoding, {len(different)} differ",
+        f"MiB of memory of the server after half of the time and at its end: {half} and {whole}",
+        f"SIGTERM under load: {ended.ended} streams ended with an error event, {ended.cut} without; "
+        f"kill -9 under load: {killed.cut} streams broke; after both the next server served again",
+    ]
+    return found
+
+
+def _resident(process: int) -> int:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Crowd:
+    """What 16 clients saw of a server that a signal ends."""
+    crowd = Crowd(url, 120)
+    thread = Thread(target=crowd.run, args=(16,))
+    thread.start()
+    while thread.is_alive() and crowd.completed < 16:
+        time.sleep(0.01)
+    process.send_signal(sort)
+    status = process.wait(60)
+    crowd.end = 0.0
+    thread.join()
+    expected = (0, -signal.SIGTERM) if sort is signal.SIGTERM else (-signal.SIGKILL,)
+    found.expect(status in expected, f"after {sort.name} the server's status was {status}")
+    found.expect(crowd.completed > 0, f"no text was completed before {sort.name}")
+    return crowd
+
+
 # ---------------------------------------------------------------- the command
 
 
-FORMS = {"memory": (memory, 1000), "texts": (texts, 4000), "kills": (kills, 50)}
+FORMS = {"memory": (memory, 1000), "texts": (texts, 4000), "kills": (kills, 50), "server": (server, 600)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("form", choices=FORMS)
-    parser.add_argument("--count", type=int, help="generations, tokens of a text, or signals")
+    parser.add_argument("--count", type=int, help="generations, tokens of a text, signals, or seconds")
     parser.add_argument("--report", type=Path, help="add a section to this page")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

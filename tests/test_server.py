@@ -334,8 +334,12 @@ def test_tools_that_must_be_called(client):
         assert call.function.name == "add"
         assert set(json.loads(call.function.arguments)) == {"name", "exact"}
         stream = client.chat.completions.create(**options, tool_choice=asked, stream=True)
-        *_, last = stream
-        assert last.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+        *_, before, last = stream
+        assert before.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+        assert (before.choices[0].finish_reason, last.choices[0].finish_reason) == (None, "tool_calls")
+        with client.chat.completions.stream(**options, tool_choice=asked) as helper:
+            done = [event for event in helper if event.type == "tool_calls.function.arguments.done"]
+        assert [event.arguments for event in done] == [call.function.arguments]
     answered = [
         *turns,
         made.choices[0].message.model_dump(),
@@ -443,6 +447,8 @@ def test_a_client_that_goes_away_frees_its_slot(served):
             served.wait(lambda: served.server.loop.load_state[0] == 1)
         served.wait(lambda: served.server.loop.load_state == (0, 0))
     assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
+    served.wait(lambda: "num_requests_running 0.0" in httpx.get(f"{served.url}/metrics").text, 5)
+    assert "kv_cache_tokens 0.0" in httpx.get(f"{served.url}/metrics").text
 
 
 def test_a_full_queue_says_when_to_come_back(llm):

@@ -1,46 +1,29 @@
 """The real command: it starts, serves, ends streams properly at SIGTERM, and starts again after kill -9."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 
 import httpx
 import pytest
 
-from serving import save_tiny
+from serving import save_tiny, started
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def started(folder, *options):
-    """(process, address) of ``lookahead serve``."""
-    command = [sys.executable, "-m", "lookahead", "serve", str(folder), "--port", "0", *options]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"}
-    )
-    try:
-        url = process.stderr.readline().partition("listening on ")[2].partition(";")[0]
-        end = monotonic() + 240
-        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
-            assert monotonic() < end
-            assert process.poll() is None, process.stderr.read()
-            sleep(0.05)
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def ask(url, tokens, **more):
     return httpx.post(
         f"{url}/v1/completions", json={"prompt": "def", "max_tokens": tokens, "temperature": 0} | more
     )
+
+
+def seen(client):
+    """(status of /health, whether a connection was opened for it)."""
+    events = []
+    reply = client.get("/health", extensions={"trace": lambda name, info: events.append(name)})
+    return reply.status_code, "connection.connect_tcp.started" in events
 
 
 def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
@@ -51,7 +34,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
         "stream": True,
         "logit_bias": {"40": 100},
     }  # one character a token
-    with started(folder, "--method", "prompt-lookup") as (process, url):
+    with started(folder, "--method", "prompt-lookup") as (process, url, _):
         text = ask(url, 8).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -59,7 +42,11 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             process.kill()
             with pytest.raises(httpx.HTTPError):
                 list(lines)
-    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.05") as (process, url):
+    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.05") as (process, url, log):
+        with httpx.Client(base_url=url, limits=httpx.Limits(keepalive_expiry=60)) as client:
+            assert seen(client) == (200, True)
+            sleep(5.5)  # clients keep a connection for 5 seconds, and the server longer
+            assert seen(client) == (200, False)
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
@@ -69,7 +56,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
                     process.send_signal(signal.SIGTERM)
         assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
         assert process.wait(60) in (0, -signal.SIGTERM)
-        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        lines = [json.loads(line) for line in log()[1:]]
         requests = [line for line in lines if line["event"] == "request"]
         assert [line["status"] for line in requests] == [200, 200]
         assert not any("prompts" in line or "texts" in line for line in requests)

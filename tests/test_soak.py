@@ -46,6 +46,23 @@ def test_a_command_that_is_killed_loses_and_doubles_nothing():
     assert not found.wrong, found.wrong
 
 
+def test_a_server_under_load_and_signals():
+    found = soak.server(4, clients=16)
+    assert not found.wrong, found.wrong
+    assert "16 clients for 4 s" in found.facts[0]
+
+
+def test_a_wrong_text_of_a_server_is_found(tmp_path):
+    crowd, llm = soak.Crowd("", 0), soak.lookahead.load(soak.toy.save(tmp_path), dtype="float32")
+    plain = llm.generate("x", max_new_tokens=3, method="autoregressive").text
+    crowd.keep(("x", 0, 0, 3), plain)
+    assert crowd.differences(llm) == []
+    crowd.keep(("x", 0, 0, 3), f"{plain}y")
+    crowd.keep(("x", 1, 1, 3), f"{plain}y")
+    assert crowd.wrong == ["two texts for ('x', 0, 0, 3)"]
+    assert len(crowd.differences(llm)) == 1
+
+
 def test_what_is_left_behind_is_found(tmp_path, monkeypatch):
     kept = []
     # Growth is judged as a share of what the process holds, which is more where other tests ran before.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..core.records import finite
 from .pictures import COLOURS, label, new_figure, save
-from .record import Record, describe, was_busy
+from .record import Record, describe, environment, was_busy
 from .summary import COLUMNS, LEGEND, Line, Summary, markdown, summarise, unequal_text
 
 
@@ -80,3 +80,35 @@ def write_report(records: Sequence[Record], out: Path, command: str) -> None:
     if any(record.get("steps") for record in records):
         save(speeds(summary), out / "tokens-per-second", where)
     console.print(f"{where}\nrecords, summary and picture: {out}", style="dim", markup=False)
+
+
+def write_served(
+    rounds: list[Record],
+    table: str,
+    served: tuple[str, str],
+    against: str | None,
+    threads: int,
+    out: Path,
+    command: str,
+) -> None:
+    """The page ``serve.md`` of a load test, and its figures as ``serve.json``.
+
+    Args:
+        rounds: as records, with the machine's load after each. table: the same as Markdown.
+        served: the model's name, and what the server says of its version and dtype.
+        against: what was measured as "other". threads: of the server.
+    """
+    here = environment() | {"threads": threads, "model": served[0], "dtype": served[1].rpartition("-")[2]}
+    where, busy = describe(here), was_busy([one | here for one in rounds])
+    notes = [
+        f"{where}.",
+        "Greedy; all texts of our methods equal plain decoding's, or nothing were reported. Times are medians of the "
+        "requests, tokens/s those of all clients together.",
+        f"other: {against}; its arithmetic is its own, so its texts may differ." if against else "",
+        busy,
+    ]
+    text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serve.md").write_text(f"{text}\n", encoding="utf-8")
+    facts = {"command": command, "where": where, "busy": busy, "figures": rounds}
+    (out / "serve.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")

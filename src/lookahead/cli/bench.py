@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,7 +162,11 @@ def serve(
         str | None, typer.Option(help="A server that runs; without it one is started for MODEL.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Another OpenAI-compatible server to measure beside it.", metavar="URL")
+        str | None,
+        typer.Option(
+            help="Another OpenAI-compatible server to measure beside it; llamacpp:FILE starts llama.cpp's.",
+            metavar="URL|llamacpp:FILE",
+        ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Of the server.", envvar="LOOKAHEAD_API_KEY")] = None,
     clients: Annotated[str, typer.Option(help="At once, with commas between.")] = "1,4,16,64",
@@ -170,18 +174,29 @@ def serve(
     requests: Annotated[int, typer.Option(help="Of each client in a round.", min=1)] = 2,
     repeats: Annotated[int, typer.Option(help="Rounds; methods take turns.", min=1)] = 3,
     workload: Annotated[str, typer.Option(help="Prompts.", metavar="NAME|FILE")] = "stdlib",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for serve.md and serve.json.", metavar="DIR")
+    ] = None,
     options: Options,
     load: LoadOptions,
 ) -> None:
     """Measure a server under load: time to the first token, time per token, throughput, drafting on and off."""
     from ..bench import load_workload
+    from ..bench.record import machine
+    from ..bench.report import write_served
     from ..server import load_test
 
     prompts = [prompt.turns[0] for prompt in load_workload(workload, 32)]
     methods = [load_test.PLAIN, *(name.strip() for name in method.split(","))]
-    with nullcontext(url) if url is not None else load_test.started(load.keywords()) as address:
+    kind, _, file = (against or "").partition(":")
+    threads = load.keywords().get("threads") or machine()["cores"]
+    with ExitStack() as servers:
+        address = url or servers.enter_context(load_test.started(load.keywords()))
+        other = against
+        if kind == "llamacpp":
+            other = servers.enter_context(load_test.started_llamacpp(file, threads))
         rounds = load_test.measure(
-            {name: address for name in methods} | ({load_test.OTHER: against} if against else {}),
+            {name: address for name in methods} | ({load_test.OTHER: other} if other else {}),
             prompts,
             numbers(clients, "--clients"),
             options.max_new_tokens,
@@ -190,4 +205,11 @@ def serve(
             api_key,
             lambda one: note(f"{one.clients} clients, {one.method}: {one.throughput:.1f} tokens/s"),
         )
-    typer.echo(load_test.table(rounds))
+    table = load_test.table(rounds)
+    typer.echo(table)
+    if out is not None:
+        records = [one.as_dict() for one in rounds]
+        beside = (
+            f"llama.cpp's server (llama-cpp-python) on {Path(file).name}" if kind == "llamacpp" else against
+        )
+        write_served(records, table, rounds[0].served, beside, threads, out, command_line())

@@ -203,8 +203,9 @@ def serve(settings: Settings, told: Callable[[str], None] = lambda line: None) -
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
+    # Clients keep an idle connection for 5 s; where the server's limit is the same, one may close as the other sends.
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on",
+        app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=30,
         timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5,
     )  # fmt: skip
     http = _Uvicorn(config, server.loop, settings.shutdown_timeout)

@@ -194,7 +194,8 @@ class Loop:
         assert decoder is not None
         assert self.llm is not None
         self._end_some()
-        if not self._running:
+        if not self._running:  # all were cancelled: no step will say so
+            self._metrics.held(0, 0, len(self._waiting))
             return
         steps: dict[int, Step] = {}
         begin = monotonic()

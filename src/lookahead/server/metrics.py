@@ -62,10 +62,14 @@ class Metrics:
             self.rows.observe(rows)
         self.step.observe(seconds)
         self.generated.inc(sum(len(step.tokens) for step in steps))
+        alive = [s.generation.stats for s in steps if s.generation.finish_reason is None]
+        self.held(sum(stats.prompt_tokens + stats.new_tokens for stats in alive), running, waiting)
+
+    def held(self, tokens: int, running: int, waiting: int) -> None:
+        """What is there now."""
+        self.cache.set(tokens)
         self.running.set(running)
         self.waiting.set(waiting)
-        alive = [s.generation.stats for s in steps if s.generation.finish_reason is None]
-        self.cache.set(sum(stats.prompt_tokens + stats.new_tokens for stats in alive))
 
     def ended(self, sequence: Sequence, reason: str) -> None:
         """A text is over."""

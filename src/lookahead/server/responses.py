@@ -246,6 +246,16 @@ class ChatAnswer(Answer):
             for i in range(len(self.texts))
         ]
 
+    def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+        """Calls go before the finish reason: clients' helpers end a call by the chunk after it."""
+        calls = b""
+        for choice in choices:
+            if choice["delta"].get("tool_calls"):
+                first = {name: choice[name] for name in ("index", "logprobs", "delta")}
+                calls += super().chunk(first | {"finish_reason": None})
+                choice |= {"logprobs": None, "delta": {}}
+        return calls + super().chunk(*choices, usage=usage)
+
     def entry(self, state: Text, entry: Entry) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)

