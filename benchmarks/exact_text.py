@@ -5,10 +5,10 @@
     python -m benchmarks.exact_text --page                   the page again, from the lines that are there
 
 Texts: prompts are functions of Python's standard library without their bodies, ``--batch`` of which are decoded
-together, plainly and by ``--method``, both with ``exact=True``; the first ``--controls`` texts again without it, where
-some must differ or the count shows nothing. Seconds there are the processor's (``process_time``), so that they mean
-something on a busy machine too. Cost: one text at a time by wall clock, all variants of a model in turn, the best of
-``--rounds``; the 0.5B shape is of random weights, which sampled tokens predict as little as anything.
+together, plainly and by ``--method``, both with ``exact=True``; the first ``--controls`` texts again without it,
+where some must differ or the count shows nothing. Seconds there are the processor's (``process_time``), so that
+they mean something on a busy machine too. Cost: one text at a time by wall clock, all variants of a model in turn,
+the best of ``--rounds``; the 0.5B shape is of random weights, which sampled tokens predict as little as anything.
 
 One JSON line for each group or cost is written to ``--out``, and the page beside it after every line. What is in the
 file is not measured again, so the same command goes on after an interrupt.

@@ -785,7 +785,10 @@ def test_what_a_device_map_cannot_be(folder):
     [
         ({"quant_method": "nonesuch"}, "quantization_config must be one of transformers'.*nonesuch"),
         ({"bits": 4}, "quantization_config must be one of transformers'"),
-        ({"quant_method": "torchao", "quant_type": "int8"}, "quantization_config must be one of transf|torchao"),
+        (
+            {"quant_method": "torchao", "quant_type": "int8"},
+            "quantization_config must be one of transf|torchao",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "needs a package .*bitsandbytes"),
         ("{", "quantization_config must be JSON"),
         ({"quant_method": "awq", "bits": 4}, "AWQ|awq|package|install"),
@@ -810,7 +813,9 @@ from torchao.quantization import Int8WeightOnlyConfig
 
 folder, settings = sys.argv[1], json.loads(sys.argv[2])
 for dtype, exact, given in (
-    ("float32", False, settings), ("float32", True, settings), ("bfloat16", True, TorchAoConfig(Int8WeightOnlyConfig())),
+    ("float32", False, settings),
+    ("float32", True, settings),
+    ("bfloat16", True, TorchAoConfig(Int8WeightOnlyConfig())),
 ):
     llm = lookahead.load(folder, dtype=dtype, exact=exact, quantization_config=given)
     assert "Int8Tensor" in {type(weight).__name__ for weight in llm.model.parameters()}
@@ -849,8 +854,9 @@ def test_the_command_line_hands_a_quantiser_on(folder):
     texts = []
     for method in ("lookahead", "autoregressive"):
         done = subprocess.run(
-            [sys.executable, "-m", "lookahead", "generate", str(folder), "--prompt", "abc abc abc", "--method", method,
-             "--dtype", "float32", "--max-new-tokens", "20", "--quantization-config", json.dumps(TORCHAO)],
+            [sys.executable, "-m", "lookahead", "generate", str(folder), "--prompt", "abc abc abc",
+             "--method", method, "--dtype", "float32", "--max-new-tokens", "20",
+             "--quantization-config", json.dumps(TORCHAO)],
             env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,8 @@ from ..attention import exact
 from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from .attention_hook import TreeAttention, implementation
-from .cache import Placement
+from .cache import Placement, TreeCache
+from .cuda_graphs import uncapturable
 from .equivalence import compare, first_line
 from .facts import ModelFacts, memory_errors
 from .fingerprint import forget, remember
@@ -50,6 +51,7 @@ class ExactTarget(TransformersTarget):
         attention: that calls ``lookahead.attention.exact.attend``.
         capacity: tokens per slot to begin with.
         reason: one line that says why this path was taken.
+        cache: to use in place of a new one.
 
     Attributes:
         rows: R, of every pass.
@@ -64,8 +66,9 @@ class ExactTarget(TransformersTarget):
         attention: TreeAttention,
         capacity: int = PAGE,
         reason: str = "",
+        cache: TreeCache | None = None,
     ) -> None:
-        super().__init__(model, facts, -(-capacity // PAGE) * PAGE, reason)
+        super().__init__(model, facts, -(-capacity // PAGE) * PAGE, reason, cache)
         self.attention = attention
         self.rows = ROWS.get(model.device.type, ROWS["cuda"])
 
@@ -106,13 +109,20 @@ class ExactTarget(TransformersTarget):
             numbers[r, 5 + length - begin : 5 + count] = path
             pages[slot] = max(pages.get(slot, 0), -(-begin // PAGE))
         numbers[len(rows) :] = numbers[0]
-        there = torch.from_numpy(numbers).to(self.model.device)
+        return self._run(torch.from_numpy(numbers), sorted(pages.items()))[: len(rows)]
+
+    def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        """Logits (R, V) of a pass."""
+        return self.evaluate(numbers.to(self.model.device), pages)
+
+    def evaluate(self, there: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        """Everything that may be captured: from the numbers (R, 5 + WINDOW) on the device to the logits (R, V)."""
         ids, positions, slots, columns, counts = there[:, :5].T.contiguous()
         self.cache.placement = Placement(slots[None], columns[None], slice(None), self.cache.capacity)
-        given = (slots, positions, counts, there[:, 5:], sorted(pages.items()))
+        given = (slots, positions, counts, there[:, 5:], pages)
         with self.attention.within(self.model, *given), _experts_row_by_row(self.model):
             logits = run_model(self.model, self.facts, self.cache, ids[None], positions[None])
-        return logits[0, : len(rows)]
+        return logits[0]
 
 
 def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -129,13 +139,41 @@ def exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAtte
     return remember(model, f"exact {torch.get_num_threads()}", partial(_judge, model, facts))
 
 
+def target_kind(attention: TreeAttention) -> type[ExactTarget]:
+    """The target for an attention of ``exact_attention``."""
+    if not attention.captured:
+        return ExactTarget
+    from .exact_graphs import CapturedExactTarget
+
+    return CapturedExactTarget
+
+
 def _judge(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
+    if not on_gpu(model):
+        return _certified(model, facts, captured=False)
+    attention, why = None, uncapturable(model, facts)
+    if not why:
+        attention, why = _certified(model, facts, captured=True)
+    if attention is not None:
+        return attention, why
+    attention, reason = _certified(model, facts, captured=False)
+    return attention, f"{reason}; passes are not captured: {why}"
+
+
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether passes are to be captured where they can be."""
+    return model.device.type == "cuda"
+
+
+def _certified(model: PreTrainedModel, facts: ModelFacts, captured: bool) -> tuple[TreeAttention | None, str]:
     name = type(model).__name__
     try:
         attention = TreeAttention(model, exact.attend)
+        attention.captured = captured
+        kind = target_kind(attention)
         if (differs := certificate(model, facts, attention)) is not None:
             return None, f"{name}'s rows depend on their place in a pass or on other rows: {differs}"
-        found = compare(model, facts, lambda: ExactTarget(model, facts, attention))
+        found = compare(model, facts, lambda: kind(model, facts, attention))
     except SettingsError as error:
         return None, str(error).removesuffix("; use sdpa")
     except OutOfMemory:
@@ -145,11 +183,8 @@ def _judge(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | N
     forget(model, "trial")
     if not found.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({found.reason})"
-    rows = ExactTarget(model, facts, attention).rows
-    return (
-        attention,
-        f"{name} in passes of {rows} rows, each with the same bits in any place ({found.reason})",
-    )
+    how = f"{'captured ' if captured else ''}passes of {kind(model, facts, attention).rows} rows"
+    return attention, f"{name} in {how}, each with the same bits in any place ({found.reason})"
 
 
 def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention) -> str | None:
@@ -158,7 +193,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     R rows at several positions behind a prefix of random numbers are evaluated, then turned by one, in reverse order,
     and with every other row replaced. Logits, keys and values must be equal to the bit.
     """
-    target = ExactTarget(model, facts, attention)
+    target = target_kind(attention)(model, facts, attention)
     count, generator = target.rows, torch.Generator().manual_seed(0)
     length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
     target.cache.reserve(1, length + count)
@@ -210,7 +245,10 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
         return None
 
     with memory_errors(f"a pass of {count} rows"):
-        return None if differing(hooks=False) is None else differing(hooks=True)
+        if differing(hooks=False) is None:
+            return None
+        # Modules are not called when a pass is replayed, so no name of one is found there.
+        return "its captured pass" if attention.captured else differing(hooks=True)
 
 
 def _note(
