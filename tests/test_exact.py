@@ -251,10 +251,10 @@ class Recorded(TorchDispatchMode):
 @pytest.fixture
 def graphs(monkeypatch):
     """Passes are captured as on a GPU; the modes that were set while waiting for the host was looked for."""
-    from lookahead.targets import exact
+    from lookahead.targets import certificate
 
     modes = []
-    monkeypatch.setattr(exact, "on_gpu", lambda model: True)
+    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, *given, **named: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LARGEST_FILE = 300
 #: Lines of each package. They may only fall, unless what a package does grows; the goal without the server is 13,000.
 LARGEST = {
-    "core": 1230, "drafters": 2990, "sampling.py": 340, "targets": 2590, "targets/cpu": 2440, "attention": 570,
+    "core": 1230, "drafters": 2990, "sampling.py": 340, "targets": 2610, "targets/cpu": 2440, "attention": 570,
     "hf": 510, "engine": 2030, "parallel": 1110, "bench": 1560, "cli": 1470, "testing.py": 220, "server": 2400,
 }  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))

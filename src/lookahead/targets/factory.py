@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
 from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
+from .certificate import exact_attention, on_gpu, target_kind
 from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
-from .exact import exact_attention, on_gpu, target_kind
 from .facts import NO_LIMIT, ModelFacts, PassFacts
 from .fingerprint import forget, remember
 from .transformers import PlainTarget, TransformersTarget
