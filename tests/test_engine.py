@@ -864,6 +864,14 @@ def test_the_command_line_hands_a_quantiser_on(folder):
     assert texts[0] == texts[1] != ""
 
 
+def test_a_gguf_file_takes_no_quantiser_besides(tmp_path):
+    write(tmp_path / "some.gguf", tiny_model(vocab_size=VOCABULARY))
+    quantiser = {"quant_method": "gptq", "bits": 4}
+    refused(
+        "brings its own quantisation", lookahead.load, tmp_path / "some.gguf", quantization_config=quantiser
+    )
+
+
 def test_a_quantised_model_is_not_compiled(folder):
     llm = lookahead.load(folder)
     assert llm.path == "cpu"
