@@ -1,85 +1,234 @@
-"""Texts with and without drafting on the transformers path, exact mode beside the ordinary one: how many differ.
+"""Exact mode on the transformers path: how many drafted texts differ from plain ones, and what exactness costs.
 
-    python benchmarks/exact_text.py FILE.gguf --dtype bfloat16 --texts 100 --new-tokens 256 --out texts.jsonl
+    python -m benchmarks.exact_text                          100 texts of 256 tokens, greedy and sampled; some hours
+    python -m benchmarks.exact_text --cost                   tokens per second, exact beside not; on a quiet machine
+    python -m benchmarks.exact_text --page                   the page again, from the lines that are there
 
-Prompts are functions of Python's standard library without their bodies. ``--batch`` texts are decoded together,
-plainly and by ``--method``, greedy and drawn; one JSON line is written for each group and mode. Times are seconds of
-the processor (``process_time``), so that they mean something on a busy machine too.
+Texts: prompts are functions of Python's standard library without their bodies, ``--batch`` of which are decoded
+together, plainly and by ``--method``, both with ``exact=True``; the first ``--controls`` texts again without it,
+where some must differ or the count shows nothing. Seconds there are the processor's (``process_time``), so that
+they mean something on a busy machine too. Cost: one text at a time by wall clock, all variants of a model in turn,
+the best of ``--rounds``; the 0.5B shape is of random weights, which sampled tokens predict as little as anything.
+
+One JSON line for each group or cost is written to ``--out``, and the page beside it after every line. What is in the
+file is not measured again, so the same command goes on after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import lookahead
+from benchmarks.never_slower import random_model
 from lookahead import LLM
+from lookahead.bench.record import describe, environment, key_of
 from lookahead.bench.stdlib import stdlib_prompts
+from lookahead.bench.summary import markdown_table
 from lookahead.core import first_divergence
+from lookahead.core.records import RecordWriter, read_records
 from lookahead.targets.factory import make_target
 
+OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"
+#: The second temperature is of the seeded texts.
+TEMPERATURES = (0.0, 0.8)
+#: What a cost is measured of.
+METHODS = ("autoregressive", "adaptive")
+Job = tuple[str, float, dict[str, Any]]
 
-def load(path: Path, dtype: str) -> LLM:
-    """A model from a GGUF file or a directory."""
-    where: Any = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if where else path
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where).eval()
-    return LLM(model, AutoTokenizer.from_pretrained(folder, **where))
+
+def take(llm: LLM, exact: bool) -> None:
+    """Decode on the transformers path from now on; what is checked at load is not timed."""
+    llm.target = partial(make_target, llm.model, path="transformers", exact=exact)  # type: ignore[method-assign]
+    llm.target()
+
+
+def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
+    """(key, part of the whole, settings) of each group, greedy and sampled in turn, the controls first."""
+    for start in range(0, given.texts, given.batch):
+        count = min(given.batch, given.texts - start)
+        for temperature in TEMPERATURES:
+            for exact in (True, False)[: 1 + (start < given.controls)]:
+                settings = {
+                    "model": str(given.model or "SmolLM2"), "dtype": given.dtype, "texts": [start, start + count],
+                    "new_tokens": given.new_tokens, "temperature": temperature, "exact": exact,
+                    "method": given.method, "max_rows": given.max_rows,
+                }  # fmt: skip
+                yield key_of("texts", settings), count * (1.0 if exact else 0.3), settings
+
+
+def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
+    """One group of texts, plain and drafted."""
+    first, end = settings["texts"]
+    prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(end)][first:]
+    take(llm, settings["exact"])
+    shared: dict[str, Any] = {
+        "max_new_tokens": settings["new_tokens"], "ignore_eos": True, "temperature": settings["temperature"],
+        "seeds": list(range(first, end)),
+    }  # fmt: skip
+    adaptive = settings["method"] == "adaptive"
+    config = {"max_rows": settings["max_rows"], "budget": False} if adaptive else None
+    begin = process_time()
+    plain = llm.generate(prompts, method="autoregressive", **shared)
+    middle = process_time()
+    drafted = llm.generate(prompts, method=settings["method"], config=config, **shared)
+    places = [first_divergence(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
+    return {
+        "plain_s": middle - begin,
+        "drafted_s": process_time() - middle,
+        "differ": sum(place is not None for place in places),
+        "first_differences": places,
+        "tokens": sum(len(one.tokens) for one in plain),
+        "compression": sum(one.stats.compression_ratio for one in drafted) / len(drafted),
+        "promise": drafted[0].stats.promise,
+    }
+
+
+def cost_jobs(given: argparse.Namespace) -> Iterator[Job]:
+    for model in ("SmolLM2", "0.5b"):
+        for dtype in ("bfloat16", "float32"):
+            settings = {
+                "cost": model,
+                "dtype": dtype,
+                "new_tokens": given.cost_tokens,
+                "rounds": given.rounds,
+            }
+            yield key_of("cost", settings, given.threads), 1.0 if model == "SmolLM2" else 4.0, settings
+
+
+def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second of plain and drafted decoding, exact and not, and whether exact texts are equal."""
+    real = llm.tokenizer is not None
+    prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(3)] if real else []
+    generator = torch.Generator().manual_seed(0)
+    prompts = prompts or [torch.randint(3, 1000, (60,), generator=generator).tolist() for _ in range(2)]
+    seconds: dict[str, list[float]] = {}
+    texts: dict[str, list[Any]] = {}
+    for turn in range(settings["rounds"]):
+        for exact in (True, False) if turn % 2 else (False, True):
+            take(llm, exact)
+            for method in METHODS:
+                name = f"{'exact' if exact else 'ordinary'} {method}"
+                begin = perf_counter()
+                texts[name] = [
+                    llm.generate(
+                        prompt, method=method, max_new_tokens=settings["new_tokens"], ignore_eos=True,
+                        temperature=0.0 if real else 1.0, seed=0,
+                    )
+                    for prompt in prompts
+                ]  # fmt: skip
+                seconds.setdefault(name, []).append(perf_counter() - begin)
+    tokens = settings["new_tokens"] * len(prompts)
+    plain, drafted = ([one.tokens for one in texts[f"exact {method}"]] for method in METHODS)
+    return {
+        "rates": {name: tokens / min(spent) for name, spent in seconds.items()},
+        "texts": len(prompts),
+        "differ": sum(a != b for a, b in zip(plain, drafted, strict=True)),
+    }
+
+
+def page(lines: list[dict[str, Any]], command: str) -> str:
+    """The page: texts by where they were decoded, then the costs."""
+    text = ["# Exact mode: texts that differ, and what it costs", "", f"`{command}`", ""]
+    places = dict.fromkeys(line["where"] for line in lines)
+    for place in places:
+        here = [line for line in lines if line["where"] == place]
+        text += [f"## {place}", ""]
+        rows = []
+        groups = [line for line in here if "cost" not in line]
+        for kind in sorted({(line["temperature"], not line["exact"]) for line in groups}):
+            some = [line for line in groups if (line["temperature"], not line["exact"]) == kind]
+            count, tokens = (
+                sum(len(line["first_differences"]) for line in some),
+                sum(x["tokens"] for x in some),
+            )
+            rows.append([
+                "ordinary (the control)" if kind[1] else "`exact=True`", f"{kind[0]:g}",
+                f"{sum(line['differ'] for line in some)} of {count}", str(tokens),
+                f"{sum(line['compression'] * line['tokens'] for line in some) / tokens:.2f}",
+                *(f"{1000 * sum(line[name] for line in some) / tokens:.1f}" for name in ("plain_s", "drafted_s")),
+            ])  # fmt: skip
+        if rows:
+            heads = ["mode", "temperature", "texts that differ", "tokens", "tokens a step"]
+            heads += ["processor ms a token, plain", "drafted"]
+            text += [markdown_table(heads, rows), ""]
+        costs = []
+        for line in here:
+            for method in METHODS if "cost" in line else ():
+                exact, other = (line["rates"][f"{mode} {method}"] for mode in ("exact", "ordinary"))
+                costs.append([line["cost"], line["dtype"], method, f"{other:.1f}", f"{exact:.1f}",
+                              f"{exact / other:.2f}", f"{line['differ']} of {line['texts']}"])  # fmt: skip
+        if costs:
+            heads = ["model", "dtype", "method", "tokens/s", "exact", "ratio", "exact texts that differ"]
+            text += [markdown_table(heads, costs, texts=3), ""]
+    return "\n".join(text)
+
+
+def load(given: argparse.Namespace, settings: dict[str, Any]) -> LLM:
+    if settings.get("cost") == "0.5b":
+        return LLM(random_model("0.5b", getattr(torch, settings["dtype"])), None)
+    return lookahead.load(given.model, dtype=settings["dtype"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", nargs="?", help="in place of SmolLM2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--texts", type=int, default=100)
+    parser.add_argument("--controls", type=int, default=20, help="texts that are decoded without exact too")
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--method", default="adaptive")
     parser.add_argument("--max-rows", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cost", action="store_true", help="measure the cost in place of texts")
+    parser.add_argument("--cost-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--page", action="store_true", help="write the page from the lines, and measure nothing"
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    llm = load(given.model, given.dtype)
-    config = {"max_rows": given.max_rows, "budget": False} if given.method == "adaptive" else None
-    prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(given.texts)]
-    with given.out.open("a", encoding="utf-8") as out:
-        for start in range(0, len(prompts), given.batch):
-            texts = prompts[start : start + given.batch]
-            numbers = list(range(start, start + len(texts)))
-            for temperature in (0.0, 1.0):
-                for exact in (True, False):
-                    llm.target = partial(make_target, llm.model, path="transformers", exact=exact)  # type: ignore[method-assign]
-                    llm.target()  # probe and certificate are not timed
-                    line: dict[str, Any] = {"texts": numbers, "temperature": temperature, "exact": exact}
-                    shared = {
-                        "max_new_tokens": given.new_tokens, "ignore_eos": True, "temperature": temperature,
-                        "seeds": numbers,
-                    }  # fmt: skip
-                    begin = process_time()
-                    plain = llm.generate(texts, method="autoregressive", **shared)
-                    middle = process_time()
-                    drafted = llm.generate(texts, method=given.method, config=config, **shared)
-                    line |= {"plain_s": middle - begin, "drafted_s": process_time() - middle}
-                    places = [
-                        first_divergence(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)
-                    ]
-                    line["differ"] = sum(place is not None for place in places)
-                    line["first_differences"] = places
-                    line["tokens"] = sum(len(one.tokens) for one in plain)
-                    line["tokens_per_step"] = sum(one.stats.compression_ratio for one in drafted) / len(
-                        drafted
-                    )
-                    out.write(json.dumps(line) + "\n")
-                    out.flush()
+    command = "python -m benchmarks.exact_text " + " ".join(word for word in sys.argv[1:] if word != "--page")
+    lines = read_records(given.out, "key", "this command")
+    if given.page:
+        given.out.with_suffix(".md").write_text(page(lines, command.strip()))
+        return
+    jobs = list((cost_jobs if given.cost else text_jobs)(given))
+    done = {line["key"] for line in lines}
+    todo = [job for job in jobs if job[0] not in done]
+    print(f"{len(todo)} of {len(jobs)} groups to do", flush=True)
+    spent = size = 0.0
+    llm, about = None, {}
+    with RecordWriter(given.out, append=True) as out:
+        for number, (key, part, settings) in enumerate(todo):
+            model = {name: settings.get(name) for name in ("cost", "dtype")}
+            if model != about:
+                llm, about = load(given, settings), model
+            assert llm is not None
+            begin = perf_counter()
+            found = measure_cost(llm, settings) if given.cost else measure_texts(llm, settings)
+            spent, size = spent + perf_counter() - begin, size + part
+            names = {"model": settings.get("cost") or llm.name.rpartition("/")[2], "dtype": settings["dtype"]}
+            where = describe(environment() | names | {"path": "transformers"})
+            line = {"key": key, "where": where} | settings | found
+            out.write(line)
+            lines.append(line)
+            given.out.with_suffix(".md").write_text(page(lines, command.strip()))
+            left = sum(job[1] for job in todo[number + 1 :]) * spent / size
+            print(f"{number + 1}/{len(todo)} {json.dumps(settings)}: {found['differ']} differ; "
+                  f"about {left / 60:.0f} minutes left", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,9 +3,14 @@
 import dataclasses
 import inspect
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -787,6 +792,11 @@ def test_what_a_device_map_cannot_be(folder):
     [
         ({"quant_method": "nonesuch"}, "quantization_config must be one of transformers'.*nonesuch"),
         ({"bits": 4}, "quantization_config must be one of transformers'"),
+        (
+            {"quant_method": "torchao", "quant_type": "int8"},
+            "quantization_config must be one of transf|torchao",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "needs a package .*bitsandbytes"),
         ("{", "quantization_config must be JSON"),
         ({"quant_method": "awq", "bits": 4}, "AWQ|awq|package|install"),
         ('{"quant_method": "gptq", "bits": 4}', "package|install|gptq"),
@@ -796,6 +806,77 @@ def test_what_a_device_map_cannot_be(folder):
 def test_a_quantiser_that_is_unknown_or_not_installed(folder, settings, match):
     message = refused(match, lookahead.load, folder, quantization_config=settings)
     assert "\n" not in message
+
+
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}, "_version": 2}},
+}
+IN_INT8 = """
+import json, sys, warnings
+import lookahead
+from transformers import TorchAoConfig
+from torchao.quantization import Int8WeightOnlyConfig
+
+folder, settings = sys.argv[1], json.loads(sys.argv[2])
+for dtype, exact, given in (
+    ("float32", False, settings),
+    ("float32", True, settings),
+    ("bfloat16", True, TorchAoConfig(Int8WeightOnlyConfig())),
+):
+    llm = lookahead.load(folder, dtype=dtype, exact=exact, quantization_config=given)
+    assert "Int8Tensor" in {type(weight).__name__ for weight in llm.model.parameters()}
+    assert llm.path == ("exact" if exact else "transformers"), llm.path
+    assert exact or "quantised by torchao" in llm.target().reason
+    for temperature in (0.0, 0.8):
+        options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
+        prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [3, 4, 3, 4, 3]]
+        drafted = llm.generate(prompts, method="lookahead", **options)
+        plain = llm.generate(prompts, method="autoregressive", **options)
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert temperature or drafted[0].stats.accepted
+print("equal")
+"""
+
+
+def torchao_paths():
+    """Where torchao lies: in a folder beside the packages, since transformers imports it into every process."""
+    beside = Path(sys.prefix) / "torchao"
+    if not beside.is_dir() and find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    return os.pathsep.join(filter(None, [str(beside), *sys.path]))
+
+
+@pytest.mark.slow
+def test_a_model_in_int8_decodes_as_its_own_plain_decoding(folder):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_INT8, str(folder), json.dumps(TORCHAO)],
+        env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_command_line_hands_a_quantiser_on(folder):
+    texts = []
+    for method in ("lookahead", "autoregressive"):
+        done = subprocess.run(
+            [sys.executable, "-m", "lookahead", "generate", str(folder), "--prompt", "abc abc abc",
+             "--method", method, "--dtype", "float32", "--max-new-tokens", "20",
+             "--quantization-config", json.dumps(TORCHAO)],
+            env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_gguf_file_takes_no_quantiser_besides(tmp_path):
+    write(tmp_path / "some.gguf", tiny_model(vocab_size=VOCABULARY))
+    quantiser = {"quant_method": "gptq", "bits": 4}
+    refused(
+        "brings its own quantisation", lookahead.load, tmp_path / "some.gguf", quantization_config=quantiser
+    )
 
 
 def test_a_quantised_model_is_not_compiled(folder):

@@ -1,11 +1,14 @@
 """Exact mode: bits, not tolerances. A row's logits, keys and values are those of a one-row step, anywhere."""
 
 import functools
+import gc
 import random
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead import LLM
@@ -215,3 +218,102 @@ def test_the_option_everywhere():
     assert [one.path for one in stats] == ["exact", "exact"]
     with pytest.raises(SettingsError, match="exact=True is not there"):
         LLM(tiny_model("bloom"), exact=True)
+
+
+# ---- captured, on a device that is played by the CPU
+
+
+class Recorded(TorchDispatchMode):
+    """A graph as a device keeps one: operations on fixed memory, all else constant, and nothing read on the host."""
+
+    replays = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func)
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        Recorded.replays += 1
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():  # no view and not in place
+                    old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Passes are captured as on a GPU; the modes that were set while waiting for the host was looked for."""
+    from lookahead.targets import certificate
+
+    modes = []
+    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *given, **named: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_not(graphs):
+    """Across B(p) at page ends, for one slot and two, in graphs that serve all steps."""
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
+    target, numbers = make_target(model, path="transformers", exact=True), random.Random(2)
+    assert type(target).__name__ == "CapturedExactTarget"
+    assert "in captured passes of 16 rows" in target.reason
+    assert graphs == ["error", 0]
+    texts, starts, end = [text(seed, 310) for seed in range(2)], (270, 20), 20
+    plain = ExactTarget(model, target.facts, target.attention)
+    expected = [one_by_one(plain, 0, texts[i][: starts[i] + end], starts[i])[0] for i in range(2)]
+    alone = one_by_one(target, 0, texts[0][: starts[0] + end], starts[0])[0]
+    assert all(torch.equal(a, b) for a, b in zip(alone, expected[0], strict=True))
+    target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
+    at = list(starts)
+    before = Recorded.replays
+    while active := [slot for slot in range(2) if at[slot] < starts[slot] + end]:
+        trees = [tree_along(texts[slot][: starts[slot] + end], at[slot], numbers) for slot in active]
+        found = target.forward([(slot, tree) for slot, (tree, _) in zip(active, trees, strict=True)])
+        for slot, scores, (_, path) in zip(active, found, trees, strict=True):
+            for depth, node in enumerate(path):
+                assert torch.equal(scores.row(node), expected[slot][at[slot] + depth - starts[slot]])
+            at[slot] += len(path)
+        target.commit([(slot, path) for slot, (_, path) in zip(active, trees, strict=True)])
+    assert set(target.arena.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, and pages of each
+    assert Recorded.replays - before > 10
+
+
+def test_captured_texts_are_those_of_plain_decoding(graphs):
+    model = tiny_model("gemma2", initializer_range=0.1).to(torch.float16)
+    target = make_target(model, path="transformers", exact=True)
+    generations = assert_same_as_autoregressive(target, PROMPTS, "lookahead", (5, 4, 7), 40)
+    assert sum(generation.stats.accepted for generation in generations) > 0
+    arena = target.arena
+    del target
+    gc.collect()
+    assert make_target(model, path="transformers", exact=True).arena is arena  # graphs outlive a text
+
+
+def test_what_cannot_be_captured_runs_uncaptured_and_says_so(graphs, monkeypatch):
+    def waits(mode):
+        if mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", waits)
+    target = make_target(tiny_model("llama").to(torch.bfloat16), path="transformers", exact=True)
+    assert type(target) is ExactTarget
+    assert "passes are not captured" in target.reason
+    assert "synchronizing" in target.reason
+    hooked = tiny_model("llama").to(torch.bfloat16)
+    hooked.model.layers[0].register_forward_hook(lambda *given: None)
+    target = make_target(hooked, path="transformers", exact=True)
+    assert type(target) is ExactTarget
+    assert "has hooks" in target.reason

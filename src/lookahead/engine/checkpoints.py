@@ -172,7 +172,7 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
 
         try:
             how["quantization_config"] = AutoQuantizationConfig.from_dict(cast("dict[str, Any]", settings))
-        except (ImportError, ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ImportError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
             raise SettingsError(
                 f'quantization_config must be one of transformers\', as in {{"quant_method": "torchao", ...}}, '
                 f"got {settings!r} ({first_line(error)})"

@@ -50,6 +50,7 @@ class TreeAttention:
     Attributes:
         lock: held while the model is switched over.
         idle: what a target leaves to the next one (``cuda_graphs``).
+        captured, watched: of exact mode: passes are captured, and one was seen not to wait for the host.
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.
@@ -69,6 +70,7 @@ class TreeAttention:
         AttentionInterface.register(NAME, forward)
         self.lock = threading.RLock()
         self.idle: list[Any] = []
+        self.captured = self.watched = False
         calls: list[int] = []
 
         def count(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> torch.Tensor:

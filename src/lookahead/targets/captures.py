@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..attention import get
 from ..core import OutOfMemory, SettingsError
 from .attention_hook import TreeAttention
-from .cuda_graphs import BUCKETS, CapturedPass, CudaGraphTarget
+from .cuda_graphs import BUCKETS, CapturedPass, CudaGraphTarget, uncapturable
 from .equivalence import compare, first_line
 from .facts import ModelFacts
 from .fingerprint import forget, remember
@@ -47,14 +47,8 @@ def captured_attention(
 
 def _judge(model: PreTrainedModel, facts: ModelFacts, backend: str) -> tuple[TreeAttention | None, str]:
     name = type(model).__name__
-    devices = {str(p.device) for p in model.parameters()}
-    if len(devices) > 1:
-        return None, f"{name} is spread over {', '.join(sorted(devices))}, and a graph knows one device"
-    if facts.alibi is not None or facts.rope_type:
-        what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
-        return None, f"{name} has {what}, which change from step to step"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return None, f"{name} has hooks, which a captured pass would not call again"
+    if why := uncapturable(model, facts):
+        return None, why
     try:
         attention = TreeAttention(model, get(backend, model.device))
     except SettingsError as error:

@@ -17,7 +17,7 @@ which is how it is tested.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -56,6 +56,20 @@ def buffer_size(bucket: int) -> int:
     return 1 + 2 * bucket + bucket * word_count(bucket)
 
 
+def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
+    """Why no pass of a model can be captured, known before any is tried; "" where nothing speaks against it."""
+    name = type(model).__name__
+    devices = {str(p.device) for p in model.parameters()}
+    if len(devices) > 1:
+        return f"{name} is spread over {', '.join(sorted(devices))}, and a graph knows one device"
+    if facts.alibi is not None or facts.rope_type:
+        what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
+        return f"{name} has {what}, which change from step to step"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return f"{name} has hooks, which a captured pass would not call again"
+    return ""
+
+
 class CapturedPass:
     """The forward pass of one bucket in one slot, captured where there is a GPU."""
 
@@ -89,15 +103,7 @@ class CapturedPass:
         return LogitsBatch(*(result[:, : len(tree)].clone() for result in self.results))
 
     def _capture(self, target: CudaGraphTarget) -> None:
-        graph, before, arena = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), target.arena
-        try:
-            # One stream for all captures: each new one would have a cuBLAS workspace of its own. Other threads may
-            # go on allocating; only this one is watched.
-            with torch.cuda.graph(graph, arena.memory_pool, arena.stream, capture_error_mode="thread_local"):
-                self.results = self.evaluate(target)
-        finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
-        self.graph = graph
+        self.graph, self.results = target.arena.capture(lambda: self.evaluate(target))
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
@@ -112,12 +118,12 @@ class CapturedPass:
         return logits, best_tokens(logits)
 
 
-class _Arena:
+class Arena:
     """What outlives a target: the cache, and the passes captured over it. Knows no model, so it keeps none."""
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
-        self.passes: dict[tuple[int, int], CapturedPass] = {}
+        self.passes: dict[Any, Any] = {}
         self.on_gpu = model.device.type == "cuda"
         self.memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
@@ -131,13 +137,60 @@ class _Arena:
             if self.on_gpu:  # a pool must not be used again when all its graphs are gone
                 self.memory_pool = torch.cuda.graph_pool_handle()
 
-    def leave(self, idle: list[_Arena]) -> None:
+    def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
+        """A graph, and where it writes its results."""
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # One stream for all captures: each new one would have a cuBLAS workspace of its own. Other threads may
+            # go on allocating; only this one is watched.
+            with torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"):
+                return graph, evaluate()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
+
+    def leave(self, idle: list[Arena]) -> None:
         """For the next target of this attention; one is enough."""
         if not idle:
             idle.append(self)
 
 
-class CudaGraphTarget(TransformersTarget):
+class InArena(TransformersTarget):
+    """A target whose cache and captured passes outlive it: the next one of the same attention takes them over."""
+
+    attention: TreeAttention
+
+    def take_arena(
+        self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
+    ) -> TreeCache:
+        """The arena that the last target left, emptied, or a new one; its cache."""
+        # Memory that inference mode made could not be written outside of it, and it is to be used again.
+        with torch.inference_mode(False):
+            if attention.idle:
+                self.arena: Arena = attention.idle.pop()
+                self.arena.cache.clear()
+                self.arena.reserve(1, capacity)
+            else:
+                self.arena = Arena(model, facts, capacity)
+        weakref.finalize(self, self.arena.leave, attention.idle)
+        return self.arena.cache
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+        with self.in_arena("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
+            return super().prefill(prompts)
+
+    @contextmanager
+    def in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Room for (slot, tokens) in the arena; inside, the model's GPU is the current one, where kernels start."""
+        device = self.model.device
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.inference_mode(False), self.attention.lock, current:
+            with memory_errors(what):
+                for slot, tokens in room:
+                    self.arena.reserve(slot + 1, tokens)
+            yield
+
+
+class CudaGraphTarget(InArena):
     """``TransformersTarget`` with captured passes and the tree attention. Same logits, up to the arithmetic.
 
     Args:
@@ -158,26 +211,13 @@ class CudaGraphTarget(TransformersTarget):
         capacity: int = CAPACITY,
         reason: str = "",
     ) -> None:
-        # Memory that inference mode made could not be written outside of it, and it is to be used again.
-        with torch.inference_mode(False):
-            if attention.idle:
-                self.arena: _Arena = attention.idle.pop()
-                self.arena.cache.clear()
-                self.arena.reserve(1, capacity)
-            else:
-                self.arena = _Arena(model, facts, capacity)
-        super().__init__(model, facts, capacity, reason, self.arena.cache)
+        super().__init__(model, facts, capacity, reason, self.take_arena(model, facts, attention, capacity))
         self.attention = attention
-        weakref.finalize(self, self.arena.leave, attention.idle)
 
     @property
     def passes(self) -> dict[tuple[int, int], CapturedPass]:
         """By slot and bucket."""
         return self.arena.passes
-
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        with self.in_arena("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
-            return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         rows = max(len(tree) for _, tree in trees)
@@ -193,17 +233,6 @@ class CudaGraphTarget(TransformersTarget):
             with memory_errors(f"a step of {bucket} rows"):
                 logits = self.passes[slot, bucket].run(self, tree, self.lengths[slot])
             return [LogitsRows(logits, 0)]
-
-    @contextmanager
-    def in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Room for (slot, tokens) in the arena; inside, the model's GPU is the current one, where kernels start."""
-        device = self.model.device
-        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with torch.inference_mode(False), self.attention.lock, current:
-            with memory_errors(what):
-                for slot, tokens in room:
-                    self.arena.reserve(slot + 1, tokens)
-            yield
 
     @contextmanager
     def _visibility(

@@ -10,7 +10,9 @@ distance, both sides centred, since softmax knows no constant:
 - bfloat16, float16: rounding alone makes e large, and how large differs by a factor of ten from row to row. So r is
   the model evaluated in float32, and each row's e is divided by that of the model's own passes in the working dtype
   over the same text: the path must be at most ``FACTOR`` times as far from float32 as the model itself in any row,
-  and ``FACTOR_OF_ALL`` times over all rows.
+  and ``FACTOR_OF_ALL`` times over all rows. Over all rows means both the root mean square and the geometric mean:
+  the one is raised by an error in some rows, the other by a small one in all of them, which the root mean square
+  does not show where a few rows of a text round ten times as much as the rest.
 
 Beside it stands a negative control, through the same path: a tree in which two rows have one wrong ancestor and one
 row is one position off. These rows must stand out by ``MARGIN`` times the difference found, or the trial could not
@@ -38,7 +40,7 @@ from .trial import LENGTHS, Trial
 
 #: Largest distance from float32 in 16 bits, in those of the model's own passes.
 FACTOR = 3.0
-#: The same for the root mean square over all rows, which a wrong weight or kernel raises.
+#: The same for the means over all rows, which a wrong weight or kernel raises.
 FACTOR_OF_ALL = 1.5
 #: How far the control must stand out, in differences.
 MARGIN = 2.0
@@ -96,13 +98,16 @@ def compare(
         trial = kind(facts, number, model.device.type)
         name = f"{kind.name} {number}{' widened' if widened else ''}"
         with with_masks(model):
-            exact, unit, noise = remember(model, name, partial(_reference, model, trial, half))
+            exact, own, noise = remember(model, name, partial(_reference, model, trial, half))
+        unit = torch.maximum(own, own.median())  # a row may be right by chance
         found, wrong = trial.run(make_target())
-        errors = distance(found, exact) / unit
+        apart = distance(found, exact)
+        errors = apart / unit
         behind = slice(len(trial.prompts), len(trial.prompts) + len(wrong))
         controls = distance(wrong, exact[behind]) / unit[behind]
         control = min(float(controls[list(rows)].max()) for rows in kind.controls)
-        difference, of_all = float(errors.max()), float(errors.square().mean().sqrt())
+        means = errors.square().mean().sqrt(), (apart / own).clamp(min=0.1).log().mean().exp()
+        difference, of_all = float(errors.max()), float(max(means))
         ok = difference <= limit and control >= MARGIN * difference and (of_all <= FACTOR_OF_ALL or not half)
         if ok:
             break
@@ -118,7 +123,7 @@ def compare(
 
 
 def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A trial's right logits (rows, V), the distance that counts as 1 for each row, and ``Equivalence.noise``."""
+    """A trial's right logits (rows, V), the model's own distance from them by row, and ``Equivalence.noise``."""
     own = trial.causal(model)
     if not half:
         return own, torch.ones(len(own), dtype=torch.float64), 0.0
@@ -131,8 +136,8 @@ def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.
         # Quantised weights, say: what is left is how far two right evaluations are apart.
         exact, errors = own, 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
-    unit = torch.maximum(errors, errors.median()).clamp(min=1e-6)
-    return exact, unit, float(errors.square().mean().sqrt())
+    noise = float(errors.square().mean().sqrt())
+    return exact, errors.clamp(min=max(1e-6, 0.1 * float(errors.median()))), noise
 
 
 def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

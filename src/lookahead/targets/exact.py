@@ -4,7 +4,7 @@ What rounding depends on is the shape of an operation and the place of a row in 
 decoding too, is evaluated in passes of one number of rows R, whatever trees and sequences its rows come from; and
 attention is cut by absolute positions (``lookahead.attention.exact``). What is left is a property of the operations
 at hand: that a row's result depends neither on its place among the R nor on what the others hold. A certificate
-checks that when a model is first used so, by passes of the model itself, and exact mode is refused where it fails.
+(``targets.certificate``) checks that when a model is first used so, and exact mode is refused where it fails.
 
 Prompts go the model's own way, each alone and in one pass, with and without drafting alike.
 """
@@ -13,32 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import exact
 from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
-from ..core import OutOfMemory, Scores, SettingsError, TokenTree
+from ..core import Scores, TokenTree
 from .attention_hook import TreeAttention, implementation
-from .cache import Placement
-from .equivalence import compare, first_line
+from .cache import Placement, TreeCache
 from .facts import ModelFacts, memory_errors
-from .fingerprint import forget, remember
 from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model
 
 #: R by the device's type. Fixed, and not by measured times, so that one machine gives one text.
 ROWS = {"cpu": 16, "cuda": 64}
-#: Tokens of the certificate's prefix: more than a page.
-PREFIX = 300
 
 #: A row of a pass: slot, token, position, own column, columns of its path from the root on, committed tokens.
-_Row = tuple[int, int, int, int, list[int], int]
+Row = tuple[int, int, int, int, list[int], int]
 
 
 class ExactTarget(TransformersTarget):
@@ -50,6 +42,7 @@ class ExactTarget(TransformersTarget):
         attention: that calls ``lookahead.attention.exact.attend``.
         capacity: tokens per slot to begin with.
         reason: one line that says why this path was taken.
+        cache: to use in place of a new one.
 
     Attributes:
         rows: R, of every pass.
@@ -64,8 +57,9 @@ class ExactTarget(TransformersTarget):
         attention: TreeAttention,
         capacity: int = PAGE,
         reason: str = "",
+        cache: TreeCache | None = None,
     ) -> None:
-        super().__init__(model, facts, -(-capacity // PAGE) * PAGE, reason)
+        super().__init__(model, facts, -(-capacity // PAGE) * PAGE, reason, cache)
         self.attention = attention
         self.rows = ROWS.get(model.device.type, ROWS["cuda"])
 
@@ -76,7 +70,7 @@ class ExactTarget(TransformersTarget):
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """Passes of R rows until all rows of all trees are done: a row's ancestors stand before it."""
         self._check_rope(trees)
-        rows: list[_Row] = []
+        rows: list[Row] = []
         for slot, tree in trees:
             length = self.lengths[slot]
             for node, (token, depth, bits) in enumerate(
@@ -94,7 +88,7 @@ class ExactTarget(TransformersTarget):
             scores.append(LogitsRows(LogitsBatch(mine[None]), 0))
         return scores
 
-    def _evaluate(self, rows: Sequence[_Row]) -> torch.Tensor:
+    def _evaluate(self, rows: Sequence[Row]) -> torch.Tensor:
         """Logits (n, V) of at most R rows. The others are copies of the first, to the place where they write."""
         numbers = np.zeros((self.rows, 5 + WINDOW), np.int64)
         pages: dict[int, int] = {}
@@ -106,116 +100,23 @@ class ExactTarget(TransformersTarget):
             numbers[r, 5 + length - begin : 5 + count] = path
             pages[slot] = max(pages.get(slot, 0), -(-begin // PAGE))
         numbers[len(rows) :] = numbers[0]
-        there = torch.from_numpy(numbers).to(self.model.device)
+        return self._run(torch.from_numpy(numbers), sorted(pages.items()))[: len(rows)]
+
+    def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        """Logits (R, V) of a pass."""
+        return self.evaluate(numbers.to(self.model.device), pages)
+
+    def evaluate(self, there: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        """Everything that may be captured: from the numbers (R, 5 + WINDOW) on the device to the logits (R, V)."""
         ids, positions, slots, columns, counts = there[:, :5].T.contiguous()
         self.cache.placement = Placement(slots[None], columns[None], slice(None), self.cache.capacity)
-        given = (slots, positions, counts, there[:, 5:], sorted(pages.items()))
+        given = (slots, positions, counts, there[:, 5:], pages)
         with self.attention.within(self.model, *given), _experts_row_by_row(self.model):
             logits = run_model(self.model, self.facts, self.cache, ids[None], positions[None])
-        return logits[0, : len(rows)]
+        return logits[0]
 
 
 def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside, a mixture of experts evaluates each row by itself; otherwise rows of one expert share a product."""
     mixture = model._can_set_experts_implementation()
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
-
-
-def exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
-    """The attention for ``ExactTarget``, None where exact mode is refused; and one line that says why.
-
-    Found once for a model and a number of threads, on which operations depend too.
-    """
-    return remember(model, f"exact {torch.get_num_threads()}", partial(_judge, model, facts))
-
-
-def _judge(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
-    name = type(model).__name__
-    try:
-        attention = TreeAttention(model, exact.attend)
-        if (differs := certificate(model, facts, attention)) is not None:
-            return None, f"{name}'s rows depend on their place in a pass or on other rows: {differs}"
-        found = compare(model, facts, lambda: ExactTarget(model, facts, attention))
-    except SettingsError as error:
-        return None, str(error).removesuffix("; use sdpa")
-    except OutOfMemory:
-        raise
-    except Exception as error:  # whatever a model does in a pass that it was not made for
-        return None, f"{name} cannot be evaluated so ({first_line(error)})"
-    forget(model, "trial")
-    if not found.ok:
-        return None, f"{name}'s logits there differ from those of its own passes ({found.reason})"
-    rows = ExactTarget(model, facts, attention).rows
-    return (
-        attention,
-        f"{name} in passes of {rows} rows, each with the same bits in any place ({found.reason})",
-    )
-
-
-def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention) -> str | None:
-    """What it is in which rows are not independent of their place and of other rows; None where they all are.
-
-    R rows at several positions behind a prefix of random numbers are evaluated, then turned by one, in reverse order,
-    and with every other row replaced. Logits, keys and values must be equal to the bit.
-    """
-    target = ExactTarget(model, facts, attention)
-    count, generator = target.rows, torch.Generator().manual_seed(0)
-    length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
-    target.cache.reserve(1, length + count)
-    for storage in target.cache._storage.values():
-        storage.copy_(torch.randn(storage.shape, generator=generator))
-    tokens = torch.randint(facts.vocabulary, (2, count), generator=generator).tolist()
-    place = list(range(count))
-    turned, reverse = place[1:] + place[:1], place[::-1]
-    trials = [([(0, r) for r in order], order) for order in (place, turned, reverse)]
-    trials.append(([(r % 2, r) for r in place], place[::2]))
-
-    def run(rows: Sequence[tuple[int, int]]) -> dict[int, list[torch.Tensor]]:
-        """By row: its logits, keys and values."""
-        given: list[_Row] = []
-        for index, (which, r) in enumerate(rows):
-            position = max(0, length - (11 + 30 * which) * r % length)
-            own = length + index
-            given.append((0, tokens[which][r], position, own, [own], position))
-        logits = target._evaluate(given)
-        kept = [storage[:, 0, :, length : length + count] for storage in target.cache._storage.values()]
-        return {
-            r: [logits[index].clone(), *(states[:, :, index].clone() for states in kept)]
-            for index, (_, r) in enumerate(rows)
-        }
-
-    def differing(hooks: bool) -> str | None:
-        first: dict[int, list[torch.Tensor]] = {}
-        outputs: list[tuple[str, torch.Tensor]] = []
-        first_outputs: list[tuple[str, torch.Tensor]] = []
-        handles = [
-            module.register_forward_hook(partial(_note, outputs, f"{name} ({module})"))
-            for name, module in model.named_modules()
-            if hooks and not any(module.children())
-        ]
-        try:
-            for rows, same in trials:
-                outputs.clear()
-                found = run(rows)
-                first, first_outputs = first or found, first_outputs or list(outputs)
-                for (name, one), (_, other) in zip(first_outputs, outputs, strict=False):
-                    for index, (which, r) in enumerate(rows):
-                        if not which and one.shape == other.shape and not torch.equal(one[r], other[index]):
-                            return name
-                if any(not torch.equal(a, b) for r in same for a, b in zip(first[r], found[r], strict=True)):
-                    return "its attention, or an operation between its modules"
-        finally:
-            for handle in handles:
-                handle.remove()
-        return None
-
-    with memory_errors(f"a pass of {count} rows"):
-        return None if differing(hooks=False) is None else differing(hooks=True)
-
-
-def _note(
-    outputs: list[tuple[str, torch.Tensor]], name: str, module: nn.Module, given: Any, output: Any
-) -> None:
-    """Keep what a module returns for each row."""
-    if torch.is_tensor(output) and output.dim() == 3 and output.shape[0] == 1:
-        outputs.append((name, output[0].clone()))

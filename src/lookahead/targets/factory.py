@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from ..core import OutOfMemory, SettingsError, Target
 from .attention_hook import with_masks
 from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
+from .certificate import exact_attention, on_gpu, target_kind
 from .cpu.architectures import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
 from .equivalence import HALF, Equivalence, compare, first_line, in_float32
-from .exact import ExactTarget, exact_attention
 from .facts import NO_LIMIT, ModelFacts, PassFacts
 from .fingerprint import forget, remember
 from .transformers import PlainTarget, TransformersTarget
@@ -157,13 +157,8 @@ def make_target(
         by_position, reason = exact_attention(model, facts)
         if by_position is None:
             raise SettingsError(f"exact=True is not there for this model: {reason}; leave exact out")
-        return ExactTarget(model, facts, by_position, capacity, reason)
+        return target_kind(by_position)(model, facts, by_position, capacity, reason)
     return TransformersTarget(model, facts, capacity, reason)
-
-
-def on_gpu(model: PreTrainedModel) -> bool:
-    """Whether captured passes are the right thing where nothing else is asked for."""
-    return model.device.type == "cuda"
 
 
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:

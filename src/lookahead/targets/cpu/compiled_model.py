@@ -251,7 +251,8 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         else getattr(settings, "quant_method", None)
     )
     if method is not None and method != "gguf":  # whose weights have been multiplied out
-        raise Unsupported(f"compiled passes need weights as they are, the model is quantised by {method}")
+        name = getattr(method, "value", method)  # an enumeration of transformers, or its word
+        raise Unsupported(f"compiled passes need weights as they are, the model is quantised by {name}")
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise Unsupported("compiled passes need every layer on the CPU")
     if numba_config.DISABLE_JIT:
