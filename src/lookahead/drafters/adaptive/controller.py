@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from math import ceil, inf
 from statistics import fmean
 
-from .step_times import MENU, SPIKE, Average, StepTimes, place_of
+from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
 
 #: What a text may lose against plain decoding: so many plain steps, and a share of its time; a larger one where a
 #: plain step takes less than ``TINY`` seconds and drafting costs much beside it.
-MAX_REGRET, SHARE, TINY, TINY_SHARE = 1.0, 0.01, 1e-3, 0.02
+MAX_REGRET, SHARE, TINY, TINY_SHARE = 2.0, 0.01, 1e-3, 0.02
 #: Plain steps that gains may add to the loss budget.
 MOST_GAIN = 8.0
 #: Share of the time that probes may take where nothing comes of them.
@@ -86,7 +86,7 @@ class Controller:
     @property
     def _least(self) -> float:
         """Seconds that probing and the smallest drafted step may lose."""
-        return self.times.probe.value + self.times.after.value + self.table[1] - self.table[0]
+        return self.times.probe.value + max(0.0, self.times.after.value) + self.table[1] - self.table[0]
 
     @property
     def can_set_up(self) -> bool:
@@ -137,8 +137,8 @@ class Controller:
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
             self.regret += own
             if disturbed and passes:
-                self.regret += passes[0] - plain
-                self.times.after.add(max(0.0, passes[0] - plain))
+                self.times.after.add(passes[0] - plain)
+                self.regret += self.times.after.value
         clean = passes[disturbed:]
         if clean:
             self.times.learn(self._place, 1, fmean(clean), len(clean))
@@ -156,13 +156,16 @@ class Controller:
         # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
         if times.mean > 1 or (not more and passed < table[0]):
             times.learn(self._place, times.mean, passed)
+        # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
+        cost = table[place_of(max(rows, times.mean))]
         if (
             self.batch > 1 and more
-        ):  # all wait for the rows of one, so these are that one's loss, and others' rows not
-            seconds += (self.batch * (rows - 1) / more - 1) * (passed - table[0])
-        seconds = min(seconds, SPIKE * (table[place_of(rows)] + times.probe.value))  # nor are interruptions
-        self.regret = max(-MOST_GAIN * table[0], self.regret + seconds - tokens * table[0])
-        self._advance(tokens, seconds, expected - 1)
+        ):  # all wait for the rows of one: these are its loss, and others' rows are not
+            mean = interpolated(dict(zip(MENU, table, strict=True)), times.rows / times.batch)
+            cost = table[0] + self.batch * (rows - 1) / more * (mean - table[0])
+        cost += min(seconds - passed, SPIKE * times.probe.value)
+        self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
+        self._advance(tokens, cost, expected - 1)
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds

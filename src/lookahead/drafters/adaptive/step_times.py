@@ -58,7 +58,7 @@ class StepTimes:
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
-        self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.5)
+        self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.25)
         self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.rows, self._evaluated = 0, 0, True
 
