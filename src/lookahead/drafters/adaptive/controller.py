@@ -13,7 +13,7 @@ none can be made any longer, a cooldown of plain steps follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from statistics import fmean
 
 from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
@@ -80,8 +80,8 @@ class Controller:
 
     @property
     def loss_budget(self) -> float:
-        """Seconds that may still be lost."""
-        return MAX_REGRET * self.table[0] + self.share * self.spent - self.regret
+        """Seconds that may still be lost; less where many texts share a pass, for each brings a budget of its own."""
+        return MAX_REGRET * self.table[0] / sqrt(self.batch) + self.share * self.spent - self.regret
 
     @property
     def _least(self) -> float:
