@@ -249,9 +249,8 @@ class LLM:
         scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
         settings, times = AdaptiveConfig.of(self._config_of("adaptive", config)), None
         with said_where_slow("measuring steps of this model (once; their times are kept)"):
-            if (
-                settings.budget and self.probe.mode != "plain"
-            ):  # to make a target for its path takes a step's time
+            # To make a target only to ask for its path would take a step's time.
+            if settings.budget and self.probe.mode != "plain":
                 times = times_for(self.model, self._path or self.path, self.target)
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)

@@ -157,12 +157,10 @@ class Controller:
         if times.mean > 1 or (not more and passed < table[0]):
             times.learn(self._place, times.mean, passed)
         # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
-        cost = table[place_of(max(rows, times.mean))]
-        if (
-            self.batch > 1 and more
-        ):  # all wait for the rows of one: these are its loss, and others' rows are not
-            mean = interpolated(dict(zip(MENU, table, strict=True)), times.rows / times.batch)
-            cost = table[0] + self.batch * (rows - 1) / more * (mean - table[0])
+        cost = table[place_of(rows)]
+        if self.batch > 1 and more:  # all wait for the rows of one: its loss, and the rows of others are not
+            passes = interpolated(MENU, table, times.rows / times.batch)
+            cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])
         cost += min(seconds - passed, SPIKE * times.probe.value)
         self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
         self._advance(tokens, cost, expected - 1)

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from bisect import bisect_left
+from collections.abc import Sequence
 from math import inf, log2
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,8 @@ class StepTimes:
         key = self.bin_of(*place)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
-            more = 2.0 ** (
-                (key[0] % SAMPLED - near[0] % SAMPLED) / 2
-            )  # times as many rows, and as many of each
-            known = dict(zip(MENU, self.bins[near], strict=True))
-            self.bins[key] = [interpolated(known, k * more) for k in MENU]
+            more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # sequences to one of the other
+            self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
         return self.bins.get(key)
 
     def learn(self, place: tuple[int, ...], rows: int, seconds: float, steps: int = 1) -> None:
@@ -121,18 +119,22 @@ def place_of(rows: int) -> int:
 
 def from_points(points: dict[int, float]) -> list[float]:
     """A table from measured (rows, seconds): straight lines between, the last slope beyond, never falling."""
+    rows = sorted(points)
+    seconds = [points[k] for k in rows]
     table: list[float] = []
     for k in MENU:
-        table.append(max([interpolated(points, k), *table[-1:]]))
+        table.append(max([interpolated(rows, seconds, k), *table[-1:]]))
     return table
 
 
-def interpolated(points: dict[int, float], rows: float) -> float:
-    """Seconds of so many rows by measured (rows, seconds); the first of them for fewer, the last slope for more."""
-    known = sorted(points.items())
-    after = min(bisect_left(known, (rows, 0.0)), len(known) - 1)
-    (k0, t0), (k1, t1) = known[max(0, after - 1)], known[after]
-    return t1 if k1 in (rows, k0) else t0 + (t1 - t0) * (rows - k0) / (k1 - k0)
+def interpolated(known: Sequence[int], seconds: Sequence[float], rows: float) -> float:
+    """Seconds of so many rows by those of known ones; the first of them for fewer, the last slope for more."""
+    after = min(bisect_left(known, rows), len(known) - 1)
+    before = max(0, after - 1)
+    if known[after] == rows or after == before:
+        return seconds[after]
+    slope = (seconds[after] - seconds[before]) / (known[after] - known[before])
+    return seconds[before] + slope * (rows - known[before])
 
 
 def times_file(model: str) -> Path:
