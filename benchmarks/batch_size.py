@@ -82,7 +82,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         (result,) = llm.generate([prompt], method=method, max_new_tokens=new_tokens)
         kept[method] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    per_token = storage.nbytes / (storage.shape[1] * storage.shape[3]) if storage is not None else None
+    per_token = storage[0].nbytes / storage[0].shape[2] if storage is not None else None
     weights = sum(parameter.nbytes for parameter in llm.model.parameters())
     tokens = len(prompt) + len(result.tokens)
     return {"weights": weights, "cache per token": per_token, "tokens": tokens, "peak": kept}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_storage import KVStorage
+from .kv_storage import SharedStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class TreeCache(KVStorage, Cache):
+class TreeCache(SharedStorage, Cache):
     """Preallocated keys and values of many sequences.
 
     Args:

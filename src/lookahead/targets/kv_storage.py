@@ -10,7 +10,23 @@ from collections.abc import Sequence
 
 
 class KVStorage(ABC):
-    """Preallocated keys and values of many sequences, written in place.
+    """Preallocated keys and values of many sequences, written in place."""
+
+    @abstractmethod
+    def make_room(self, slot: int, length: int) -> None:
+        """Let a slot have room for so many tokens."""
+
+    @abstractmethod
+    def copy(self, slot: int, source: int, length: int) -> None:
+        """Give a slot what another holds of its first ``length`` tokens; there is room for it."""
+
+    @abstractmethod
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
+
+
+class SharedStorage(KVStorage):
+    """All slots lie in the same tensors, so that a batch is one view of them, and have the same room.
 
     Attributes:
         slots: sequences that there is room for.
@@ -19,6 +35,9 @@ class KVStorage(ABC):
 
     slots: int
     capacity: int
+
+    def make_room(self, slot: int, length: int) -> None:
+        self.reserve(slot + 1, length)
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Make room for at least this many slots and tokens per slot, doubling what is too small."""
@@ -35,14 +54,6 @@ class KVStorage(ABC):
     def _grow(self, slots: int, capacity: int) -> None:
         """Move to memory of this size; ``slots`` and ``capacity`` still say what the old one has."""
 
-    @abstractmethod
-    def copy(self, slot: int, source: int, length: int) -> None:
-        """Give a slot what another holds of its first ``length`` tokens; there is room for it."""
-
-    @abstractmethod
-    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Commit: bring the pending rows ``path`` (increasing) of a slot in line behind its ``length`` tokens."""
-
 
 class StoredTarget:
     """Slots that lie in one storage.
@@ -58,7 +69,7 @@ class StoredTarget:
     def reuse(self, slot: int, source: int, length: int) -> None:
         """Begin a slot with the first ``length`` tokens of another, or cut it to them where it is the same one."""
         if slot != source:
-            self.cache.reserve(slot + 1, length)
+            self.cache.make_room(slot, length)
             self.cache.copy(slot, source, length)
         self.lengths[slot] = length
 

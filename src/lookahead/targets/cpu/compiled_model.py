@@ -219,16 +219,13 @@ class CompiledModel:
             state = ExecutionState(self._model, self.numbers)
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
-        state.describe(tokens, positions, segments, reads)
+        state.describe(tokens, positions, segments, reads, cache)
         p, rotary = state.plan, self._rotary_up_to(max(positions))
         p["logits"] = memory.ctypes.data
         p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
         p["rotary"], p["rotary_each"] = rotary.data_ptr(), 4 * rotary.stride(0)
-        p["cache"] = cache.storage.data_ptr()
-        strides = (stride * cache.storage.element_size() for stride in cache.storage.stride()[:3])
-        p["cache_layer"], p["cache_slot"], p["cache_head"] = strides
         state.tile_config[:] = formats.tile_config(len(tokens))
-        state.holds = (self, memory, rotary, cache.storage)
+        state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
         state.holds = None
         self._idle.append(state)

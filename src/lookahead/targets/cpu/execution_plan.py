@@ -42,9 +42,9 @@ LAYER = _record(
     ("window rotates joint_norm gated cap", "i8"),
     ("scale", "f4"),
 )
-#: The rows of one sequence: its slot, committed tokens T, its first row in the pass, and how many; whether each row
-#: sees all rows before it, as in a prompt.
-SEGMENT = _record(("slot length first_row rows is_chain", "i8"))
+#: The rows of one sequence: its keys and values, how far from layer to layer and head to head, committed tokens T,
+#: its first row in the pass, and how many; whether each row sees all rows before it, as in a prompt.
+SEGMENT = _record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
 PLAN = _record(
     # the model: D is the size of a head, padded_head what the cache and queries hold of it
     ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
@@ -56,8 +56,6 @@ PLAN = _record(
     # added to the rows), queries, scratch of each thread
     ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
-    # the cache, from layer to layer, slot to slot and head to head
-    ("cache cache_layer cache_slot cache_head", "i8"),
     # the step; a tree row's columns are path_columns[path_ends[row]:path_ends[row + 1]]
     ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
     ("logits logits_stride peaks peaks_stride", "i8"),
@@ -132,12 +130,13 @@ class ExecutionState:
         positions: Sequence[int],
         segments: Sequence[Segment],
         reads: Sequence[int],
+        cache: KVCache,
     ) -> None:
         """Write what changes from step to step: rows, who sees whom, and the rows whose logits are wanted."""
         table, ends, columns, first = list[int](), [0], list[int](), 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
-            table += (segment.slot, segment.length, first, segment.rows, tree is None)
+            table += (*cache.place(segment.slot), segment.length, first, segment.rows, tree is None)
             first += segment.rows
             if tree is None:
                 ends += [len(columns)] * segment.rows
@@ -160,42 +159,61 @@ class ExecutionState:
         p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost nothing until they are written: numpy asks for empty pages, torch writes to every one."""
+    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+
+
 class KVCache(KVStorage):
     """Keys and values in the model's dtype, written in place and moved only by a commit.
 
-    (layers, S slots, 2K, C capacity, D): the first K of the third axis are keys, the others values, so that a commit
-    is one gather and one scatter for the whole model. ``attention`` says how a head's numbers lie. What D is rounded
-    up by stays zero; C is a multiple of 64, so that kernels may compute a few columns too many.
+    Each slot has memory of its own (layers, 2K, C capacity, D), so that one that grows moves no other: the first K
+    are keys, the others values, and a commit is one gather and one scatter for the whole model. ``attention`` says
+    how a head's numbers lie. What D is rounded up by stays zero; C is a multiple of 64, so that kernels may compute
+    a few columns too many.
 
     Args:
-        capacity: tokens per slot to begin with.
+        capacity: tokens of a slot to begin with.
         head_size: D as it is padded.
         key_pair: neighbours of a key that lie together.
+
+    Attributes:
+        storage: by slot.
     """
 
     def __init__(
         self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
     ) -> None:
-        self.key_heads, self.slots, self._key_pair = key_heads, 1, key_pair
-        self.capacity = round_up(max(capacity, 1), SCORE_BLOCK)
-        self.storage = torch.zeros(layers, 1, 2 * key_heads, self.capacity, head_size, dtype=dtype)
+        self.key_heads, self._key_pair, self._dtype = key_heads, key_pair, dtype
+        self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
+        self.storage: list[torch.Tensor] = []
 
-    def _grow(self, slots: int, capacity: int) -> None:
-        layers, _, heads, _, size = self.storage.shape
-        new = self.storage.new_zeros(layers, slots, heads, capacity, size)
-        new[:, : self.slots, :, : self.capacity] = self.storage
-        self.storage = new
+    def make_room(self, slot: int, length: int) -> None:
+        while len(self.storage) <= slot:
+            self.storage.append(_zeros(self._shape, self._dtype))
+        old = self.storage[slot]
+        layers, heads, have, size = old.shape
+        capacity = have
+        while capacity < length:
+            capacity *= 2
+        if capacity > have:
+            self.storage[slot] = new = _zeros((layers, heads, capacity, size), self._dtype)
+            new[:, :, :have] = old
+
+    def place(self, slot: int) -> tuple[int, int, int]:
+        """(address, bytes from layer to layer, from head to head)."""
+        mine = self.storage[slot]
+        return mine.data_ptr(), mine.stride(0) * mine.itemsize, mine.stride(1) * mine.itemsize
 
     def copy(self, slot: int, source: int, length: int) -> None:
-        self.storage[:, slot] = self.storage[
-            :, source
-        ]  # whole, since a key's numbers lie in blocks of columns
+        columns = round_up(length, SCORE_BLOCK)  # a key's numbers lie in blocks of columns
+        self.storage[slot][:, :, :columns] = self.storage[source][:, :, :columns]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place
             return
         source, target = torch.tensor(path) + length, torch.arange(len(path)) + length
-        mine = self.storage[:, slot]
+        mine = self.storage[slot]
         values = mine[:, self.key_heads :]
         values[:, :, target] = values[:, :, source]
         layers, _, capacity, head = mine.shape

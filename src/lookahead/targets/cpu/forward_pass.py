@@ -51,8 +51,8 @@ def _attend_of(numbers: Format) -> Any:
     attend = attention_of(numbers)
     query_bytes, out_bytes = numbers.query.bytes, numbers.input.bytes
 
-    def attend_rows(p: Any, layer: Any, cache: int, rank: int, size: int) -> None:
-        """Attention of this thread's heads of rows."""
+    def attend_rows(p: Any, layer: Any, index: int, rank: int, size: int) -> None:
+        """Attention of this thread's heads of rows, in layer ``index``."""
         groups = p.heads // p.key_heads
         scratch = p.scratch + rank * p.scratch_each
         begin, end = share(p.rows * p.heads, rank, size)
@@ -63,8 +63,8 @@ def _attend_of(numbers: Format) -> Any:
             for h in range(p.key_heads):
                 first, last = max(begin - seen, 0), min(end - seen, queries)
                 if first < last:
-                    keys = cache + segment.slot * p.cache_slot + h * p.cache_head
-                    values = keys + p.key_heads * p.cache_head
+                    keys = segment.cache + index * segment.cache_layer + h * segment.cache_head
+                    values = keys + p.key_heads * segment.cache_head
                     place = segment.first_row * p.heads + h * queries
                     out = p.attended + segment.first_row * p.attended_stride
                     out += h * groups * p.head_size * out_bytes
@@ -106,13 +106,13 @@ def _pass_of(numbers: Format) -> Any:
         embed(p, begin, end)
         arrived = barrier(control, arrived, size)
         for index in range(p.layer_count):
-            layer, cache = layer_at(p.layers + index * LAYER_BYTES), p.cache + index * p.cache_layer
+            layer = layer_at(p.layers + index * LAYER_BYTES)
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, control, arrived, rank, size)
             store(layer.qkv, x, p.normed_stride, rows, p.qkv, p.qkv_stride, 0, 0, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            rotate(p, layer, cache, scratch, rank, size)
+            rotate(p, layer, index, scratch, rank, size)
             arrived = barrier(control, arrived, size)
-            attend(p, layer, cache, rank, size)
+            attend(p, layer, index, rank, size)
             arrived = barrier(control, arrived, size)
             arrived = add_branch(
                 p, layer.output, layer.attention_post_norm, p.attended, p.attended_stride, scratch, control, arrived,

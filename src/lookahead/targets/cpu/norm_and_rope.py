@@ -92,7 +92,7 @@ def rotate_of(numbers: Format) -> Any:
     stored_at, to_stored, stored_bytes = numbers.stored.pointer, numbers.stored.narrow, numbers.stored.bytes
     pair = numbers.key_pair
 
-    def rotate(p: Any, layer: Any, cache: int, scratch: int, rank: int, size: int) -> None:
+    def rotate(p: Any, layer: Any, index: int, scratch: int, rank: int, size: int) -> None:
         """Norm and rotate this thread's heads of rows; queries go out scaled, keys and values into the cache.
 
         Queries of a sequence are (K, rows, H / K, padded head).
@@ -132,7 +132,7 @@ def rotate_of(numbers: Format) -> Any:
                         a, b = ys[i], ys[i + 1]
                         ys[i] = a * angles[i] - b * angles[i + 1]
                         ys[i + 1] = a * angles[i + 1] + b * angles[i]
-            store = cache + segment.slot * p.cache_slot + (lane - heads) * p.cache_head
+            store = segment.cache + index * segment.cache_layer + (lane - heads) * segment.cache_head
             if lane < heads:
                 place = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
                 place += lane % groups

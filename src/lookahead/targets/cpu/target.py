@@ -112,7 +112,7 @@ class CpuTarget(StoredTarget):
     Args:
         compiled: the model; several targets, each in a thread of its own, may share it.
         facts: what is known of the transformers model.
-        capacity: tokens per slot to begin with; storage doubles when it is full.
+        capacity: tokens per slot to begin with; a slot's doubles when it is full.
         reason: one line that says why this path was taken.
     """
 
@@ -141,7 +141,7 @@ class CpuTarget(StoredTarget):
         scores = []
         for slot, prompt in prompts:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
-                self.cache.reserve(slot + 1, len(prompt))
+                self.cache.make_room(slot, len(prompt))
                 for begin in range(self.lengths.get(slot, 0), len(prompt), PROMPT_CHUNK):
                     tokens = prompt[begin : begin + PROMPT_CHUNK]
                     end = begin + len(tokens)
@@ -166,8 +166,8 @@ class CpuTarget(StoredTarget):
             tokens += tree.tokens
             positions += [length + depth for depth in tree.depths]
         with memory_errors(f"a step of {len(tokens)} rows for {len(trees)} sequences"):
-            room = max(segment.length + segment.rows for segment in segments)
-            self.cache.reserve(max(segment.slot for segment in segments) + 1, room)
+            for segment in segments:
+                self.cache.make_room(segment.slot, segment.length + segment.rows)
             logits = self._run(tokens, positions, segments, reads)
         self._last, self._memory = weakref.ref(logits), logits.memory
         return [SegmentScores(logits, start, nodes) for start, nodes in parts]
