@@ -14,6 +14,8 @@ import torch
 from numba import njit
 
 GROUP = 32
+#: Groups that are compared at once: most have no maximum that is among the best.
+BLOCK = 16
 #: Whole numbers that stand for the bits of a dtype.
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 LAST = 0x7FFFFFFF
@@ -58,9 +60,11 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
     lowest, rest, sign = np.iinfo(flat.dtype).min, np.iinfo(flat.dtype).max, flat.itemsize * 8 - 1
     rows, k = ids.shape
     groups, best, bits = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(1, np.int32)
+    count = (vocabulary + GROUP - 1) // GROUP
+    order = np.full((count + BLOCK - 1) // BLOCK * BLOCK, lowest, flat.dtype)
     for row in range(rows):
         groups[:] = best[:] = np.iinfo(np.int64).min
-        for group in range((vocabulary + GROUP - 1) // GROUP):
+        for group in range(count):
             peak = flat.dtype.type(lowest)
             if peaks.size:
                 value = flat.dtype.type(peaks[row, group] >> (31 - sign))
@@ -69,7 +73,14 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
                 start = row * width + group * GROUP
                 for value in flat[start : start + min(GROUP, vocabulary - group * GROUP)]:
                     peak = max(peak, flat.dtype.type(value ^ ((value >> sign) & rest)))
-            _insert(groups, 0 if peak == -1 else peak, group)  # -1 stands for -0.0, which equals 0.0
+            order[group] = 0 if peak == -1 else peak  # -1 stands for -0.0, which equals 0.0
+        for start in range(0, count, BLOCK):
+            peak = flat.dtype.type(lowest)
+            for group in range(start, start + BLOCK):
+                peak = max(peak, order[group])
+            if peak > groups[k - 1] >> 32:  # of equals the lower group was first
+                for group in range(start, min(start + BLOCK, count)):
+                    _insert(groups, order[group], group)
         bound = groups[k - 1] >> 32
         for chosen in groups:
             group = LAST - (chosen & LAST)
