@@ -56,7 +56,7 @@ def test_all_rows_where_they_are_free():
 def test_the_knee_is_found():
     controller = controller_of(KNEE)
     for step in range(200):  # lambda settles at what 16 rows bring
-        controller.learn(16, 4.5, 4 + step % 2, KNEE[place_of(16)], KNEE[place_of(16)])
+        controller.learn(16, 4.5, 4 + step % 2, KNEE[place_of(16)])
     assert controller.choose(falling(0.3, 0.97)) == 16
 
 
@@ -83,7 +83,7 @@ def adaptive_choice(controller):
         nonlocal left
         probed, left = not left, max(0, left - 1)
         if probed:
-            controller.learn(rows, expected, emitted, seconds, seconds)
+            controller.learn(rows, expected, emitted, seconds)
         else:
             controller.learn_plain([seconds], 0.0, False)
         if probed:
@@ -147,14 +147,14 @@ def test_a_cooldown_lasts_until_the_loss_budget_can_pay_again():
     for _ in range(8):
         steps = 0
         while not steps:
-            controller.learn(64, 20.0, 1, 1.9 * FLAT[0], 1.9 * FLAT[0])
+            controller.learn(64, 20.0, 1, 1.9 * FLAT[0])
             steps = controller.cooldown(64)
         assert steps >= COOLDOWN
         controller.learn_plain([FLAT[0]] * steps, 0.0, True)
         assert controller.cooldown(64) == 0
-    controller.learn(64, 20.0, 1, 1.9 * FLAT[0], 1.9 * FLAT[0])
+    controller.learn(64, 20.0, 1, 1.9 * FLAT[0])
     assert controller.cooldown(64) > 0
-    controller.learn(8, 4.0, 4, FLAT[place_of(8)], FLAT[place_of(8)])
+    controller.learn(8, 4.0, 4, FLAT[place_of(8)])
     assert controller.cooldown(8) == 0  # gains pay, too
 
 
@@ -167,13 +167,13 @@ def test_expensive_probes_are_made_rarely():
             controller.learn_plain([FLAT[0]], 0.0, False)
             wait -= 1
         else:
-            controller.learn(1, 1.0, 1, 1.2 * FLAT[0], FLAT[0])
+            controller.learn(1, 1.0, 1, FLAT[0], 0.2 * FLAT[0])
             wait = controller.cooldown(1)
             probes += 1
     assert 10 < probes <= (MAX_REGRET + SHARE * 2050) / 0.2
     controller = controller_of(FLAT)
     controller.times.probe.value = 0.005 * FLAT[0]
-    controller.learn(1, 1.0, 1, 1.005 * FLAT[0], FLAT[0])
+    controller.learn(1, 1.0, 1, FLAT[0], 0.005 * FLAT[0])
     assert controller.cooldown(1) == 0  # cheap ones always
 
 
@@ -196,7 +196,7 @@ def test_an_interrupted_step_counts_for_little():
     times.learn((1, 100), 16, 10.0)
     assert times.table(1, 100)[place_of(16)] < 1.1 * FLAT[place_of(16)]
     controller = controller_of(FLAT)
-    controller.learn(2, 1.5, 1, 100.0, 100.0)
+    controller.learn(2, 1.5, 1, 100.0)
     assert controller.regret < 1.2 * FLAT[0]
 
 
@@ -225,7 +225,7 @@ def test_a_slow_machine_is_not_a_loss():
     controller = controller_of(FLAT)
     before = controller.loss_budget
     for _ in range(30):
-        controller.learn(1, 1.0, 1, 1.5 * FLAT[0], 1.5 * FLAT[0])
+        controller.learn(1, 1.0, 1, 1.5 * FLAT[0])
     assert controller.loss_budget >= before
 
 
@@ -238,10 +238,33 @@ def test_rows_of_a_batch_are_the_loss_of_the_one_that_has_them():
         controller.batch = 4
         times.drafted(rows)
     times.evaluated()
-    plain.learn(1, 1.0, 1, 1.6, 1.6)
+    plain.learn(1, 1.0, 1, 1.6)
     assert plain.regret == pytest.approx(0.0)
-    drafts.learn(4, 2.0, 2, 1.6, 1.6)
+    drafts.learn(4, 2.0, 2, 1.6)
     assert drafts.regret == pytest.approx(4 * 0.6 - 1.0, rel=0.1)
+
+
+def test_what_a_drafter_takes_keeps_the_whole_batch_waiting():
+    """A probe and the set-up cost each sequence of the pass as much, so they are counted for each."""
+    alone, shared = controller_of(FLAT), controller_of(FLAT)
+    shared.batch = 16
+    for controller in (alone, shared):
+        controller.times.probe.value = 0.01 * FLAT[0]
+        controller.learn_plain([], 0.01 * FLAT[0], False)
+        controller.learn(1, 1.0, 1, FLAT[0], 0.01 * FLAT[0])
+    assert shared.regret == pytest.approx(16 * alone.regret)
+    assert alone.cooldown(1) == 0
+    assert shared.cooldown(1) == 7  # 16 times 1 % of a plain step, of which 2 % may go into probes
+
+
+def test_rows_of_few_sequences_say_what_more_of_each_would_cost():
+    """Four of 16 sequences draft a row more, and the pass takes 1.2 in place of 1."""
+    times = StepTimes({StepTimes.bin_of(16, 100): [1.0 + 0.1 * (k - 1) for k in MENU]})
+    for _ in range(400):
+        times.learn((16, 100), 20 / 16, 1.2)
+    table = times.table(16, 100)
+    assert table[0] == 1.0
+    assert table[place_of(2)] == pytest.approx(1.0 + 0.2 * 16 / 4, rel=0.02)
 
 
 def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():

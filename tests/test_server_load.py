@@ -63,8 +63,8 @@ def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
     shown, page = capsys.readouterr().out.strip(), (tmp_path / "serve.md").read_text()
     assert page.endswith(f"{shown}\n")
     assert "| 3 | adaptive |" in shown
-    assert shown.count("| 3 of 3 |") == 2, "ours are equal"
-    assert "| 0 of 3 |" in shown, "another server's texts are compared, too"
+    assert shown.count("| 12 of 12 |") == 4, "ours are equal"
+    assert "| 0 of 12 |" in shown, "another server's texts are compared, too"
     facts = json.loads((tmp_path / "serve.json").read_text())
     assert "toy in float32" in facts["where"]
     assert "commit" in facts["where"]
@@ -72,8 +72,8 @@ def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
     assert len(facts["figures"]) == 6
     counted = {(one["method"], one["clients"]): one["tokens"] for one in facts["figures"]}
     tokens = len(served.llm.encode("def add(a, b)"))
-    assert counted["other", 3] == 2 * 3 * tokens, "texts without usage are counted by our tokenizer"
-    assert counted["autoregressive", 3] == 2 * 3 * 8
+    assert counted["other", 3] == 12 * tokens, "texts without usage are counted by our tokenizer"
+    assert counted["autoregressive", 3] == 2 * 12 * 8
 
 
 def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):

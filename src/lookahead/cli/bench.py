@@ -171,7 +171,7 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Of the server.", envvar="LOOKAHEAD_API_KEY")] = None,
     clients: Annotated[str, typer.Option(help="At once, with commas between.")] = "1,4,16,64",
     method: Annotated[str, typer.Option(help="Beside plain decoding, with commas between.")] = "adaptive",
-    requests: Annotated[int, typer.Option(help="Of each client in a round.", min=1)] = 2,
+    requests: Annotated[int, typer.Option(help="Of a round, times the clients; 12 at least.", min=1)] = 3,
     repeats: Annotated[int, typer.Option(help="Rounds; methods take turns.", min=1)] = 3,
     workload: Annotated[str, typer.Option(help="Prompts.", metavar="NAME|FILE")] = "stdlib",
     out: Annotated[

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import cycle, islice
 from statistics import median
 from tempfile import TemporaryFile
 from time import perf_counter, sleep
@@ -23,6 +24,8 @@ from ..core import LookaheadError, SettingsError
 
 #: Plain decoding, and a server that is not ours.
 PLAIN, OTHER = "autoregressive", "other"
+#: Requests of a round at least, so that a round of one client lasts some seconds.
+FEWEST = 12
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ def measure(
 
     Args:
         methods: each with the address of its server; ``PLAIN`` among them.
-        requests: of a round, for each client.
+        requests: of a round, times the clients, ``FEWEST`` at least. They wait in one queue for whichever client is
+            free: with so many each, a round would end with the slowest client alone.
         told: every round as it is done.
 
     Raises:
@@ -94,11 +98,14 @@ def measure(
         asyncio.run(
             _round(Round(method, 1), url, headers, prompts[:1], max_tokens, 1)
         )  # each server's first is slow
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for count in clients:
             for method, url in methods.items():
+                if method == OTHER and repeat:  # what takes one request after the other needs long for many
+                    continue
                 one = rounds.setdefault((method, count), Round(method, count))
-                asyncio.run(_round(one, url, headers, prompts, max_tokens, requests))
+                total = max(FEWEST, requests * count)
+                asyncio.run(_round(one, url, headers, prompts, max_tokens, total))
                 if one.uncounted:  # same vocabulary, so ours can count
                     one.tokens += _count(one.uncounted, methods[PLAIN], headers)
                     one.uncounted.clear()
@@ -120,14 +127,15 @@ async def _round(
 ) -> None:
     limits = httpx.Limits(max_connections=one.clients)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
+        waiting = islice(cycle(prompts), requests)
 
-        async def client(number: int) -> None:
-            for turn in range(requests):
-                await _ask(one, http, prompts[(number * requests + turn) % len(prompts)], max_tokens)
+        async def client() -> None:
+            for prompt in waiting:
+                await _ask(one, http, prompt, max_tokens)
 
         begin = perf_counter()
         try:
-            await asyncio.gather(*(client(number) for number in range(one.clients)))
+            await asyncio.gather(*(client() for _ in range(one.clients)))
         except httpx.TransportError as error:
             raise SettingsError(f"a server must listen at {url}; {error or type(error).__name__}") from None
         one.seconds += perf_counter() - begin

@@ -7,13 +7,14 @@ is not. k = 1 is always a candidate, and lambda is at least 1 / t(1).
 Never slower than plain decoding: the regret of a text is the time of its steps, with all that the drafter does in
 them, minus that of plain decoding for the tokens that they emitted. It may reach ``MAX_REGRET`` plain steps and a
 share of the text's time. What is left of that is the loss budget: a step that could lose more is not made, and where
-none can be made any longer, a cooldown of plain steps follows.
+none can be made any longer, a cooldown of plain steps follows. What one sequence's drafter takes keeps all of the
+pass waiting, so it is counted once for each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from statistics import fmean
 
 from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
@@ -80,18 +81,21 @@ class Controller:
 
     @property
     def loss_budget(self) -> float:
-        """Seconds that may still be lost; less where many texts share a pass, for each brings a budget of its own."""
-        return MAX_REGRET * self.table[0] / sqrt(self.batch) + self.share * self.spent - self.regret
+        """Seconds that may still be lost."""
+        return MAX_REGRET * self.table[0] + self.share * self.spent - self.regret
 
     @property
     def _least(self) -> float:
         """Seconds that probing and the smallest drafted step may lose."""
-        return self.times.probe.value + max(0.0, self.times.after.value) + self.table[1] - self.table[0]
+        after = max(0.0, self.times.after.value) if self.batch == 1 else 0.0
+        return self.batch * self.times.probe.value + after + self.table[1] - self.table[0]
 
     @property
     def can_set_up(self) -> bool:
         """Whether the loss budget pays for setting up drafting, and a first drafted step."""
-        return bool(self.table) and self.loss_budget >= self.times.setup.value + self._least
+        if not self.table:
+            return False
+        return self.loss_budget >= self.batch * self.times.setup.value + self._least
 
     def prices(self, limit: int) -> list[float]:
         """prices[k]: the probability under which row k (from 1) and all further ones cannot pay.
@@ -124,7 +128,7 @@ class Controller:
 
     def set_up(self, seconds: float) -> None:
         """To set up drafting took ``seconds``."""
-        self.regret += self.times.setup.add(seconds)
+        self.regret += self.batch * self.times.setup.add(seconds)
 
     def learn_plain(self, passes: list[float], own: float, disturbed: bool) -> None:
         """A run of plain steps: the seconds of each pass, and ``own`` of the drafter in all of them.
@@ -135,8 +139,8 @@ class Controller:
         if self.table:
             plain = self.table[0]
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
-            self.regret += own
-            if disturbed and passes:
+            self.regret += self.batch * own
+            if disturbed and passes and self.batch == 1:  # much larger passes find cold caches anyway
                 self.times.after.add(passes[0] - plain)
                 self.regret += self.times.after.value
         clean = passes[disturbed:]
@@ -145,12 +149,12 @@ class Controller:
         for seconds in passes:
             self._advance(1, seconds, 0.0)
 
-    def learn(self, rows: int, expected: float, tokens: int, seconds: float, passed: float) -> None:
+    def learn(self, rows: int, expected: float, tokens: int, passed: float, own: float = 0.0) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected.
 
         Args:
-            seconds: all that the step took.
-            passed: of these, what ``StepTimes.bins`` holds for as many rows.
+            passed: seconds of what ``StepTimes.bins`` holds for as many rows.
+            own: seconds that the drafter took beside it.
         """
         times, table, more = self.times, self.table, self.times.rows - self.times.batch
         # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
@@ -159,9 +163,9 @@ class Controller:
         # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
         cost = table[place_of(rows)]
         if self.batch > 1 and more:  # all wait for the rows of one: its loss, and the rows of others are not
-            passes = interpolated(MENU, table, times.rows / times.batch)
+            passes = interpolated(MENU, table, times.mean)
             cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])
-        cost += min(seconds - passed, SPIKE * times.probe.value)
+        cost += self.batch * min(own, SPIKE * times.probe.value)
         self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
         self._advance(tokens, cost, expected - 1)
 
@@ -175,7 +179,8 @@ class Controller:
     def cooldown(self, rows: int) -> int:
         """Plain steps to make after a step of ``rows`` rows with candidates probed; mostly 0."""
         plain, missing = self.table[0], self._least - self.loss_budget
+        probe = self.batch * self.times.probe.value
         if missing <= 0:
-            return 0 if rows > 1 else max(0, ceil(self.times.probe.value / (PROBE_SHARE * plain)) - 1)
+            return 0 if rows > 1 else max(0, ceil(probe / (PROBE_SHARE * plain)) - 1)
         self.cooldowns += 1
         return max(COOLDOWN, ceil(missing / (self.share * plain)))

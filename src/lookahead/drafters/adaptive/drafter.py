@@ -92,8 +92,9 @@ class AdaptiveDrafter(Drafter):
         self._controller = Controller(self._times, len(prompt), sampled) if self.config.budget else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
         self._plain_steps = 0
-        #: When the step began and its tree was there; seconds of the last step's accounts, which the next one bears.
-        self._start = self._grown = self._late = 0.0
+        #: When the step began and its tree was there; seconds of the last step's accounts, which the next one bears;
+        #: what all drafters had taken by then.
+        self._start = self._grown = self._late = self._taken = 0.0
 
     def _set_up(self, text: list[int]) -> Drafting:
         """Make what drafting needs."""
@@ -116,7 +117,8 @@ class AdaptiveDrafter(Drafter):
         return Drafting(grower, window)
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        self._start, self._late = perf_counter() - self._late, 0.0
+        begin = perf_counter()
+        self._start, self._late = begin - self._late, 0.0
         if self._controller is not None:
             self._controller.batch = self.batch
         if isinstance(self._phase, Plain) and self._phase.steps == 0:
@@ -127,6 +129,7 @@ class AdaptiveDrafter(Drafter):
             tree = self._grow(self._phase, max_depth, min(max_rows, self.config.max_rows))
         self._times.drafted(len(tree))
         self._grown = perf_counter()
+        self._taken = self._times.take(self._grown - begin)
         return tree
 
     def _after(self, plain: Plain) -> Plain | Drafting:
@@ -174,7 +177,8 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         begin = perf_counter()
-        self._times.evaluated()
+        # What other drafters did since this one's tree was there is no part of the pass.
+        passed = begin - self._grown - (self._times.evaluated() - self._taken)
         if isinstance(self._phase, Drafting):
             self._study(self._phase, tree, scores, path, tokens)
         else:
@@ -183,28 +187,31 @@ class AdaptiveDrafter(Drafter):
         self._emitted += len(tokens)
         self._plain_steps += len(tree) == 1
         if self._controller is not None:
-            self._account(self._controller, len(tree), len(tokens), begin)
+            self._account(self._controller, len(tree), len(tokens), passed, begin)
+        self._times.take(perf_counter() - begin)
 
-    def _account(self, controller: Controller, rows: int, tokens: int, begin: float) -> None:
+    def _account(self, controller: Controller, rows: int, tokens: int, passed: float, begin: float) -> None:
         """Count a step that began to be observed at ``begin``, and go on to the phase that follows from it."""
         phase, times = self._phase, self._times
         controller.context = len(self._prompt) + self._emitted
         end = perf_counter()
-        own = self._grown - self._start + end - begin
+        drafted, observed = self._grown - self._start, end - begin
         if isinstance(phase, Plain):
             phase.steps -= 1
-            phase.own += own
+            phase.own += drafted + observed
             if times.rows == times.batch:  # else others of the batch have drafted, and it was no plain pass
-                phase.passes.append(begin - self._grown)
+                phase.passes.append(passed)
             if phase.steps and len(phase.passes) < COOLDOWN:
                 return
             controller.learn_plain(phase.passes, phase.own, phase.disturbed)
             phase.passes, phase.own, phase.disturbed = [], 0.0, False
         else:
-            passed = (begin if rows == 1 else end) - self._grown
-            controller.learn(rows, self._expected, tokens, end - self._start, passed)
             if rows == 1:
-                times.probe.add(own)
+                times.probe.add(drafted + observed)
+                drafted += observed
+            else:  # which more rows take more of, for every sequence of the pass
+                passed += controller.batch * observed
+            controller.learn(rows, self._expected, tokens, passed, drafted)
             steps = controller.cooldown(rows)
             if steps:
                 self._phase = Plain(steps, phase, [], disturbed=True)

@@ -62,6 +62,7 @@ class StepTimes:
         self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.25)
         self.setup = Average(5e-4, 0.2, SPIKE)
         self.batch, self.rows, self._evaluated = 0, 0, True
+        self._taken = 0.0
 
     def drafted(self, rows: int) -> None:
         """A sequence that shares these times joins the coming pass with so many rows."""
@@ -70,14 +71,20 @@ class StepTimes:
         self.batch += 1
         self.rows += rows
 
-    def evaluated(self) -> None:
-        """The pass is over."""
+    def evaluated(self) -> float:
+        """The pass is over; returns the seconds that all drafters have taken so far."""
         self._evaluated = True
+        return self._taken
+
+    def take(self, seconds: float) -> float:
+        """A drafter took so long; returns the seconds of all so far."""
+        self._taken += seconds
+        return self._taken
 
     @property
-    def mean(self) -> int:
+    def mean(self) -> float:
         """Rows of each sequence in the pass, on average."""
-        return max(1, round(self.rows / max(1, self.batch)))
+        return max(1.0, self.rows / max(1, self.batch))
 
     @staticmethod
     def bin_of(batch: int, context: int, sampled: int = 0) -> tuple[int, int]:
@@ -96,14 +103,19 @@ class StepTimes:
             self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
         return self.bins.get(key)
 
-    def learn(self, place: tuple[int, ...], rows: int, seconds: float, steps: int = 1) -> None:
+    def learn(self, place: tuple[int, ...], rows: float, seconds: float, steps: float = 1) -> None:
         """So many steps of ``rows`` rows took ``seconds`` each; ``place`` is what ``bin_of`` takes."""
         table = self.table(*place)
         if table is None:
             guess = seconds / (1 + GUESS * (rows - 1))
             self.bins[self.bin_of(*place)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
             return
-        own = place_of(rows)
+        if (
+            1 < rows < 2
+        ):  # of some sequences of a batch only: what their rows cost says what two of each would
+            share = rows - 1
+            rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
+        own = place_of(round(rows))
         change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - WEIGHT) ** steps)
         for i in range(len(table)):
             if not own or i:
