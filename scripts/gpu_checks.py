@@ -177,6 +177,7 @@ def check_kernel(machine: Machine) -> None:
         [attention, "-k", "(rows or dtypes) and triton"],
         [attention, "-k", "(grouped or contexts or 32k or room or windows) and triton"],
         [attention, "-k", "not rows and not dtypes and not grouped and not contexts and not windows"],
+        ["tests/test_attention_exact.py"],
         [
             "tests/test_attention_hook.py",
             "tests/test_cuda_graphs.py",

@@ -19,6 +19,7 @@ CASES = {
     "bf16-256-sm90": ("bf16", 256, False, 90, 227),
 }
 POINTERS = {"lengths": "*i32", "words": "*i32", "depths": "*i32", "partial": "*fp32", "totals": "*fp32"}
+POINTERS |= dict.fromkeys(("slots", "positions", "counts", "columns"), "*i64")
 
 
 def compiled(kernel, constants, capability, dtype, **options):
@@ -38,6 +39,7 @@ def compiled(kernel, constants, capability, dtype, **options):
 
 
 def main(case):
+    from lookahead.attention import exact, exact_triton
     from lookahead.attention import triton as module
 
     dtype, size, extras, capability, shared = CASES[case]
@@ -49,12 +51,25 @@ def main(case):
     parts = compiled(module._parts, constants, capability, dtype, **options)
     constants = {"DV": size, "BLOCK_DV": padded, "BLOCK_P": 64, "SINKS": extras}
     merge = compiled(module._merge, constants, capability, dtype)
+    block = module.blocks(4, size, size, 2)
+    options = {name: block.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {
+        "D": size,
+        "DV": size,
+        "BLOCK_D": padded,
+        "BLOCK_DV": padded,
+        **block,
+        "DEEPEST": exact.DEPTH,
+    }
+    constants |= {"WINDOW": extras, "SOFTCAP": extras, "SINKS": extras, "PRECISION": "tf32", "UPCAST": False}
+    rows = compiled(exact_triton._rows, constants, capability, dtype, **options)
     assert parts.asm["cubin"]
     assert merge.asm["cubin"]
+    assert rows.asm["cubin"]
     if capability >= 90:
         assert "wgmma" in parts.asm["ptx"]  # the matrix unit of such a card, not that of the one before
-    print(f"{case}: {parts.metadata.shared} bytes of shared memory")
-    assert parts.metadata.shared <= shared * 1024
+    print(f"{case}: {parts.metadata.shared} and {rows.metadata.shared} bytes of shared memory")
+    assert max(parts.metadata.shared, rows.metadata.shared) <= shared * 1024
 
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")

@@ -20,6 +20,8 @@ Row i of a step sees the committed prefix, its ancestors among the step's rows, 
     reference  the definition, sequence by sequence; any dtype, float64 included
     sdpa       one mask over the whole cache, made on the device; every device
     triton     no mask: the prefix in stretches, the tree part by its bits, in one kernel; NVIDIA GPUs
+
+``exact`` and ``exact_triton`` compute it for exact mode, from other arguments.
 """
 
 from __future__ import annotations

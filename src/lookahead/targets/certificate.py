@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import exact
+from ..attention import Attend, exact, has_triton
 from ..core import OutOfMemory, SettingsError
 from .attention_hook import TreeAttention
 from .cuda_graphs import uncapturable
@@ -42,14 +42,24 @@ def target_kind(attention: TreeAttention) -> type[ExactTarget]:
 
 def _judge(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
     if not on_gpu(model):
-        return _certified(model, facts, captured=False)
+        return _certified(model, facts, exact.attend, captured=False)
     attention, why = None, uncapturable(model, facts)
-    if not why:
-        attention, why = _certified(model, facts, captured=True)
-    if attention is not None:
-        return attention, why
-    attention, reason = _certified(model, facts, captured=False)
+    for attend in () if why else functions(model):
+        attention, reason = _certified(model, facts, attend, captured=True)
+        if attention is not None:
+            return attention, reason
+        why = why or reason
+    attention, reason = _certified(model, facts, exact.attend, captured=False)
     return attention, f"{reason}; passes are not captured: {why}"
+
+
+def functions(model: PreTrainedModel) -> list[Attend]:
+    """Attention of exact mode that may be captured, the quickest first."""
+    if model.device.type == "cuda" and has_triton():
+        from ..attention import exact_triton
+
+        return [exact_triton.attend, exact.attend]
+    return [exact.attend]
 
 
 def on_gpu(model: PreTrainedModel) -> bool:
@@ -57,10 +67,12 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 
 
-def _certified(model: PreTrainedModel, facts: ModelFacts, captured: bool) -> tuple[TreeAttention | None, str]:
+def _certified(
+    model: PreTrainedModel, facts: ModelFacts, attend: Attend, captured: bool
+) -> tuple[TreeAttention | None, str]:
     name = type(model).__name__
     try:
-        attention = TreeAttention(model, exact.attend)
+        attention = TreeAttention(model, attend)
         attention.captured = captured
         kind = target_kind(attention)
         if (differs := certificate(model, facts, attention)) is not None:
@@ -76,6 +88,7 @@ def _certified(model: PreTrainedModel, facts: ModelFacts, captured: bool) -> tup
     if not found.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({found.reason})"
     how = f"{'captured ' if captured else ''}passes of {kind(model, facts, attention).rows} rows"
+    how += "" if attend is exact.attend else ", its attention in one kernel"
     return attention, f"{name} in {how}, each with the same bits in any place ({found.reason})"
 
 

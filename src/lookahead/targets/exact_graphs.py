@@ -1,8 +1,9 @@
 """Exact mode on a GPU: its passes are captured, and one graph serves every step.
 
-All that changes from step to step lies in one buffer. The slots and pages that attention goes through are part of a
-graph, so both are rounded up to a power of two: a page of which a row sees nothing leaves its numbers as they are, to
-the bit. Whatever a text is made of comes from replays; what the warm-up before a capture gives is thrown away.
+All that changes from step to step lies in one buffer. With the kernel one graph serves all; with torch's operations
+the slots and pages that attention goes through are part of a graph, so both are rounded up to a power of two: a
+page of which a row sees nothing leaves its numbers as they are, to the bit. Whatever a text is made of comes from
+replays; what the warm-up before a capture gives is thrown away.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class CapturedExactTarget(InArena, ExactTarget):
             return super().forward(trees)
 
     def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        if self.attention.backend == "exact_triton":  # which reads on the device how far to go
+            pages = []
         if count := max((number for _, number in pages), default=0):
             count = min(1 << (count - 1).bit_length(), self.cache.capacity // PAGE)
         last = max((slot for slot, number in pages if number), default=0)
