@@ -36,6 +36,7 @@ import lookahead
 import toy
 from crowd import Crowd
 from families import tiny_model
+from lookahead.bench.record import describe, environment
 from lookahead.core import LookaheadError
 from lookahead.core.stats import first_divergence
 from serving import started
@@ -382,6 +383,8 @@ def main() -> None:
         f"## {given.form.capitalize()}",
         "",
         f"`python tests/soak.py {given.form} --count {count}`: **{len(found.wrong)} findings**",
+        "",
+        f"{describe(environment() | {'model': 'tiny random models', 'dtype': 'float32'})}.",
         "",
         *(f"- {line}" for line in found.facts),
         *(f"- **wrong**: {line}" for line in found.wrong),
