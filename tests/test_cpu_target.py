@@ -404,10 +404,10 @@ def test_a_slot_that_grows_moves_no_other() -> None:
     target = make_target(tiny())
     assert isinstance(target, CpuTarget)
     target.prefill([(0, prompt(9)), (1, prompt(9))])
-    here, there = (target.cache.place(slot)[0] for slot in (0, 1))
+    here, there = (target.cache.layout(slot)[0] for slot in (0, 1))
     target.cache.make_room(0, 1000)
-    assert target.cache.place(0)[0] != here
-    assert target.cache.place(1)[0] == there
+    assert target.cache.layout(0)[0] != here
+    assert target.cache.layout(1)[0] == there
     first, second = target.forward([(0, branched(3, 15)), (1, branched(3, 15))])
     assert torch.equal(first.row(0), second.row(0))  # what it held has moved along
 

@@ -136,7 +136,7 @@ class ExecutionState:
         table, ends, columns, first = list[int](), [0], list[int](), 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
-            table += (*cache.place(segment.slot), segment.length, first, segment.rows, tree is None)
+            table += (*cache.layout(segment.slot), segment.length, first, segment.rows, tree is None)
             first += segment.rows
             if tree is None:
                 ends += [len(columns)] * segment.rows
@@ -200,7 +200,7 @@ class KVCache(KVStorage):
             self.storage[slot] = new = _zeros((layers, heads, capacity, size), self._dtype)
             new[:, :, :have] = old
 
-    def place(self, slot: int) -> tuple[int, int, int]:
+    def layout(self, slot: int) -> tuple[int, int, int]:
         """(address, bytes from layer to layer, from head to head)."""
         mine = self.storage[slot]
         return mine.data_ptr(), mine.stride(0) * mine.itemsize, mine.stride(1) * mine.itemsize
