@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 
 from ...core import TokenTree
 from ..kv_storage import KVStorage
@@ -159,9 +160,21 @@ class ExecutionState:
         p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that cost nothing until they are written: numpy asks for empty pages, torch writes to every one."""
-    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+@njit(error_model="numpy", cache=True)
+def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> None:
+    """Bring columns ``length + path`` in line behind ``length``: ``path`` rises, so none is lost before it is read.
+
+    Not by torch: its threads would go on spinning for a while, on the cores of the next pass.
+    """
+    layers, heads, capacity, size = slot.shape
+    for layer, head, place in np.ndindex(layers, heads, len(path)):
+        target, source = length + place, length + path[place]
+        if head >= key_heads:
+            slot[layer, head, target] = slot[layer, head, source]
+        else:
+            keys = slot[layer, head].reshape(capacity // KEY_BLOCK, size // key_pair, KEY_BLOCK, key_pair)
+            moved = keys[source // KEY_BLOCK, :, source % KEY_BLOCK]
+            keys[target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
 
 
 class KVCache(KVStorage):
@@ -178,32 +191,32 @@ class KVCache(KVStorage):
         key_pair: neighbours of a key that lie together.
 
     Attributes:
-        storage: by slot.
+        storage: by slot; whole numbers stand for the dtype's bits. Zeros cost nothing until they are written.
     """
 
     def __init__(
         self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
     ) -> None:
-        self.key_heads, self._key_pair, self._dtype = key_heads, key_pair, dtype
+        self.key_heads, self._key_pair, self._dtype = key_heads, key_pair, np.dtype(f"i{dtype.itemsize}")
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
-        self.storage: list[torch.Tensor] = []
+        self.storage: list[np.ndarray[Any, Any]] = []
 
     def make_room(self, slot: int, length: int) -> None:
         while len(self.storage) <= slot:
-            self.storage.append(_zeros(self._shape, self._dtype))
+            self.storage.append(np.zeros(self._shape, self._dtype))
         old = self.storage[slot]
         layers, heads, have, size = old.shape
         capacity = have
         while capacity < length:
             capacity *= 2
         if capacity > have:
-            self.storage[slot] = new = _zeros((layers, heads, capacity, size), self._dtype)
+            self.storage[slot] = new = np.zeros((layers, heads, capacity, size), self._dtype)
             new[:, :, :have] = old
 
     def layout(self, slot: int) -> tuple[int, int, int]:
         """(address, bytes from layer to layer, from head to head)."""
         mine = self.storage[slot]
-        return mine.data_ptr(), mine.stride(0) * mine.itemsize, mine.stride(1) * mine.itemsize
+        return mine.ctypes.data, mine.strides[0], mine.strides[1]
 
     def copy(self, slot: int, source: int, length: int) -> None:
         columns = round_up(length, SCORE_BLOCK)  # a key's numbers lie in blocks of columns
@@ -212,12 +225,4 @@ class KVCache(KVStorage):
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place
             return
-        source, target = torch.tensor(path) + length, torch.arange(len(path)) + length
-        mine = self.storage[slot]
-        values = mine[:, self.key_heads :]
-        values[:, :, target] = values[:, :, source]
-        layers, _, capacity, head = mine.shape
-        blocks = (capacity // KEY_BLOCK, head // self._key_pair, KEY_BLOCK, self._key_pair)
-        keys = mine[:, : self.key_heads].view(layers, self.key_heads, *blocks)
-        moved = keys[:, :, source // KEY_BLOCK, :, source % KEY_BLOCK]
-        keys[:, :, target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
+        _move(self.storage[slot], self.key_heads, self._key_pair, length, np.array(path))

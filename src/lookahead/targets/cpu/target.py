@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...core import TokenTree
+from ...threads import one_thread
 from ..facts import ModelFacts, memory_errors
 from ..kv_storage import StoredTarget
 from ..logits import LogitsBatch, LogitsRows
@@ -75,7 +76,8 @@ class PassLogits(LogitsBatch):
 
     def detach(self) -> Numbers:
         """Go on with a copy of the logits; returns the memory, which is free now."""
-        self.logits, self._peaks = self.logits.clone(), self._peaks.copy()
+        with one_thread:
+            self.logits, self._peaks = self.logits.clone(), self._peaks.copy()
         return self.memory
 
     def best(self, b: int, r: int) -> int:
@@ -103,7 +105,8 @@ class SegmentScores(LogitsRows):
 
     def row(self, node: int) -> torch.Tensor:
         """Logits of shape (V,), a copy."""
-        return super().row(node).clone()
+        with one_thread:
+            return super().row(node).clone()
 
 
 class CpuTarget(StoredTarget):
