@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import pairwise
+from threading import Thread
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
@@ -16,7 +19,7 @@ from lookahead.targets.cpu import CompiledModel, CpuTarget
 from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.llvm import PAIRS, TILES
-from lookahead.targets.cpu.thread_pool import thread_pool
+from lookahead.targets.cpu.thread_pool import RANK_BYTES, RANKS, restart, take, thread_pool
 from lookahead.targets.factory import make_target
 from lookahead.targets.logits import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
@@ -232,3 +235,35 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
     pool._owner = state
     pool._post(pool._control, model._job, state.address)
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+
+
+begin_again = njit(restart)
+
+
+@njit(nogil=True)
+def take_all(control: int, stage: int, rank: int, size: int, count: int, taken: np.ndarray) -> None:
+    for turn in range(size):
+        owner = (rank + turn) % size
+        item = take(control, stage, owner, count)
+        while item < count:
+            taken[owner * count + item] += 1
+            item = take(control, stage, owner, count)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (2,)], ids=["first alone", "all", "last alone"])
+def test_every_item_of_a_stage_is_taken_once_by_whoever_is_free(ranks: tuple[int, ...]) -> None:
+    """Also where the other threads never come: who is done with a share takes from theirs."""
+    size, count = 3, 5000
+    memory = np.zeros(RANKS + RANK_BYTES * size + 64, np.uint8)
+    control = memory.ctypes.data + -memory.ctypes.data % 64
+    for begun_again in range(2):
+        taken = np.zeros(size * count, np.int64)
+        arguments = [(control, 3, rank, size, count, taken) for rank in ranks]
+        threads = [Thread(target=take_all, args=given) for given in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (taken == 1).all(), begun_again
+        for rank in range(size):
+            begin_again(control, 3, 4, rank)

@@ -18,8 +18,10 @@ from .formats import FORMATS, Format
 from .gemm import gemm_of
 from .llvm import STAMP, VOID, address_as, at, call, emitted, floats_at, integers_at, jit
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
-from .thread_pool import barrier, share
+from .thread_pool import STAGES, barrier, restart, share
 
+#: Counters of what is taken of each gemm of a layer, and of the LM head.
+QKV, OUTPUT, UP, DOWN, HEAD = range(STAGES)
 LAYER_BYTES = LAYER.itemsize
 plan_at, layer_at = (address_as(from_dtype(record)) for record in (PLAN, LAYER))
 
@@ -83,14 +85,16 @@ def _pass_of(numbers: Format) -> Any:
     on_tiles = numbers.kind == "tiles"
 
     def add_branch(
-        p: Any, linear: Any, norm: Any, source: int, stride: int, scratch: int, control: int, arrived: int, rank: int,
-        size: int,
+        p: Any, linear: Any, norm: Any, source: int, stride: int, scratch: int, control: int, stage: int,
+        arrived: int, rank: int, size: int,
     ) -> Any:  # fmt: skip
         """Add a linear's outputs to the rows, or their norm where there is one; returns the count of arrivals."""
         if norm.kind == 0:
-            add(linear, source, stride, p.rows, p.x, p.x_stride, 0, 0, scratch, rank, size)
+            add(linear, source, stride, p.rows, p.x, p.x_stride, 0, 0, scratch, control, stage, rank, size)
         else:
-            store(linear, source, stride, p.rows, p.qkv, p.qkv_stride, 0, 0, scratch, rank, size)
+            store(
+                linear, source, stride, p.rows, p.qkv, p.qkv_stride, 0, 0, scratch, control, stage, rank, size
+            )
             arrived = barrier(control, arrived, size)
             add_normed(p, norm, rank, size)
         return barrier(control, arrived, size)
@@ -108,34 +112,54 @@ def _pass_of(numbers: Format) -> Any:
         for index in range(p.layer_count):
             layer = layer_at(p.layers + index * LAYER_BYTES)
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, control, arrived, rank, size)
-            store(layer.qkv, x, p.normed_stride, rows, p.qkv, p.qkv_stride, 0, 0, scratch, rank, size)
+            store(
+                layer.qkv,
+                x,
+                p.normed_stride,
+                rows,
+                p.qkv,
+                p.qkv_stride,
+                0,
+                0,
+                scratch,
+                control,
+                QKV,
+                rank,
+                size,
+            )
             arrived = barrier(control, arrived, size)
+            restart(control, OUTPUT, STAGES, rank)
             rotate(p, layer, index, scratch, rank, size)
             arrived = barrier(control, arrived, size)
+            restart(control, QKV, OUTPUT, rank)
             attend(p, layer, index, rank, size)
             arrived = barrier(control, arrived, size)
             arrived = add_branch(
-                p, layer.output, layer.attention_post_norm, p.attended, p.attended_stride, scratch, control, arrived,
-                rank, size,
+                p, layer.output, layer.attention_post_norm, p.attended, p.attended_stride, scratch, control, OUTPUT,
+                arrived, rank, size,
             )  # fmt: skip
             x, arrived = norm_rows(p, layer.feed_forward_norm, rows, 0, control, arrived, rank, size)
             if layer.gated != 0:
-                gate(layer.up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, rank, size)
+                gate(
+                    layer.up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, control, UP, rank,
+                    size,
+                )  # fmt: skip
             else:
                 activate(
-                    layer.up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, rank, size
-                )
+                    layer.up, x, p.normed_stride, rows, p.gated, p.gated_stride, 0, 0, scratch, control, UP, rank,
+                    size,
+                )  # fmt: skip
             arrived = barrier(control, arrived, size)
             arrived = add_branch(
-                p, layer.down, layer.feed_forward_post_norm, p.gated, p.gated_stride, scratch, control, arrived, rank,
-                size,
+                p, layer.down, layer.feed_forward_post_norm, p.gated, p.gated_stride, scratch, control, DOWN, arrived,
+                rank, size,
             )  # fmt: skip
         reads = p.reads
         if reads > 0:
             x, arrived = norm_rows(p, p.final_norm, reads, p.read_rows, control, arrived, rank, size)
             keep_logits(
                 p.lm_head, x, p.normed_stride, reads, p.logits, p.logits_stride, p.peaks, p.peaks_stride,
-                scratch, rank, size,
+                scratch, control, HEAD, rank, size,
             )  # fmt: skip
         if on_tiles:
             release_tiles()

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from . import llvm
 from .formats import GROUP, Format
 from .llvm import LANES, VECTOR, VOID, call, const, lanes, load_numbers, multiply_add, offset
-from .thread_pool import share
+from .thread_pool import share, take
 from .vector_math import activation, soft_cap, store_rounded
 
 #: Vectors of a group, and most rows of a call of the microkernel.
@@ -206,8 +206,9 @@ def _logits(narrow: bool) -> Any:
 def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any, Any]:
     """W x + b of some groups of outputs: stored, added, gated, activated, or kept as logits with their peaks.
 
-    Each takes (linear, x, stride, rows, out, out stride, peaks, peak stride, scratch, rank, size) and does this
-    thread's share; strides are bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
+    Each takes (linear, x, stride, rows, out, out stride, peaks, peak stride, scratch, control, stage, rank, size) and
+    does this thread's share, then what others have left of theirs, since cores are seldom equally quick; strides are
+    bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
     """
     kernel = _microkernel(numbers)
 
@@ -216,16 +217,20 @@ def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any, Any]:
 
         def gemm(
             linear: Any, x: int, stride: int, rows: int, out: int, out_stride: int, peaks: int, peak_stride: int,
-            scratch: int, rank: int, size: int,
+            scratch: int, control: int, stage: int, rank: int, size: int,
         ) -> None:  # fmt: skip
-            begin, end = share(linear.groups, rank, size)
-            for g in range(begin, end):
-                bias, weights = linear.bias + 4 * g * GROUP, linear.weights + g * linear.group_bytes
-                for r in range(0, rows, ROW_BLOCK):
-                    count = min(ROW_BLOCK, rows - r)
-                    kernel(weights, x + r * stride, stride, linear.steps, count, scratch)
-                    here, peak = out + g * group_bytes + r * out_stride, peaks + 4 * g + r * peak_stride
-                    epilogue(scratch, bias, linear.numbers, here, out_stride, peak, peak_stride, count)
+            for turn in range(size):
+                owner = (rank + turn) % size
+                begin, end = share(linear.groups, owner, size)
+                g = begin + take(control, stage, owner, end - begin)
+                while g < end:
+                    bias, weights = linear.bias + 4 * g * GROUP, linear.weights + g * linear.group_bytes
+                    for r in range(0, rows, ROW_BLOCK):
+                        count = min(ROW_BLOCK, rows - r)
+                        kernel(weights, x + r * stride, stride, linear.steps, count, scratch)
+                        here, peak = out + g * group_bytes + r * out_stride, peaks + 4 * g + r * peak_stride
+                        epilogue(scratch, bias, linear.numbers, here, out_stride, peak, peak_stride, count)
+                    g = begin + take(control, stage, owner, end - begin)
 
         return llvm.jit(gemm, name + numbers.name)
 

@@ -103,7 +103,10 @@ def rotate_of(numbers: Format) -> Any:
         begin, end = share(p.rows * lanes, rank, size)
         s = 0
         for item in range(begin, end):
-            row, lane = item // lanes, item % lanes
+            # Lane by lane, as the gemm before shared them out: what a thread reads here it has written, and no two
+            # threads write to one line of the cache, where keys of many columns lie together.
+            lane, row = item // p.rows, item % p.rows
+            s = 0 if row == 0 else s
             segment = segment_at(p.segments + s * SEGMENT_BYTES)
             while row >= segment.first_row + segment.rows:
                 s += 1

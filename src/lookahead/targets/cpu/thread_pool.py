@@ -23,9 +23,10 @@ from numba.extending import register_jitable
 from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, emitted
 
 # The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
-# each rank whether it sleeps and the last job that it has seen. Words that many threads look at have a cache line.
+# each rank whether it sleeps, the last job that it has seen, and how many items of its share are taken (``take``).
+# Words that many threads look at have a cache line.
 JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
-RANKS, RANK_BYTES, SEEN = 192, 64, 8
+RANKS, RANK_BYTES, SEEN, TAKEN, STAGES = 192, 64, 8, 16, 5
 #: Turns of a waiting loop before a thread offers its core to others, and before it goes to sleep.
 SPINS, SPINS_AWAKE = 2000, 6000
 
@@ -75,6 +76,24 @@ def barrier(control: int, arrived: int, size: int) -> int:
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
     """The part of ``range(count)`` that is this thread's."""
     return count * rank // size, count * (rank + 1) // size
+
+
+@register_jitable
+def take(control: int, stage: int, owner: int, count: int) -> int:
+    """The next item of the ``count`` of a rank's share, for the rank itself or one that is done with its own.
+
+    Args:
+        stage: one of ``STAGES`` counters; ``restart`` sets them to zero while no rank is at such a stage.
+    """
+    word = control + RANKS + RANK_BYTES * owner + TAKEN + 8 * stage
+    return fetch_add(word, 1) if atomic_load(word) < count else count
+
+
+@register_jitable
+def restart(control: int, begin: int, end: int, rank: int) -> None:
+    """Nothing of a rank's share is taken in these stages."""
+    for stage in range(begin, end):
+        exchange(control + RANKS + RANK_BYTES * rank + TAKEN + 8 * stage, 0)
 
 
 @register_jitable
