@@ -64,6 +64,9 @@ def test_few_prompts_cover_all_categories(tmp_path):
     rows = [{"question_id": i, "category": "ab"[i > 4], "turns": ["x"]} for i in range(8)]
     path = lines(tmp_path / "q.jsonl", *rows)
     assert [p.id for p in load_workload(f"spec-bench={path}", 4)] == ["0", "5", "1", "6"]
+    rows = [{"question_id": i, "category": "ab"[i > 2], "turns": ["x"]} for i in range(8)]
+    path = lines(tmp_path / "larger_last.jsonl", *rows)
+    assert [p.id for p in load_workload(f"spec-bench={path}", 4)] == ["3", "0", "4", "1"]
 
 
 def test_a_file_of_ones_own(tmp_path):

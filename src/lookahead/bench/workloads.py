@@ -140,7 +140,8 @@ def load_workload(
     Args:
         name: a known name; ``name=PATH`` to say where its file lies; or the path of a JSON-lines file
             whose rows have ``prompt`` or ``turns``.
-        limit: at most so many, taken in turn from each category.
+        limit: at most so many, taken in turn from each category, the largest first: those of Spec-Bench before
+            the MT-Bench within it.
         seed: chooses among the standard library's functions.
         data: a folder with data sets, each in a folder or a file of its name.
 
@@ -170,7 +171,7 @@ def load_workload(
     kinds: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         kinds.setdefault(prompt.category, []).append(prompt)
-    in_turn = chain.from_iterable(zip_longest(*kinds.values()))
+    in_turn = chain.from_iterable(zip_longest(*sorted(kinds.values(), key=len, reverse=True)))
     return [prompt for prompt in in_turn if prompt is not None][:limit]
 
 

@@ -26,6 +26,8 @@ MAX_REGRET, SHARE, TINY, TINY_SHARE = 2.0, 0.01, 1e-3, 0.02
 MOST_GAIN = 8.0
 #: Share of the time that probes may take where nothing comes of them.
 PROBE_SHARE = 0.02
+#: Of a plain step, what a draft before it is seen to cost at most: much of what one pass takes is the machine's.
+NOISE = 0.2
 #: Plain steps of a cooldown at least.
 COOLDOWN = 8
 #: Weight of one step in lambda and in the correction of F. Both begin as if some had gone as expected before.
@@ -141,8 +143,9 @@ class Controller:
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
             self.regret += self.batch * own
             if disturbed and passes and self.batch == 1:  # much larger passes find cold caches anyway
-                self.times.after.add(passes[0] - plain)
-                self.regret += self.times.after.value
+                after, most = self.times.after, NOISE * plain
+                after.add(after.value + max(-most, min(most, passes[0] - plain - after.value)))
+                self.regret += after.value
         clean = passes[disturbed:]
         if clean:
             self.times.learn(self._place, 1, fmean(clean), len(clean))
@@ -157,8 +160,9 @@ class Controller:
             own: seconds that the drafter took beside it.
         """
         times, table, more = self.times, self.table, self.times.rows - self.times.batch
-        # A probe may leave cold caches behind, so a plain pass after it is at most as quick as plain decoding's.
-        if times.mean > 1 or (not more and passed < table[0]):
+        if rows == 1 and not more:  # a probe leaves cold caches behind, as a draft does
+            passed = max(min(passed, table[0]), passed - max(0.0, times.after.value))
+        if rows == 1 or more:
             times.learn(self._place, times.mean, passed)
         # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
         cost = table[place_of(rows)]
