@@ -107,7 +107,7 @@ def round_up(number: int, multiple: int) -> int:
 class Arena:
     """One stretch of ``size`` bytes for many tensors, each on a cache line of its own.
 
-    In large pages where the system has them: fewer pages, fewer stalls (about a tenth of a step).
+    In large pages where the system gives them to shared memory: fewer pages, fewer stalls.
     """
 
     def __init__(self, size: int) -> None:
