@@ -113,20 +113,8 @@ def _pass_of(numbers: Format) -> Any:
             layer = layer_at(p.layers + index * LAYER_BYTES)
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, control, arrived, rank, size)
             store(
-                layer.qkv,
-                x,
-                p.normed_stride,
-                rows,
-                p.qkv,
-                p.qkv_stride,
-                0,
-                0,
-                scratch,
-                control,
-                QKV,
-                rank,
-                size,
-            )
+                layer.qkv, x, p.normed_stride, rows, p.qkv, p.qkv_stride, 0, 0, scratch, control, QKV, rank, size,
+            )  # fmt: skip
             arrived = barrier(control, arrived, size)
             restart(control, OUTPUT, STAGES, rank)
             rotate(p, layer, index, scratch, rank, size)

@@ -207,8 +207,8 @@ def gemm_of(numbers: Format) -> tuple[Any, Any, Any, Any, Any]:
     """W x + b of some groups of outputs: stored, added, gated, activated, or kept as logits with their peaks.
 
     Each takes (linear, x, stride, rows, out, out stride, peaks, peak stride, scratch, control, stage, rank, size) and
-    does this thread's share, then what others have left of theirs, since cores are seldom equally quick; strides are
-    bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
+    does this thread's share, then what others have left of theirs (work stealing), since cores are seldom equally
+    quick; strides are bytes from row to row; ``linear`` is a record of ``execution_plan.LINEAR``.
     """
     kernel = _microkernel(numbers)
 
