@@ -126,9 +126,22 @@ def test_transformers_is_as_it_was_afterwards(plain):
     from transformers import modeling_gguf_pytorch_utils as theirs
     from transformers.utils import logging
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm, logging.get_verbosity()
+    def state():
+        modules = gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm, theirs._gguf_parse_value
+        return *modules, logging.get_verbosity()
+
+    before = state()
     lookahead.load(plain)
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm, logging.get_verbosity()) == before
+    assert state() == before
+
+
+def test_metadata_is_what_transformers_reads_without_us(plain):
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    expected = theirs.load_gguf_checkpoint(str(plain))
+    with ours.GGUFFile(plain).reading():
+        assert theirs.load_gguf_checkpoint(str(plain)) == expected
+    assert expected["tokenizer"]["tokens"][:3] == ["<pad>", "<s>", "</s>"]
 
 
 @pytest.mark.parametrize("left", [0.0, 0.01, 0.3, 0.99])

@@ -41,11 +41,9 @@ class GGUFFile:
                 f"to read {path.name} the packages gguf and accelerate must be installed, and {missing[0]} is not; "
                 "pip install 'lookahead-decoding[gguf]'"
             )
-        import gguf
-
         self.path = path
         # Parsing takes seconds, and transformers does it anew for the config, the weights and the tokenizer.
-        self._parse = lru_cache(maxsize=1)(gguf.GGUFReader)
+        self._parse = lru_cache(maxsize=1)(_reader())
         try:
             with self.reading():
                 file = self._parse(str(path))
@@ -80,9 +78,16 @@ class GGUFFile:
         def track(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
             return bar.track(list(tensors), task_id=shown)
 
+        parse_value: Any = vars(theirs)["_gguf_parse_value"]
+        string = gguf.GGUFValueType.STRING
+
+        def value_of(value: Any, kinds: list[int]) -> Any:  # theirs goes over a string byte by byte in Python
+            return value.tobytes().decode() if kinds[-1] == string else parse_value(value, kinds)
+
         names = lru_cache(gguf.get_tensor_name_map)  # made anew for every module of the model
         ours = (
             (gguf, "GGUFReader", self._parse), (gguf, "get_tensor_name_map", names), (theirs, "tqdm", track),
+            (theirs, "_gguf_parse_value", value_of),
         )  # fmt: skip
         before = [getattr(module, name) for module, name, _ in ours]
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -99,3 +104,20 @@ class GGUFFile:
             logging.set_verbosity(verbosity)
             if bars:
                 logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _reader() -> Any:
+    """gguf's reader on a plain array: each of some 150,000 slices of a memmap costs ten of an array."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._array
+
+        @data.setter
+        def data(self, file: Any) -> None:
+            self._array = np.asarray(file)
+
+    return Reader
