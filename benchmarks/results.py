@@ -116,11 +116,11 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
     file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
     beside = bool(file) and find_spec("llama_cpp") is not None
     words += ["--against", f"llamacpp:{file}"] if beside else []
-    found.append(Step("serve", (*words, "--out", "docs/results"), 8 if beside else 4))
+    found.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
     words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
     found.append(Step("batch-size", (*words, "--limit", str(_share(limit, 0.4))), 10 * limit / 10))
-    words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(10 * limit)]
-    found.append(Step("accuracy", tuple(words), 10 * limit / 10))
+    words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
+    found.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
     for name, (extra, share, minutes) in STUDY.items():
         words = ["-m", "benchmarks.paper", name, "--data", str(data), "--dtype", "bfloat16", *extra]
         words += ["--limit", str(_share(limit, share)), "--records", f"build/results/{name}"]
