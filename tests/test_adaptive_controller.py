@@ -595,6 +595,26 @@ def test_setting_up_waits_until_the_loss_budget_can_pay(clock):
     assert generation.stats.drafter["accepted_by_suffix"] > 50
 
 
+def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, monkeypatch):
+    """The garbage collector takes 30 plain steps' time in what the drafter does: that is no price of drafts."""
+    target = Clocked(200, lambda prefix: len(prefix) % 7)
+    target.per_row = 0.1
+    state = measured(target)
+    state.times.probe.value = 0.03  # so that a plain step follows upon a probe that found nothing
+    drafter, drafted, cooling = AdaptiveDrafter(None, 200, state), state.times.drafted, []
+
+    def interrupted(rows):
+        cooling.append(drafter.cooling)
+        Clocked.now += 30.0 if sum(cooling) == 1 and drafter.cooling else 0.0
+        drafted(rows)
+
+    monkeypatch.setattr(state.times, "drafted", interrupted)
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 400)])
+    assert any(cooling)
+    assert generation.stats.drafter["cooldowns"] == 0
+    assert generation.stats.steps < 200
+
+
 def everything(drafter):
     """All that may be asked of a drafter at any time."""
     assert drafter.stats()["acceptance"] >= 0

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
@@ -122,11 +123,17 @@ def load_model(load: LoadOptions, method: str | None = None, config: Any = None)
         raise SettingsError(
             "--parallel-timeout is for processes that torchrun starts; leave it out without it"
         )
-    from ..engine.loading import load as load_llm
+    gc.disable()  # imports and metadata make a million objects that stay; to look through them takes a second
+    try:
+        from ..engine.loading import load as load_llm
 
-    quiet()
-    parallel = "lookahead" if ranks() > 1 else None
-    return load_llm(**replace(load, method=method, config=config, parallel=parallel).keywords())
+        quiet()
+        parallel = "lookahead" if ranks() > 1 else None
+        return load_llm(**replace(load, method=method, config=config, parallel=parallel).keywords())
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # both: they are old now, and are not looked through in the midst of a text
+        gc.enable()
 
 
 def quiet() -> None:

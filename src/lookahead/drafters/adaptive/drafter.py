@@ -198,7 +198,7 @@ class AdaptiveDrafter(Drafter):
         drafted, observed = self._grown - self._start, end - begin
         if isinstance(phase, Plain):
             phase.steps -= 1
-            phase.own += drafted + observed
+            phase.own += min(drafted + observed, times.probe.value)  # more was an interruption
             if times.rows == times.batch:  # else others of the batch have drafted, and it was no plain pass
                 phase.passes.append(passed)
             if phase.steps and len(phase.passes) < COOLDOWN:
