@@ -15,7 +15,7 @@ from lookahead.drafters.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.drafters.adaptive.controller import COOLDOWN, MAX_REGRET, SHARE, Controller
+from lookahead.drafters.adaptive.controller import COLD_SHARE, COOLDOWN, MAX_REGRET, SHARE, Controller
 from lookahead.drafters.adaptive.drafter import Drafting, Plain
 from lookahead.drafters.adaptive.step_times import MENU, WEIGHT, from_points, place_of, times_file
 from lookahead.testing import FakeTarget, run
@@ -140,6 +140,18 @@ def test_a_step_never_loses_more_than_the_loss_budget(table):
         lost += table[place_of(rows)] - plain
     assert lost <= MAX_REGRET * plain + SHARE * controller.spent + 1e-9
     assert controller.cooldowns > 2 or table in (FLAT, KNEE)  # there the correction of F forbids drafts first
+
+
+def test_first_drafts_cannot_take_the_whole_loss_budget():
+    cold, proven = controller_of(CPU), controller_of(CPU)
+    proven.learn(2, 1.5, 2, CPU[1])  # a draft was accepted
+    for controller, share in ((cold, COLD_SHARE), (proven, 1.0)):
+        most = len(controller.prices(64)) - 1
+        lost = [CPU[place_of(rows)] - CPU[0] for rows in (most, most + 1)]
+        assert lost[0] <= share * controller.loss_budget < lost[1]
+    dear = controller_of(STEEP)  # the second row alone takes more than that share
+    dear.regret = (MAX_REGRET - 0.5) * STEEP[0]
+    assert len(dear.prices(64)) - 1 == 2
 
 
 def test_a_cooldown_lasts_until_the_loss_budget_can_pay_again():

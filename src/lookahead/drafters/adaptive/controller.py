@@ -24,6 +24,9 @@ from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
 MAX_REGRET, SHARE, TINY, TINY_SHARE = 2.0, 0.01, 1e-3, 0.02
 #: Plain steps that gains may add to the loss budget.
 MOST_GAIN = 8.0
+#: Share of the loss budget that one step may lose before any draft of the text was accepted: first estimates may
+#: promise too much, and of what they lost each later step wins a hundredth back.
+COLD_SHARE = 0.25
 #: Share of the time that probes may take where nothing comes of them.
 PROBE_SHARE = 0.02
 #: Of a plain step, what a draft before it is seen to cost at most: much of what one pass takes is the machine's.
@@ -52,6 +55,9 @@ class Controller:
         self.times, self.context, self.batch, self._sampled = times, context, 1, sampled
         self.regret = self.spent = 0.0
         self.cooldowns = 0
+        self._disturbed = (
+            False  # whether the last step was a probe or a drafted one, which leave cold caches behind
+        )
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
         )
@@ -105,7 +111,10 @@ class Controller:
         There are as many as rows that the loss budget allows, ``limit`` at most, and one more at the front.
         """
         table, rate = self.table, self.rate / self.bias
-        most, last = table[0] + self.loss_budget, place_of(limit)
+        most, last = self.loss_budget, place_of(limit)
+        if not self._accepted.value:
+            most = max(COLD_SHARE * most, min(most, table[1] - table[0]))
+        most += table[0]
         while last and table[last] > most:
             last -= 1
         prices = [0.0] * (min(limit, MENU[last]) + 1)
@@ -151,6 +160,7 @@ class Controller:
             self.times.learn(self._place, 1, fmean(clean), len(clean))
         for seconds in passes:
             self._advance(1, seconds, 0.0)
+        self._disturbed = False
 
     def learn(self, rows: int, expected: float, tokens: int, passed: float, own: float = 0.0) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected.
@@ -160,18 +170,19 @@ class Controller:
             own: seconds that the drafter took beside it.
         """
         times, table, more = self.times, self.table, self.times.rows - self.times.batch
-        if rows == 1 and not more:  # a probe leaves cold caches behind, as a draft does
-            passed = max(min(passed, table[0]), passed - max(0.0, times.after.value))
+        after = times.after.value if rows == self.batch == 1 and self._disturbed else 0.0
+        passed = max(min(passed, table[0]), passed - max(0.0, after))
         if rows == 1 or more:
             times.learn(self._place, times.mean, passed)
         # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
-        cost = table[place_of(rows)]
+        cost = table[place_of(rows)] + after
         if self.batch > 1 and more:  # all wait for the rows of one: its loss, and the rows of others are not
             passes = interpolated(MENU, table, times.mean)
             cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])
         cost += self.batch * min(own, SPIKE * times.probe.value)
         self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
         self._advance(tokens, cost, expected - 1)
+        self._disturbed = True
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds
