@@ -212,6 +212,15 @@ def test_an_interrupted_step_counts_for_little():
     assert controller.regret < 1.2 * FLAT[0]
 
 
+def test_a_machine_that_becomes_slower_is_no_price_of_drafts():
+    slower = 1.3 * FLAT[0]
+    for rows, charged in ((1, False), (4, True)):
+        controller = controller_of(FLAT)
+        controller.learn(rows, 1.0, 1, slower)
+        controller.learn_plain([slower], 0.0, True)
+        assert (controller.times.after.value > 0) is charged
+
+
 def test_bins_of_context_and_batch():
     times = times_of(FLAT)
     far = times.table(1, 5000)

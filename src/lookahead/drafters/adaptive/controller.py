@@ -55,9 +55,9 @@ class Controller:
         self.times, self.context, self.batch, self._sampled = times, context, 1, sampled
         self.regret = self.spent = 0.0
         self.cooldowns = 0
-        self._disturbed = (
-            False  # whether the last step was a probe or a drafted one, which leave cold caches behind
-        )
+        #: None if the last step was a plain one. Else it leaves cold caches behind: seconds of its pass if it was a probe
+        #: that found none, or 0.
+        self._probed: float | None = None
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
         )
@@ -153,14 +153,16 @@ class Controller:
             self.regret += self.batch * own
             if disturbed and passes and self.batch == 1:  # much larger passes find cold caches anyway
                 after, most = self.times.after, NOISE * plain
-                after.add(after.value + max(-most, min(most, passes[0] - plain - after.value)))
+                # Beside the probe's pass just before, since a machine that has become slower is no price of drafts.
+                seen = passes[0] - max(plain, self._probed or 0.0)
+                after.add(after.value + max(-most, min(most, seen - after.value)))
                 self.regret += after.value
         clean = passes[disturbed:]
         if clean:
             self.times.learn(self._place, 1, fmean(clean), len(clean))
         for seconds in passes:
             self._advance(1, seconds, 0.0)
-        self._disturbed = False
+        self._probed = None
 
     def learn(self, rows: int, expected: float, tokens: int, passed: float, own: float = 0.0) -> None:
         """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected.
@@ -170,7 +172,8 @@ class Controller:
             own: seconds that the drafter took beside it.
         """
         times, table, more = self.times, self.table, self.times.rows - self.times.batch
-        after = times.after.value if rows == self.batch == 1 and self._disturbed else 0.0
+        alone, undisturbed = rows == self.batch == 1, self._probed is None
+        after = times.after.value if alone and not undisturbed else 0.0
         passed = max(min(passed, table[0]), passed - max(0.0, after))
         if rows == 1 or more:
             times.learn(self._place, times.mean, passed)
@@ -182,7 +185,7 @@ class Controller:
         cost += self.batch * min(own, SPIKE * times.probe.value)
         self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
         self._advance(tokens, cost, expected - 1)
-        self._disturbed = True
+        self._probed = passed if alone and undisturbed else 0.0
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds
