@@ -55,8 +55,8 @@ class Controller:
         self.times, self.context, self.batch, self._sampled = times, context, 1, sampled
         self.regret = self.spent = 0.0
         self.cooldowns = 0
-        #: None if the last step was a plain one. Else it left cold caches behind: seconds of its pass if it was a probe
-        #: that found none, else 0.
+        #: None if the last step was a plain one. Else it left cold caches behind: seconds of its pass if it was a
+        #: probe that found none, else 0.
         self._probed: float | None = None
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
