@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -438,7 +439,13 @@ def test_tokens_and_back(served):
 # ------------------------------------------------------------------------------------------ load
 
 
-def test_a_client_that_goes_away_frees_its_slot(served):
+def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
+    decoder, metrics = served.server.loop._decoder, served.server.metrics
+    step = decoder.step
+    monkeypatch.setattr(
+        decoder, "step", lambda: (time.sleep(0.005), step())[1]
+    )  # the text outlives its client
+    before = metrics.success.labels("cancelled")._value.get()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     for stream in (True, False):
         body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": stream}).encode()
@@ -446,7 +453,7 @@ def test_a_client_that_goes_away_frees_its_slot(served):
             raw.sendall(head.format(len(body)).encode() + body)
             served.wait(lambda: served.server.loop.load_state[0] == 1)
         served.wait(lambda: served.server.loop.load_state == (0, 0))
-    assert served.server.metrics.success.labels("cancelled")._value.get() >= 2
+    served.wait(lambda: metrics.success.labels("cancelled")._value.get() == before + 2, 20)
     served.wait(lambda: "num_requests_running 0.0" in httpx.get(f"{served.url}/metrics").text, 5)
     assert "kv_cache_tokens 0.0" in httpx.get(f"{served.url}/metrics").text
 
