@@ -55,6 +55,18 @@ def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     assert len(calls) == 1
     llm.generate([5, 6, 7], max_new_tokens=5, pool=AdaptiveState())
     assert len(calls) == 1
+    key = model_key(llm.model, llm.target().path)
+    assert load_times(key) is not None
+    del llm
+    lookahead.load(toy, method="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
+    assert len(calls) == 1
+
+
+def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    llm = lookahead.load(toy, method="adaptive")
+    assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
+    assert load_times(model_key(llm.model, llm.target().path)) is None
 
 
 @pytest.mark.parametrize(

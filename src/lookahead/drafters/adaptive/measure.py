@@ -6,6 +6,7 @@ import json
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 from math import inf
 from time import perf_counter
@@ -15,7 +16,7 @@ import numpy as np
 
 from ...core import Request, Target, TokenTree, decode
 from .drafter import AdaptiveDrafter
-from .step_times import StepTimes, from_points, load_times
+from .step_times import StepTimes, from_points, load_times, save_times
 
 #: Rows of the short calibration, the most telling ones first, and its context.
 SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
@@ -148,9 +149,9 @@ _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = w
 
 
 def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
-    """The step times of a model in hand: kept ones, or measured now. Also warms up, the first time.
+    """The step times of a model in hand: kept ones, or measured now and kept for later processes. Also warms up.
 
-    All callers of one model share the result, and what any of them learns later.
+    All callers of one model share the result, and what any of them learns later, which is not kept.
 
     Args:
         model: a transformers model.
@@ -161,7 +162,12 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     key = (model.dtype, model.device, path)
     if key not in mine:
         target = make_target()
-        times = load_times(model_key(model, path)) or measure_times(target, target.vocabulary)
+        name = model_key(model, path)
+        times = load_times(name)
+        if times is None:
+            times = measure_times(target, target.vocabulary)
+            with suppress(OSError):  # a cache that cannot be written: the next process measures again
+                save_times(name, times)
         warm_up(target, target.vocabulary, times)
         mine[key] = times
     return mine[key]

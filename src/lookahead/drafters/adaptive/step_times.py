@@ -13,6 +13,8 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_name
+
 from ...core import SettingsError
 
 #: Rows that a step may be given; times are kept for these alone.
@@ -110,9 +112,7 @@ class StepTimes:
             guess = seconds / (1 + GUESS * (rows - 1))
             self.bins[self.bin_of(*place)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
             return
-        if (
-            1 < rows < 2
-        ):  # of some sequences of a batch only: what their rows cost says what two of each would
+        if 1 < rows < 2:  # of some sequences of a batch only: their rows tell what two of each would cost
             share = rows - 1
             rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
         own = place_of(round(rows))
@@ -155,7 +155,7 @@ def times_file(model: str) -> Path:
     Args:
         model: whatever tells models, dtypes, devices and code paths apart.
     """
-    machine = [platform.machine(), platform.processor() or platform.system(), f"{os.cpu_count()} cores"]
+    machine = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores"]
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         machine.append(f"{torch.get_num_threads()} threads")
