@@ -15,7 +15,14 @@ from lookahead.drafters.adaptive import (
     measure_times,
     save_times,
 )
-from lookahead.drafters.adaptive.controller import COLD_SHARE, COOLDOWN, MAX_REGRET, SHARE, Controller
+from lookahead.drafters.adaptive.controller import (
+    COLD_SHARE,
+    COOLDOWN,
+    EXPLORATION,
+    MAX_REGRET,
+    SHARE,
+    Controller,
+)
 from lookahead.drafters.adaptive.drafter import Drafting, Plain
 from lookahead.drafters.adaptive.step_times import MENU, WEIGHT, from_points, place_of, times_file
 from lookahead.testing import FakeTarget, run
@@ -47,6 +54,22 @@ def test_one_row_where_rows_cost_more_than_they_bring():
     controller = controller_of(STEEP)
     assert controller.choose(falling(0.1, 0.9)) == 1
     assert controller.choose(falling(0.9, 0.95)) > 1
+
+
+def test_a_row_that_hardly_pays_is_made_for_what_it_teaches():
+    """At 0.1 plain steps a row: a row of probability p brings p tokens now and EXPLORATION later."""
+    table = [0.010 * (1 + 0.1 * (k - 1)) for k in MENU]
+    for p, rows in ((0.1 - 1.1 * EXPLORATION, 1), (0.1 - 0.9 * EXPLORATION, 2)):
+        controller = controller_of(table)
+        assert controller.choose([1.0, p]) == rows
+        assert (controller.prices(2)[1] <= p) == (rows == 2)
+
+
+def test_cheap_probes_are_made_at_every_step():
+    for share, steps in ((0.049, 0), (0.051, 2)):
+        controller = controller_of(FLAT)
+        controller.times.probe.value = share * FLAT[0]
+        assert controller.cooldown(1) == steps
 
 
 def test_all_rows_where_they_are_free():
@@ -621,7 +644,7 @@ def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, m
     target = Clocked(200, lambda prefix: len(prefix) % 7)
     target.per_row = 0.1
     state = measured(target)
-    state.times.probe.value = 0.03  # so that a plain step follows upon a probe that found nothing
+    state.times.probe.value = 0.1  # so that a plain step follows upon a probe that found nothing
     drafter, drafted, cooling = AdaptiveDrafter(None, 200, state), state.times.drafted, []
 
     def interrupted(rows):

@@ -27,8 +27,10 @@ MOST_GAIN = 8.0
 #: Share of the loss budget that one step may lose before any draft of the text was accepted: first estimates may
 #: promise too much, and of what they lost each later step wins a hundredth back.
 COLD_SHARE = 0.25
-#: Share of the time that probes may take where nothing comes of them.
-PROBE_SHARE = 0.02
+#: Exploration bonus: tokens that one more row brings later, accepted or not, because its scores are learnt from.
+EXPLORATION = 0.01
+#: Probes that take less of a plain step are made at each one; others may take this share of the time in vain.
+CHEAP_PROBE, PROBE_SHARE = 0.05, 0.02
 #: Of a plain step, what a draft before it is seen to cost at most: much of what one pass takes is the machine's.
 NOISE = 0.2
 #: Plain steps of a cooldown at least.
@@ -110,7 +112,7 @@ class Controller:
 
         There are as many as rows that the loss budget allows, ``limit`` at most, and one more at the front.
         """
-        table, rate = self.table, self.rate / self.bias
+        table, rate, bias = self.table, self.rate, self.bias
         most, last = self.loss_budget, place_of(limit)
         if not self._accepted.value:
             most = max(COLD_SHARE * most, min(most, table[1] - table[0]))
@@ -119,9 +121,8 @@ class Controller:
             last -= 1
         prices = [0.0] * (min(limit, MENU[last]) + 1)
         for i in range(last):  # the cheapest way on to any later entry
-            prices[MENU[i]] = rate * min(
-                (table[j] - table[i]) / (MENU[j] - MENU[i]) for j in range(i + 1, last + 1)
-            )
+            cheapest = min((table[j] - table[i]) / (MENU[j] - MENU[i]) for j in range(i + 1, last + 1))
+            prices[MENU[i]] = max(0.0, rate * cheapest - EXPLORATION) / bias
         return prices
 
     def choose(self, probabilities: Sequence[float]) -> int:
@@ -129,7 +130,7 @@ class Controller:
         table, rate, bias = self.table, self.rate, self.bias
         best, most, total, place = 1, -inf, 1.0, 0
         for k, p in enumerate(probabilities, 1):
-            total += p * bias if k > 1 else 0.0
+            total += p * bias + EXPLORATION if k > 1 else 0.0
             place += k > MENU[place]
             if k == MENU[place] or k == len(probabilities):
                 value = total - rate * table[place]
@@ -199,6 +200,6 @@ class Controller:
         plain, missing = self.table[0], self._least - self.loss_budget
         probe = self.batch * self.times.probe.value
         if missing <= 0:
-            return 0 if rows > 1 else max(0, ceil(probe / (PROBE_SHARE * plain)) - 1)
+            return 0 if rows > 1 or probe < CHEAP_PROBE * plain else ceil(probe / (PROBE_SHARE * plain)) - 1
         self.cooldowns += 1
         return max(COOLDOWN, ceil(missing / (self.share * plain)))
