@@ -3,6 +3,7 @@
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 
 from lookahead.core import Request, SettingsError
@@ -24,7 +25,7 @@ from lookahead.drafters.adaptive.controller import (
     Controller,
 )
 from lookahead.drafters.adaptive.drafter import Drafting, Plain
-from lookahead.drafters.adaptive.step_times import MENU, WEIGHT, from_points, place_of, times_file
+from lookahead.drafters.adaptive.step_times import MENU, SAMPLED, WEIGHT, from_points, place_of, times_file
 from lookahead.testing import FakeTarget, run
 
 FLAT = [0.010 * (1 + 0.002 * k) for k in MENU]
@@ -657,6 +658,35 @@ def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, m
     assert any(cooling)
     assert generation.stats.drafter["cooldowns"] == 0
     assert generation.stats.steps < 200
+
+
+class Dear:
+    """Noise that takes 0.4 plain steps a position, whoever asks first."""
+
+    temperature, overlaps = 1.0, False
+
+    def __init__(self):
+        self.known = set()
+
+    def __call__(self, index):
+        Clocked.now += 0.0 if index in self.known else 0.4
+        self.known.add(index)
+        return np.zeros(200, np.float32)
+
+
+def test_noise_that_plain_decoding_draws_too_is_no_price_of_drafts(clock):
+    target = Clocked(200, unpredictable)
+    target.per_row = 0.02
+    state = measured(target)
+    ((key, table),) = state.times.bins.items()
+    state.times.bins[key[0] + SAMPLED, key[1]] = [seconds + 0.4 for seconds in table]
+    drafter, noise = AdaptiveDrafter(None, 200, state), Dear()
+    drafter.use_noise(noise)
+    (generation,) = run(target, [Request([1, 2, 3], drafter, 12)])
+    assert len(noise.known) >= 11
+    assert state.times.probe.value == pytest.approx(0.0, abs=1e-9)
+    assert state.times.table(1, 100, True)[0] == pytest.approx(1.4, rel=0.01)
+    assert generation.stats.drafter["cooldowns"] == 0
 
 
 def everything(drafter):

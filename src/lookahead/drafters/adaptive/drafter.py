@@ -95,6 +95,8 @@ class AdaptiveDrafter(Drafter):
         #: When the step began and its tree was there; seconds of the last step's accounts, which the next one bears;
         #: what all drafters had taken by then.
         self._start = self._grown = self._late = self._taken = 0.0
+        #: Seconds in which noise was drawn since the step began, or since it was to be observed; its last token.
+        self._drawing, self._drawn = 0.0, -1
 
     def _set_up(self, text: list[int]) -> Drafting:
         """Make what drafting needs."""
@@ -108,13 +110,23 @@ class AdaptiveDrafter(Drafter):
         grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
         grower.tail = [self._prompt[0]] * 3
         if self._sampling is not None:
-            noise = self._sampling
-            grower.noise = lambda depth: noise(self._emitted + depth)
-            grower.temperature = max(noise.temperature, 1e-3)
+            grower.noise = self._noise
+            grower.temperature = max(self._sampling.temperature, 1e-3)
         window = None
         if config.window_size:
             window = WindowSource(config.window_size, config.ngram_size, self._prompt, self._eos, config.seed)
         return Drafting(grower, window)
+
+    def _noise(self, depth: int) -> Any:
+        """Noise of the token chosen under nodes of this depth."""
+        assert self._sampling is not None
+        begin = perf_counter()
+        self._drawn = max(self._drawn, self._emitted + depth)
+        noise = self._sampling(self._emitted + depth)
+        seconds, draw = perf_counter() - begin, self._times.draw
+        draw.value = draw.value or seconds
+        self._drawing += draw.add(seconds)
+        return noise
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
         begin = perf_counter()
@@ -128,6 +140,7 @@ class AdaptiveDrafter(Drafter):
         else:
             tree = self._grow(self._phase, max_depth, min(max_rows, self.config.max_rows))
         self._times.drafted(len(tree))
+        self._start, self._drawing = self._start + self._drawing, 0.0
         self._grown = perf_counter()
         self._taken = self._times.take(self._grown - begin)
         return tree
@@ -195,7 +208,12 @@ class AdaptiveDrafter(Drafter):
         phase, times = self._phase, self._times
         controller.context = len(self._prompt) + self._emitted
         end = perf_counter()
-        drafted, observed = self._grown - self._start, end - begin
+        drafted, observed = self._grown - self._start, end - begin - self._drawing
+        self._drawing = 0.0
+        if (
+            self._emitted - tokens <= self._drawn
+        ):  # a plain pass draws noise; what was drawn ahead saves it that
+            passed += times.draw.value
         if isinstance(phase, Plain):
             phase.steps -= 1
             phase.own += min(drafted + observed, times.probe.value)  # more was an interruption
@@ -206,6 +224,7 @@ class AdaptiveDrafter(Drafter):
             controller.learn_plain(phase.passes, phase.own, phase.disturbed)
             phase.passes, phase.own, phase.disturbed = [], 0.0, False
         else:
+            drafted += times.draw.value * (tokens - 1)
             if rows == 1:
                 times.probe.add(drafted + observed)
                 drafted += observed

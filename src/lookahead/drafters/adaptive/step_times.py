@@ -55,14 +55,14 @@ class StepTimes:
             it; the others are what follows once the tree is grown: the pass, and learning from its rows.
         probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
         after: seconds by which the plain step after that is longer, since the model finds cold caches.
-        setup: seconds to set up drafting for a text, its prompt read.
+        setup: seconds to set up drafting for a text, its prompt read; draw: to draw the noise of one position.
         batch, rows: sequences in the pass, and rows of all their trees.
     """
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
         self.bins = bins if bins is not None else {}
         self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.25)
-        self.setup = Average(5e-4, 0.2, SPIKE)
+        self.setup, self.draw = Average(5e-4, 0.2, SPIKE), Average(weight=0.25, spike=2 * SPIKE)
         self.batch, self.rows, self._evaluated = 0, 0, True
         self._taken = 0.0
 
