@@ -7,7 +7,16 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.drafters.adaptive import AdaptiveState, load_times, model_key, times_for
+from lookahead.drafters.adaptive import (
+    AdaptiveState,
+    growth,
+    hashing,
+    learning,
+    load_times,
+    model_key,
+    times_for,
+)
+from lookahead.drafters.adaptive.sources import suffix
 from toy import save
 
 
@@ -60,6 +69,16 @@ def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     del llm
     lookahead.load(toy, method="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
     assert len(calls) == 1
+
+
+def test_no_text_pays_for_compilation(toy, monkeypatch):
+    """What is compiled for a text, however long, is compiled before the first one."""
+    entries = (growth.grow, learning.study, suffix.feed, hashing.rehash)
+    for function in entries:
+        monkeypatch.setattr(function, "_machine_code", None)
+    llm = lookahead.load(toy, method="adaptive")
+    times_for(llm.model, llm.target().path, llm.target)
+    assert all(function._machine_code is not None for function in entries)
 
 
 def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypatch):

@@ -124,8 +124,8 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
         drafter.use_noise(noise)
         for _ in decode(target, [Request([*prompt[1:4], *prompt[1:4], 1], drafter, 4)]):
             pass
-        for _ in range(2):
-            drafter.reset(prompt, 0, frozenset())
+        for text in (4 * prompt, prompt):  # the longer one makes the tables grow
+            drafter.reset(text, 0, frozenset())
             start = perf_counter()
             drafter.draft(8)
             spent.append(perf_counter() - start)
