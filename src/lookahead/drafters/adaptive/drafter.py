@@ -210,9 +210,7 @@ class AdaptiveDrafter(Drafter):
         end = perf_counter()
         drafted, observed = self._grown - self._start, end - begin - self._drawing
         self._drawing = 0.0
-        if (
-            self._emitted - tokens <= self._drawn
-        ):  # a plain pass draws noise; what was drawn ahead saves it that
+        if self._emitted - tokens <= self._drawn:  # noise drawn ahead is missing in the pass, and not in t(1)
             passed += times.draw.value
         if isinstance(phase, Plain):
             phase.steps -= 1
