@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LARGEST_FILE = 300
 #: Lines of each package. They may only fall, unless what a package does grows; the goal without the server is 13,000.
 LARGEST = {
-    "core": 1195, "drafters": 3059, "sampling.py": 300, "targets": 2660, "targets/cpu": 2490, "attention": 690,
+    "core": 1195, "drafters": 3059, "sampling.py": 300, "targets": 2660, "targets/cpu": 2510, "attention": 690,
     "hf": 510, "engine": 2030, "parallel": 1095, "bench": 1570, "cli": 1500, "testing.py": 210, "server": 2455,
 }  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -1,9 +1,10 @@
 """Rows times packed weights, group by group, and what is done with each block of sums while it is in the cache.
 
-The microkernel holds the sums of up to 32 rows with one group of 32 outputs in registers. Every sum is one chain over
-the inner size, in an order that depends on neither the number of rows nor a row's place among them: so a row has the
-same bits in any step. One pass over a matrix tile costs about as much for 16 rows as for one, and less than its
-kilobyte takes to come from memory: up to 32 rows run at nearly the memory's speed.
+The microkernel sums up to 32 rows with one group of 32 outputs. Every sum is one chain over the inner size, in an
+order that depends on neither the number of rows nor a row's place among them: so a row has the same bits in any step.
+One pass over a matrix tile costs about as much for 16 rows as for one, and less than its kilobyte takes to come from
+memory: up to 32 rows run at nearly the memory's speed. In vectors it holds the sums of 8 rows in registers, goes over
+a chunk of the weights with all rows while it is in the first cache, and asks memory for the next chunk as it goes.
 
 The epilogue stores, adds, activates or keeps sums as logits, in LLVM's vectors, because these few hundred nanoseconds
 are what keeps a gemm from the memory's speed.
@@ -27,6 +28,8 @@ from .vector_math import activation, soft_cap, store_rounded
 VECTORS, ROW_BLOCK = GROUP // LANES, 32
 #: Rows whose sums fit the register file.
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, llvm.REGISTERS), 1)
+#: Steps that all rows take in vectors before the next ones: 16 KiB of weights, which stay in the first cache.
+CHUNK = 128
 #: Lines of each of the next group's panels that are asked for before a group is done.
 NEXT_LINES = 16
 
@@ -114,22 +117,41 @@ def _microkernel(numbers: Format) -> Any:
     pairs = numbers.kind == "pairs"
     narrow = numbers.stored.is_bf16 and not pairs
     vector_bytes = numbers.step * numbers.stored.bytes * LANES
+    step_bytes = VECTORS * vector_bytes
 
     def emit(builder: Any, weights: Any, rows: Any, stride: Any, steps: Any, count: Any, out: Any) -> None:
-        def parts(step: Any) -> list[Any]:
-            here = offset(builder, weights, (step, VECTORS * vector_bytes))
-            _prefetch(builder, here, 4096, 1)
-            return [
-                load_numbers(builder, offset(builder, here, v * vector_bytes), narrow) for v in range(VECTORS)
-            ]
+        with cgutils.for_range(builder, builder.mul(count, const(VECTORS))) as loop:
+            llvm.store_vector(builder, llvm.ZEROS, offset(builder, out, (loop.index, 4 * LANES)))
+        with cgutils.for_range_slice(builder, const(0), steps, const(CHUNK)) as (begin, _):
+            rest = builder.sub(steps, begin)
+            length = builder.select(builder.icmp_signed("<", rest, const(CHUNK)), rest, const(CHUNK))
+            chunk = offset(builder, weights, (begin, step_bytes))
 
-        def some(size: int, first: Any) -> None:
-            factors = offset(builder, rows, (stride, first)), stride
-            sums = offset(builder, out, (first, 4 * GROUP)), 4 * GROUP
-            multiply = _dot_pairs if pairs else multiply_add
-            llvm.accumulate(builder, size, VECTORS, steps, parts, factors, sums, multiply=multiply)
+            def some(size: int, first: Any) -> None:
+                # Every block of rows asks for its share of the chunk that follows.
+                each = builder.udiv(const(step_bytes * size), count)
+                share = builder.udiv(builder.mul(first, length), const(size))
+                ahead = offset(builder, chunk, CHUNK * step_bytes, (each, share))
+                half = builder.lshr(each, const(1))
 
-        llvm.in_blocks(builder, count, [size for size in (8, 4, 2, 1) if size <= ROWS_AT_ONCE], some)
+                def parts(step: Any) -> list[Any]:
+                    here, line = (
+                        offset(builder, chunk, (step, step_bytes)),
+                        offset(builder, ahead, (step, each)),
+                    )
+                    for place in (line, builder.add(line, half)):
+                        _prefetch(builder, place, 0, 1)
+                    places = [offset(builder, here, v * vector_bytes) for v in range(VECTORS)]
+                    return [load_numbers(builder, place, narrow) for place in places]
+
+                factors = offset(builder, rows, (stride, first), (begin, 4)), stride
+                sums = offset(builder, out, (first, 4 * GROUP)), 4 * GROUP
+                multiply = _dot_pairs if pairs else multiply_add
+                llvm.accumulate(
+                    builder, size, VECTORS, length, parts, factors, sums, add=True, multiply=multiply
+                )
+
+            llvm.in_blocks(builder, count, [size for size in (8, 4, 2, 1) if size <= ROWS_AT_ONCE], some)
 
     return llvm.emitted(emit, 6)
 
