@@ -1,7 +1,10 @@
 """`lookahead bench serve`: its page, that it refuses texts that differ, and another server beside ours."""
 
 import json
+import os
+import signal
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 
@@ -99,3 +102,25 @@ def test_a_server_that_cannot_start_says_why():
         load_test.started_llamacpp("/nowhere.gguf", 1),
     ):
         pass
+
+
+def test_a_load_test_that_is_asked_to_end_takes_its_servers_along(monkeypatch):
+    before, ended = signal.getsignal(signal.SIGTERM), []
+
+    @contextmanager
+    def started(options):
+        try:
+            yield "http://127.0.0.1:1"
+        finally:
+            ended.append(options)
+
+    monkeypatch.setattr(load_test, "started", started)
+    monkeypatch.setattr(load_test, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("sys.argv", ["lookahead", "bench", "serve"])
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(ended) == 1

@@ -6,6 +6,7 @@ The words after ``bench`` are a model or one of the commands below; what is no c
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -190,6 +191,9 @@ def serve(
     methods = [load_test.PLAIN, *(name.strip() for name in method.split(","))]
     kind, _, file = (against or "").partition(":")
     threads = load.keywords().get("threads") or machine()["cores"]
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # servers started here end, too
     with ExitStack() as servers:
         address = url or servers.enter_context(load_test.started(load.keywords()))
         other = against
