@@ -23,8 +23,7 @@ MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WEIGHT, GUESS = 0.08, 0.02
 #: What took this many times as long as usual was interrupted by something else, and counts as so many times.
 SPIKE = 2.0
-#: Of the file; raised too where compiled passes take other times than before.
-FORMAT = 3
+FORMAT = 3  # of the file; raised too where compiled passes take other times than before
 #: Added to the number of a bin for sampled texts.
 SAMPLED = 64
 
