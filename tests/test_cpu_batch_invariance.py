@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import pairwise
 from threading import Thread
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -222,12 +223,10 @@ def test_logits_outlive_the_next_step() -> None:
 
 
 def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:
-    import time
-
     target = compiled()
     target.prefill([(0, prompt(5))])
     first = target.forward([(0, random_tree(1, 8))])[0].row(0).clone()
-    time.sleep(0.1)  # longer than a helper stays awake
+    sleep(0.3)  # longer than a helper stays awake
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
     pool, model = thread_pool(threads), target.compiled
     # As after an interrupt between posting a job and leading it.
@@ -235,6 +234,28 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
     pool._owner = state
     pool._post(pool._control, model._job, state.address)
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+
+
+def test_helpers_are_awake_when_the_next_step_of_a_text_comes() -> None:
+    """A pass whose helper has to be woken is several ms longer; drafting takes up to one or two between passes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        target, pool = compiled(), thread_pool(2)
+        target.prefill([(0, prompt(5))])
+        found = []
+        for seed in range(20):
+            target.forward([(0, random_tree(seed, 8))])
+            end = perf_counter() + 0.003
+            while perf_counter() < end:
+                pass
+            asleep = pool._control + RANKS + RANK_BYTES - pool._memory.ctypes.data
+            found.append(int(pool._memory[asleep : asleep + 8].view(np.int64)[0]))
+        assert sum(found) < 10  # on a busy machine one may be
+        sleep(0.3)
+        assert pool._memory[asleep : asleep + 8].view(np.int64)[0] == 1  # and the word says it
+    finally:
+        torch.set_num_threads(before)
 
 
 begin_again = njit(restart)

@@ -1,6 +1,6 @@
 """Threads that do one job together, the caller and helpers, and how they wait for one another.
 
-A helper looks for the next job for a millisecond or two, because the next step of a text comes soon, and then sleeps
+A helper looks for the next job for some 20 ms, because the next step of a text comes soon, and then sleeps
 on a lock; it looks in compiled code and sleeps in Python. One pool for each number of threads, for the whole process,
 does one job at a time; a caller that works alone needs no helpers and waits for nobody. A job is the address of a
 compiled function of (argument, control, rank, size, arrived).
@@ -27,8 +27,8 @@ from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, emitted
 # Words that many threads look at have a cache line.
 JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
 RANKS, RANK_BYTES, SEEN, TAKEN, STAGES = 192, 64, 8, 16, 5
-#: Turns of a waiting loop before a thread offers its core to others, and before it goes to sleep.
-SPINS, SPINS_AWAKE = 2000, 6000
+#: Turns of a waiting loop before a thread offers its core, and before it sleeps: being woken costs a pass 1 to 5 ms.
+SPINS, SPINS_AWAKE = 2000, 100_000
 
 
 def _pause(builder: Any) -> None:
