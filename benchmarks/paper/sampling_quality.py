@@ -30,9 +30,9 @@ from .study import Study
 Cell = tuple[int, ...]
 Distribution = dict[Cell, float]
 #: Texts drawn for the test of the joint distribution.
-DRAWS = 2000
+DRAWS = 1000
 #: Tokens of a prompt that these texts go on from: each draw reads them again.
-BEGINNING = 64
+BEGINNING = 32
 
 
 def rouge(records: Sequence[Record]) -> dict[str, float]:
@@ -141,7 +141,7 @@ class JointDistribution:
 def joint_distribution(
     model: ModelUnderTest,
     prompts: Sequence[Sequence[int]],
-    method: str = "lookahead:7,5,7",
+    method: str = "lookahead:5,3,5",
     draws: int = DRAWS,
     depth: int = 3,
     top_k: int = 4,
