@@ -25,7 +25,15 @@ from lookahead.drafters.adaptive.controller import (
     Controller,
 )
 from lookahead.drafters.adaptive.drafter import Drafting, Plain
-from lookahead.drafters.adaptive.step_times import MENU, SAMPLED, WEIGHT, from_points, place_of, times_file
+from lookahead.drafters.adaptive.step_times import (
+    FORMAT,
+    MENU,
+    SAMPLED,
+    WEIGHT,
+    from_points,
+    place_of,
+    times_file,
+)
 from lookahead.testing import FakeTarget, run
 
 FLAT = [0.010 * (1 + 0.002 * k) for k in MENU]
@@ -610,7 +618,7 @@ def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
     save_times("model A", times)
     assert load_times("model A").bins == times.bins
     assert load_times("model B") is None
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
     assert load_times("model A") is None  # of another version: measured again
     for damaged in ('{"menu": 3}', "[]", '{"format": 2, "menu": 3}', "{"):
         times_file("model A").write_text(damaged)
