@@ -191,9 +191,8 @@ def serve(
     methods = [load_test.PLAIN, *(name.strip() for name in method.split(","))]
     kind, _, file = (against or "").partition(":")
     threads = load.keywords().get("threads") or machine()["cores"]
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # servers started here end, too
+    # Servers that are started here end, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as servers:
         address = url or servers.enter_context(load_test.started(load.keywords()))
         other = against
