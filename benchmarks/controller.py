@@ -34,6 +34,8 @@ import fit_priors
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
 FIXED = (2, 4, 6, 8)
+#: What names a text's line in a file.
+KEYS = ("commit", "dtype", "clock", "workload", "prompt", "temperature")
 
 
 class QuietClock:
@@ -108,10 +110,12 @@ class Bench:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = lookahead.load(args.model, dtype=args.dtype)
     bench = Bench(llm, args.times, args.repeats, args.wall, args.new_tokens)
-    methods = ["plain", "adaptive", *(f"fixed {k}" for k in FIXED), *["again"] * args.wall]
+    methods = ["plain", "adaptive", *(f"fixed {k}" for k in args.fixed), *["again"] * args.wall]
     about = {**environment(), "dtype": llm.dtype, "clock": "wall" if args.wall else "quiet"}
     about["t"] = {str(k): round(1e3 * t, 3) for k, t in zip(MENU, bench.table, strict=True) if k <= 64}
     fitted, lines = set(fit_priors.prompts(args.data, 60)), []
+    before = read(args.out) if args.out else []
+    done = {tuple(line[key] for key in KEYS): line for line in before}
     for workload in args.workloads:
         found = [
             p for p in load_workload(workload, 3 * args.prompts, data=args.data) if p.turns[0] not in fitted
@@ -119,6 +123,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for number, prompt in enumerate(found[: args.prompts]):
             ids = prompt.tokens(llm.tokenizer)[-args.longest :]
             for temperature in args.temperatures:
+                text = {**about, "workload": workload, "prompt": number, "temperature": temperature}
+                known = done.get(tuple(text[key] for key in KEYS))
+                if known is not None:
+                    lines.append(known)
+                    continue
                 seconds: dict[str, list[float]] = defaultdict(list)
                 made: dict[str, Any] = {}
                 for turn in range(args.rounds if args.wall else 1):
@@ -127,7 +136,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         spent, made[method] = bench.decode(ids, name, temperature, number)
                         seconds[method].append(spent)
                 line = {
-                    **about, "workload": workload, "prompt": number, "temperature": temperature,
+                    **text,
                     "tokens": len(made["plain"].tokens),
                     "equal": all(one.tokens == made["plain"].tokens for one in made.values()),
                     "seconds": {method: min(some) for method, some in seconds.items()},
@@ -145,6 +154,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def read(path: str) -> list[dict[str, Any]]:
+    """The lines of a file, none where there is none."""
+    file = Path(path)
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def tables(lines: list[dict[str, Any]]) -> str:
     """The figures as Markdown: totals by dtype, temperature and workload."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -153,6 +168,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
             groups[line["clock"], line["dtype"], line["temperature"], workload].append(line)
     columns = ("clock", "dtype", "T", "workload", "texts", "equal", "adaptive", "best fixed", "its rate")
     columns += ("adaptive's of it", "median text", "slowest text", "over 1.02", "plain again")
+    columns += ("plain again over 1.02",)
     text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for group, some in sorted(groups.items(), key=lambda group: str(group[0])):
         total = {m: sum(line["seconds"][m] for line in some) for m in some[0]["seconds"]}
@@ -166,6 +182,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         cells += [best, f"{total['plain'] / total[best]:.2f}", f"{total[best] / total['adaptive']:.2f}"]
         cells += [f"{median(ratios):.3f}", f"{max(ratios):.3f}", sum(ratio > 1.02 for ratio in ratios)]
         cells += [f"{min(again):.3f} to {max(again):.3f}" if max(again) else ""]
+        cells += [sum(ratio > 1.02 for ratio in again)]
         text.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(text)
 
@@ -176,6 +193,7 @@ def main() -> None:
     add("model", nargs="?")
     add("--data", type=Path)
     add("--dtype", default="float32")
+    add("--fixed", type=lambda text: [int(k) for k in text.split(",")], default=list(FIXED))
     add("--prompts", type=int, default=20, help="of each workload")
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7, 1.0])
@@ -185,11 +203,11 @@ def main() -> None:
     add("--repeats", type=int, default=40)
     add("--wall", action="store_true")
     add("--rounds", type=int, default=3)
-    add("--out", help="JSON lines; appended to")
+    add("--out", help="JSON lines; appended to, and texts that it has at this commit are not measured again")
     add("--page", action="store_true", help="print tables of the lines of --out, and measure nothing")
     args = parser.parse_args()
     if args.page:
-        lines = [json.loads(line) for line in Path(args.out).read_text().splitlines()]
+        lines = read(args.out)
         print(describe(lines[-1]) + "\n\n" + tables(lines))
     else:
         print(tables(measure(args)))
