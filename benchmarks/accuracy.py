@@ -8,7 +8,6 @@ The texts are the same token for token, so the scores must be: this asks the har
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from itertools import islice
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import describe, environment
+from lookahead.bench.record import environment
 from lookahead.bench.summary import markdown_table
 from lookahead.bench.workloads import find_file
-from lookahead.cli.bench import command_line
 from lookahead.core import LookaheadError, SettingsError
+
+from .page import write_page
 
 METHODS = ("autoregressive", "adaptive")
 #: The last number of the answer.
@@ -80,21 +80,14 @@ def main() -> None:
             lines.append({"method": method, "questions": len(texts[-1]), "exact_match": score,
                           "S": (new - len(model.stats)) / steps})  # fmt: skip
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path}
-    facts = {
-        "command": command_line(sys.argv[1:], "python -m benchmarks.accuracy"),
-        "where": describe(record), "figures": lines, "equal": sum(a == b for a, b in zip(*texts, strict=True)),
-    }  # fmt: skip
+    equal = sum(a == b for a, b in zip(*texts, strict=True))
     rows = [[x["method"], str(x["questions"]), f"{x['exact_match']:.3f}", f"{x['S']:.2f}"] for x in lines]
     body = [
-        "# Accuracy through lm-evaluation-harness", "", f"`{facts['command']}`", "", f"{facts['where']}.", "",
         markdown_table(["method", "questions of GSM8K", "exact match of the last number", "S"], rows), "",
-        f"{facts['equal']} of {lines[0]['questions']} texts are equal. Chat template, no examples, greedy, at most "
+        f"{equal} of {lines[0]['questions']} texts are equal. Chat template, no examples, greedy, at most "
         f"{given.max_new_tokens} tokens: a small model solves few; what counts is that the scores are the same.",
-        "",
     ]  # fmt: skip
-    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    given.out.with_suffix(".md").write_text("\n".join(body))
-    print("\n".join(body))
+    print(write_page(given.out, "Accuracy through lm-evaluation-harness", record, lines, body, equal=equal))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """What the adaptive drafter did, step by step: rows chosen, tokens won, and how sure it was of what came.
 
-    python benchmarks/adaptive_run.py --data FOLDER --out docs/results/adaptive-run.json
+    python -m benchmarks.adaptive_run --data FOLDER
 
 Decodes code and maths prompts one after the other, cold for each prompt, plainly, with the budget, and with 64 rows
-in every step, and writes one JSON object: per prompt the rows and tokens of every step, whether it was a plain one,
-and the seconds; and, over the steps of 64 rows, by level of estimated probability, how many drafted children of
-accepted nodes there were and how many of these were right. ``docs/draw_adaptive.py`` draws it. Every text is
-compared with plain decoding.
+in every step, and draws two pictures: rows and tokens of every step, and, over the steps of 64 rows, by level of
+estimated probability, how many of the drafted children of accepted nodes were right. The figures go into one JSON
+object. Every text is compared with plain decoding.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import environment
+from lookahead.bench.pictures import COLOURS, new_figure, save
+from lookahead.bench.record import describe, environment
 from lookahead.bench.workloads import load_workload
+from lookahead.cli.bench import command_line
 from lookahead.core import Decoder, Drafter, Request, TokenTree
 from lookahead.drafters import make_drafter
 from lookahead.drafters.adaptive import AdaptiveDrafter, AdaptiveState, times_for
@@ -69,16 +70,70 @@ class Watched(Drafter):
         return self.drafter.stats()
 
 
+def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
+    """Rows and tokens of each step of one text of each workload: the one whose rows vary the most."""
+    figure, axes = new_figure(7.2, 3.6)
+    axes.remove()
+    texts = {}
+    for one in runs:
+        if one["temperature"] == 0:
+            best = texts.get(one["workload"])
+            if best is None or len(set(one["rows"])) > len(set(best["rows"])):
+                texts[one["workload"]] = one
+    for place, (workload, one) in enumerate(texts.items(), 1):
+        axes = figure.add_subplot(len(texts), 1, place)
+        ends, total = [], 0
+        for tokens in one["tokens"]:
+            total += tokens
+            ends.append(total)
+        begins = [0, *ends]
+        for number, cooling in enumerate(one["plain_step"][: len(ends)]):
+            if cooling:
+                label = None if number else "cooldown: plain steps"
+                axes.axvspan(begins[number], ends[number], color="#e6e6e6", linewidth=0, label=label)
+        axes.step(ends, one["rows"], where="post", color=COLOURS[0], linewidth=1.2, label="rows of the step")
+        axes.plot(ends, one["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
+        axes.set_yscale("log", base=2)
+        axes.set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        axes.set_ylim(0.8, 150)
+        axes.set_title(f"{workload}, greedy", fontsize=9)
+        axes.grid(alpha=0.3)
+        if place == 1:
+            axes.legend(fontsize=7, ncols=3, loc="upper right")
+    axes.set_xlabel("tokens of the text so far")
+    return figure
+
+
+def calibration(by_temperature: dict[str, list[list[float]]]) -> Any:
+    """Estimated probability of a drafted child of an accepted node against how often it was right."""
+    figure, axes = new_figure(7.0, 4.4)
+    axes.plot([0, 1], [0, 1], color="#888888", linewidth=1, label="as estimated")
+    for number, (temperature, levels) in enumerate(by_temperature.items()):
+        points = [(sure / count, right / count, count) for count, right, sure in levels if count >= 20]
+        axes.plot(
+            [x for x, _, _ in points],
+            [y for _, y, _ in points],
+            color=COLOURS[number],
+            marker="os"[number % 2],
+            label=f"T = {float(temperature):g}, {sum(int(c) for _, _, c in points):,} candidates",
+        )
+    axes.set_xlabel("estimated probability")
+    axes.set_ylabel("share that was right")
+    axes.legend(fontsize=8)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", required=True, help="a folder with the data sets")
-    add("--model", help="in place of the bundled one")
+    add("--model", help="in place of SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=20)
     add("--new-tokens", type=int, default=128)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
-    add("--out", type=Path, required=True)
+    add("--out", type=Path, default=Path("docs/results/adaptive-run.json"))
+    add("--pictures", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
     target, size = llm.target(), llm.vocabulary
@@ -122,11 +177,12 @@ def main() -> None:
                         "drafter": dict(generation.stats.drafter),
                     }
                 )
-    about = {"model": llm.name, "dtype": str(llm.model.dtype).removeprefix("torch."), **environment()}
-    words = ["python", *sys.argv]
-    words[words.index("--data") + 1] = "DIR"
-    about |= {"command": " ".join(words), "path": getattr(target, "path", ""), "levels": LEVELS}
-    args.out.write_text(json.dumps({"about": about, "calibration": levels, "runs": runs}) + "\n")
+    where = describe({**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path})
+    command = command_line(sys.argv[1:], "python -m benchmarks.adaptive_run")
+    facts = {"command": command, "where": where, "levels": LEVELS, "calibration": levels, "runs": runs}
+    args.out.write_text(json.dumps(facts) + "\n")
+    save(rows_over_time(runs), args.pictures / "adaptive-rows", where)
+    save(calibration(levels), args.pictures / "adaptive-calibration", where)
     equal = sum(run["equal"] for run in runs)
     print(f"{len(runs)} texts, {equal} equal to plain decoding; written to {args.out}")
 

@@ -1,7 +1,7 @@
 """S of the adaptive drafter beside the paper's method and prompt lookup, and what each source is worth.
 
-    python benchmarks/adaptive_s.py --data FOLDER                  code and maths, greedy and at temperature 1
-    python benchmarks/adaptive_s.py --data FOLDER --prompts 10 --quick
+    python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
+    python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first one over forward
 passes after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of
@@ -13,24 +13,32 @@ its pool. ``warm+corpus``: adaptive also proposes from earlier texts. ``hf-promp
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions, load_workload, make_methods
 from lookahead.bench.method import Outcome
 from lookahead.bench.methods import make_request, timed_decode
-from lookahead.bench.record import environment
+from lookahead.bench.pictures import COLOURS, new_figure, save
+from lookahead.bench.record import describe, environment
+from lookahead.bench.summary import markdown_table
 from lookahead.core import Drafter, NGramPool, Stats
-from lookahead.core.records import RecordWriter
 from lookahead.drafters import make_drafter
 from lookahead.drafters.adaptive import AdaptiveState
 from lookahead.drafters.adaptive.config import DEFAULT_SOURCES
 
+from .page import write_page
+
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
+#: What acceptance is credited to, and the methods whose credit is drawn.
+CREDITS = (*DEFAULT_SOURCES, "window", "corpus")
+CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
 
 class Runner:
@@ -50,9 +58,9 @@ class Runner:
             self.model.target, make_request(self.model, self.prompts[number], drafter, options)
         )
 
-    def measure(self, make: Callable[[], Drafter]) -> dict[str, Any]:
+    def measure(self, method: Callable[[], Callable[[], Drafter]]) -> dict[str, Any]:
         """S, rows per step and accepted tokens per step by source."""
-        total = Stats()
+        make, total = method(), Stats()
         figures: Counter[str] = Counter()
         for number, plain in enumerate(self.plain):
             outcome = self._decode(number, make())
@@ -125,61 +133,95 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
     return found
 
 
+def credit_by_source(records: Sequence[dict[str, Any]], most: int) -> Any:
+    """Accepted drafted tokens per step, by the source on whose word they were drafted."""
+    figure, axes = new_figure(7.2, 3.8)
+    bars = []
+    for workload, temperature in sorted({(r["workload"], r["temperature"]) for r in records}):
+        for method in CREDITED:
+            for record in records:
+                if (record["workload"], record["temperature"], record["method"]) == (
+                    workload,
+                    temperature,
+                    method,
+                ):
+                    label = f"{workload}, T = {temperature:g}, {method.removeprefix('adaptive ')}"
+                    bars.append((label, record["credit"]))
+    left = [0.0] * len(bars)
+    for number, source in enumerate(CREDITS):
+        parts = [credit.get(source, 0.0) for _, credit in bars]
+        axes.barh(range(len(bars)), parts, left=left, color=COLOURS[number], label=source, height=0.7)
+        left = [a + b for a, b in zip(left, parts, strict=True)]
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"accepted drafted tokens per step, at most {most} rows")
+    axes.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.45, 1.12))
+    return figure
+
+
+def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """The page's tables."""
+    lines = [
+        f"The first {args.prompts} prompts of each, at most {args.new_tokens} new tokens. **Every text of every row "
+        "is equal to plain decoding, token for token.**", "",
+        "S is tokens per forward pass after the prefill, bonus token included; it does not depend on the machine. "
+        f"There is no controller here: adaptive may have {args.rows} rows in every step. *cold* keeps nothing "
+        "between prompts, *warm* shares what was learnt (the paper's method: its pool), *+corpus* also drafts from "
+        "earlier texts.", "",
+    ]  # fmt: skip
+    groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for record in records:
+        groups[record["workload"], record["temperature"]][record["method"]] = record
+    heads = ["method", "S", "rows per step", "against the paper's, cold", "against the paper's, warm"]
+    for (workload, temperature), found in groups.items():
+        paper = [found[f"lookahead {','.join(map(str, PAPER))} {state}"]["s"] for state in ("cold", "warm")]
+        rows = [
+            [name, f"{one['s']:.2f}", f"{one['rows']:.1f}", *(f"{one['s'] / s:.2f}" for s in paper)]
+            for name, one in found.items()
+        ]
+        what = "greedy" if not temperature else f"temperature {temperature:g}"
+        lines += [f"## {workload}, {what}", "", markdown_table(heads, rows), ""]
+    return [*lines, "![Accepted tokens by source](../images/adaptive-credit.png)"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", required=True, help="a folder with the data sets")
-    add("--model", help="in place of the bundled one")
-    add("--dtype", default="float32")
+    add("--data", type=Path, required=True, help="a folder with the data sets")
+    add("--model", help="in place of SmolLM2")
+    add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=60)
     add("--new-tokens", type=int, default=128)
     add("--rows", type=int, default=64)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
-    add("--out", help="JSON lines; appended to")
+    add("--out", type=Path, default=Path("docs/results/adaptive"), help="page and JSON")
+    add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
     model = ModelUnderTest.of(llm)
-    about = {"model": llm.name, "new_tokens": args.new_tokens, **environment()}
+    records: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         for workload in args.workloads:
-            source = load_workload(WORKLOADS.get(workload, workload), args.prompts, data=args.data)
+            source = load_workload(WORKLOADS[workload], args.prompts, data=args.data)
             prompts = [prompt.tokens(llm.tokenizer) for prompt in source]
             runner = Runner(model, prompts, RunOptions(args.new_tokens, temperature))
-            results: dict[str, dict[str, Any]] = {}
-            print(
-                f"\n{workload}, {len(prompts)} prompts, temperature {temperature:g}: every output equal to plain"
-            )
-            for label, make in methods(llm.vocabulary, args.rows, args.quick).items():
-                results[label] = runner.measure(make())
-                _show(label, results[label], results)
-                _keep(
-                    args.out,
-                    {**about, "workload": workload, "temperature": temperature, "method": label},
-                    results,
-                )
+            print(f"\n{workload}, {len(prompts)} prompts, temperature {temperature:g}")
+            made: dict[str, Callable[[], dict[str, Any]]] = {
+                label: partial(runner.measure, make)
+                for label, make in methods(llm.vocabulary, args.rows, args.quick).items()
+            }
             if not temperature:
-                results["hf-prompt-lookup"] = runner.prompt_lookup_of_transformers()
-                _show("hf-prompt-lookup", results["hf-prompt-lookup"], results)
-                _keep(
-                    args.out,
-                    {**about, "workload": workload, "temperature": 0.0, "method": "hf-prompt-lookup"},
-                    results,
-                )
-
-
-def _show(label: str, result: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
-    cold, warm = (results.get(f"lookahead 15,5,15 {state}") for state in ("cold", "warm"))
-    against = f"  x{result['s'] / cold['s']:.2f} of paper cold" if cold else ""
-    against += f"  x{result['s'] / warm['s']:.2f} of paper warm" if warm else ""
-    print(f"  {label:32} S {result['s']:.3f}  rows {result['rows']:5.1f}{against}", flush=True)
-
-
-def _keep(path: str | None, about: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
-    if path:
-        with RecordWriter(path, append=True) as writer:
-            writer.write({**about, **results[about["method"]]})
+                made["hf-prompt-lookup"] = runner.prompt_lookup_of_transformers
+            for label, measure in made.items():
+                found = {"workload": workload, "temperature": temperature, "method": label, **measure()}
+                records.append(found)
+                print(f"  {label:32} S {found['s']:.3f}  rows {found['rows']:5.1f}", flush=True)
+    where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path}
+    save(credit_by_source(records, args.rows), args.picture, describe(where))
+    title = "S of the adaptive drafter, and what each source is worth"
+    write_page(args.out, title, where, records, body(records, args))
 
 
 if __name__ == "__main__":

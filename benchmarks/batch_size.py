@@ -9,7 +9,6 @@ its own arrays; what a method keeps for one text by ``tracemalloc``, which sees 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tracemalloc
@@ -20,11 +19,12 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import describe, environment, was_busy
+from lookahead.bench.record import environment
 from lookahead.bench.summary import markdown_table
 from lookahead.bench.workloads import load_workload
-from lookahead.cli.bench import command_line
 from lookahead.core import LookaheadError
+
+from .page import write_page
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
 PLAIN, METHODS = "autoregressive", ("autoregressive", "adaptive")
@@ -88,11 +88,11 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     return {"weights": weights, "cache per token": per_token, "tokens": tokens, "peak": kept}
 
 
-def page(facts: dict[str, Any]) -> str:
-    """The page."""
+def body(lines: Sequence[dict[str, Any]], kept: dict[str, Any]) -> list[str]:
+    """The page's tables."""
     rows = [
         [f"{x['batch']}", f"{x[PLAIN]:.1f}", f"{x['adaptive']:.1f}", f"{x['speedup']:.2f}", f"{x['least']:.2f}",
-         f"{x['S']:.2f}", f"{x['rows']:.2f}", f"{x['equal']} of {x['texts']}"] for x in facts["figures"]
+         f"{x['S']:.2f}", f"{x['rows']:.2f}", f"{x['equal']} of {x['texts']}"] for x in lines
     ]  # fmt: skip
     heads = [
         "sequences",
@@ -102,20 +102,16 @@ def page(facts: dict[str, Any]) -> str:
         "least",
         "S",
         "rows a sequence",
-        "equal",
     ]
-    kept = facts["memory"]
     sizes = {f"a run of {method}, all of its Python and numpy": size for method, size in kept["peak"].items()}
     if kept["cache per token"]:
         sizes = {"the cache": kept["cache per token"] * kept["tokens"], **sizes}
-    lines = [
-        "# Batch size and memory", "", f"`{facts['command']}`", "", f"{facts['where']}. {facts['busy']}".strip(), "",
-        markdown_table(heads, rows), "",
+    return [
+        markdown_table([*heads, "equal"], rows), "",
         "Seconds after the prefills; medians of paired runs. The same prompts at each size.", "",
         f"Memory: weights {kept['weights'] / 1e6:.0f} MB. For a text of {kept['tokens']} tokens, at its peak:", "",
-        markdown_table(["", "MB"], [[name, f"{size / 1e6:.2f}"] for name, size in sizes.items()]), "",
+        markdown_table(["", "MB"], [[name, f"{size / 1e6:.2f}"] for name, size in sizes.items()]),
     ]  # fmt: skip
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -140,14 +136,8 @@ def main() -> None:
         lines.append(speeds(llm, prompts, size, given.repeats, given.max_new_tokens))
         print(lines[-1], file=sys.stderr, flush=True)
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
-    facts = {
-        "command": command_line(sys.argv[1:], "python -m benchmarks.batch_size"), "where": describe(record),
-        "busy": was_busy([record]), "figures": lines,
-        "memory": memory(llm, max(prompts, key=len), given.max_new_tokens),
-    }  # fmt: skip
-    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    given.out.with_suffix(".md").write_text(page(facts))
-    print(page(facts))
+    kept = memory(llm, max(prompts, key=len), given.max_new_tokens)
+    print(write_page(given.out, "Batch size and memory", record, lines, body(lines, kept), memory=kept))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """The controller of adaptive against plain decoding and against fixed numbers of rows, text by text.
 
-    python benchmarks/controller.py MODEL --data DIR --times 1:18,4:21,8:26 --out controller.jsonl
-    python benchmarks/controller.py MODEL --data DIR --wall     wall times, methods in turn, plain decoding twice
+    python -m benchmarks.controller MODEL --data DIR --texts float32:20 --times 1:18,4:21,8:26
+    python -m benchmarks.controller MODEL --data DIR --wall     wall times, methods in turn, plain decoding twice
 
 Without ``--wall`` the clock is a model of a quiet machine: a forward pass of k rows takes t(k), given in milliseconds
 or measured first (the quickest of ``--repeats``), and all else its own CPU time. So texts, rows and drafts are real,
 and what else the machine does shows in no figure. Prompts that the priors were fitted to are left out. A text's time
-is that of all steps after the prefill.
+is that of all steps after the prefill. Texts that ``--records`` has at this commit are not measured again, so the
+same command goes on after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,21 +21,27 @@ from time import perf_counter, thread_time
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import describe, environment
+from lookahead.bench.record import environment
+from lookahead.bench.summary import markdown_table
 from lookahead.bench.workloads import load_workload
 from lookahead.core import Decoder, Request
+from lookahead.core.records import RecordWriter, finite, read_records
 from lookahead.drafters import make_drafter
 from lookahead.drafters.adaptive import AdaptiveState, StepTimes, drafter, measure_times, times_for
 from lookahead.drafters.adaptive.step_times import MENU, from_points, place_of
 from lookahead.sampling import SeededNoise, make_choose
 
+from .page import write_page
+
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import fit_priors
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
-FIXED = (2, 4, 6, 8)
+FIXED = (4, 8)
 #: What names a text's line in a file.
 KEYS = ("commit", "dtype", "clock", "workload", "prompt", "temperature")
+#: Of plain decoding's time, what a text may take.
+LIMIT = 1.02
 
 
 class QuietClock:
@@ -107,20 +113,21 @@ class Bench:
         return now() - start, generation
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    llm = lookahead.load(args.model, dtype=args.dtype)
+def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str, Any]]:
+    """A line for each text of one dtype."""
+    llm = lookahead.load(args.model, dtype=dtype)
     bench = Bench(llm, args.times, args.repeats, args.wall, args.new_tokens)
     methods = ["plain", "adaptive", *(f"fixed {k}" for k in args.fixed), *["again"] * args.wall]
-    about = {**environment(), "dtype": llm.dtype, "clock": "wall" if args.wall else "quiet"}
+    clock = "wall" if args.wall else "quiet"
+    about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype, "clock": clock}
     about["t"] = {str(k): round(1e3 * t, 3) for k, t in zip(MENU, bench.table, strict=True) if k <= 64}
     fitted, lines = set(fit_priors.prompts(args.data, 60)), []
-    before = read(args.out) if args.out else []
-    done = {tuple(line[key] for key in KEYS): line for line in before}
+    done = {
+        tuple(line[key] for key in KEYS): line for line in read_records(args.records, "seconds", "controller")
+    }
     for workload in args.workloads:
-        found = [
-            p for p in load_workload(workload, 3 * args.prompts, data=args.data) if p.turns[0] not in fitted
-        ]
-        for number, prompt in enumerate(found[: args.prompts]):
+        found = [p for p in load_workload(workload, 3 * prompts, data=args.data) if p.turns[0] not in fitted]
+        for number, prompt in enumerate(found[:prompts]):
             ids = prompt.tokens(llm.tokenizer)[-args.longest :]
             for temperature in args.temperatures:
                 text = {**about, "workload": workload, "prompt": number, "temperature": temperature}
@@ -148,69 +155,98 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(
                     workload, number, f"T={temperature:g}", line["tokens"], line["equal"], ratios, flush=True
                 )
-                if args.out:
-                    with open(args.out, "a") as file:
-                        file.write(json.dumps(line) + "\n")
+                with RecordWriter(args.records, append=True) as writer:
+                    writer.write(line)
     return lines
 
 
-def read(path: str) -> list[dict[str, Any]]:
-    """The lines of a file, none where there is none."""
-    file = Path(path)
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def tables(lines: list[dict[str, Any]]) -> str:
-    """The figures as Markdown: totals by dtype, temperature and workload."""
+def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Totals by dtype, temperature and workload. Speed-ups are over plain decoding; ``over`` counts texts that took
+    more than 1.02 times its time, and ``again`` is plain decoding's second run over its first.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        for workload in (line["workload"], "all"):
-            groups[line["clock"], line["dtype"], line["temperature"], workload].append(line)
-    columns = ("clock", "dtype", "T", "workload", "texts", "equal", "adaptive", "best fixed", "its rate")
-    columns += ("adaptive's of it", "median text", "slowest text", "over 1.02", "plain again")
-    columns += ("plain again over 1.02",)
-    text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for group, some in sorted(groups.items(), key=lambda group: str(group[0])):
+        for workload in ("all", line["workload"]):
+            groups[line["dtype"], line["temperature"], workload].append(line)
+    found = []
+    for (dtype, temperature, workload), some in sorted(groups.items()):
         total = {m: sum(line["seconds"][m] for line in some) for m in some[0]["seconds"]}
-        best = min((m for m in total if m.startswith("fixed")), key=lambda m: total[m], default="plain")
+        best = min((m for m in total if m.startswith("fixed")), key=lambda m: total[m])
         ratios, again = (
-            [line["seconds"].get(m, 0) / line["seconds"]["plain"] for line in some]
+            sorted(line["seconds"][m] / line["seconds"]["plain"] for line in some if m in line["seconds"])
             for m in ("adaptive", "again")
         )
-        speedup = f"{total['plain'] / total['adaptive']:.2f}"
-        cells = [*group, len(some), sum(line["equal"] for line in some), speedup]
-        cells += [best, f"{total['plain'] / total[best]:.2f}", f"{total[best] / total['adaptive']:.2f}"]
-        cells += [f"{median(ratios):.3f}", f"{max(ratios):.3f}", sum(ratio > 1.02 for ratio in ratios)]
-        cells += [f"{min(again):.3f} to {max(again):.3f}" if max(again) else ""]
-        cells += [sum(ratio > 1.02 for ratio in again)]
-        text.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(text)
+        found.append({
+            "dtype": dtype, "temperature": temperature, "workload": workload, "texts": len(some),
+            "equal": sum(line["equal"] for line in some), "adaptive": total["plain"] / total["adaptive"],
+            "best": best, "best_fixed": total["plain"] / total[best], "of_best": total[best] / total["adaptive"],
+            "median": median(ratios), "slowest": ratios[-1], "over": sum(r > LIMIT for r in ratios),
+            "again": [again[0], again[-1]] if again else None, "again_over": sum(r > LIMIT for r in again),
+        })  # fmt: skip
+    return found
+
+
+def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """The page's table and what it shows."""
+    heads = ["dtype", "T", "workload", "texts", "equal", "adaptive", "best fixed", "rows", "adaptive / best"]
+    heads += ["median text", "slowest text", "over 1.02", "plain again", "again over 1.02"]
+    rows = [
+        [x["dtype"], f"{x['temperature']:g}", x["workload"], str(x["texts"]), str(x["equal"]),
+         f"{x['adaptive']:.2f}", f"{x['best_fixed']:.2f}", x["best"].split()[1], f"{x['of_best']:.2f}",
+         f"{x['median']:.3f}", f"{x['slowest']:.3f}", str(x["over"]),
+         "{:.3f} to {:.3f}".format(*x["again"]) if x["again"] else "", str(x["again_over"])] for x in groups
+    ]  # fmt: skip
+    slow = [
+        f"- {line['seconds']['adaptive'] / line['seconds']['plain']:.3f}"
+        f" ({line['seconds'].get('again', 0) / line['seconds']['plain']:.3f}): {line['workload']}"
+        f" {line['prompt']}, {line['dtype']}, T = {line['temperature']:g}, {line['tokens']} tokens"
+        for line in lines if line["seconds"]["adaptive"] > LIMIT * line["seconds"]["plain"]
+    ]  # fmt: skip
+    clock = "the wall's" if args.wall else "a quiet machine's: t(k) for a pass, CPU time for all else"
+    return [
+        f"Chat template, at most {args.new_tokens} new tokens, cold each time; prompts that the priors were fitted "
+        f"to are left out. Time is {clock}, after the prefill. All methods decode each text in turn, plain decoding "
+        "twice: its second run shows the noise. Speed-ups are over plain decoding; the best of "
+        f"{', '.join(map(str, args.fixed))} rows is chosen after the fact for each line, and a text's ratio is its "
+        "time over plain decoding's.",
+        "", markdown_table(heads, rows, texts=3), "",
+        f"{sum(line['equal'] for line in lines)} of {len(lines)} texts are equal to plain decoding by all methods. "
+        f"Over {LIMIT} are {len(slow)}, with plain decoding's own second run in brackets:", "", *slow,
+    ]  # fmt: skip
+
+
+def texts_of(text: str) -> dict[str, int]:
+    """dtype -> prompts of each workload."""
+    return {dtype: int(count) for dtype, count in (part.split(":") for part in text.split(","))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("model", nargs="?")
-    add("--data", type=Path)
-    add("--dtype", default="float32")
-    add("--fixed", type=lambda text: [int(k) for k in text.split(",")], default=list(FIXED))
-    add("--prompts", type=int, default=20, help="of each workload")
+    add("--data", type=Path, required=True)
+    add("--texts", type=texts_of, default="bfloat16:20,float32:20", help="prompts of each workload by dtype")
+    add("--fixed", type=lambda text: [int(k) for k in text.split(",")], default=list(FIXED), help="rows")
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7, 1.0])
     add("--new-tokens", type=int, default=128)
     add("--longest", type=int, default=1024, help="tokens of a prompt at most; its end counts")
     add("--times", default="", help="t(k) in milliseconds, as 1:18,4:21,8:26; measured where left out")
-    add("--repeats", type=int, default=40)
-    add("--wall", action="store_true")
-    add("--rounds", type=int, default=3)
-    add("--out", help="JSON lines; appended to, and texts that it has at this commit are not measured again")
-    add("--page", action="store_true", help="print tables of the lines of --out, and measure nothing")
+    add("--repeats", type=int, default=10, help="of passes whose t(k) is measured; the quickest counts")
+    add("--wall", action="store_true", help="the wall's clock")
+    add("--rounds", type=int, default=1, help="with --wall; the quickest of a text counts")
+    add(
+        "--records", type=Path, default=Path("build/results/controller.jsonl"), help="JSON lines; appended to"
+    )
+    add("--out", type=Path, default=Path("docs/results/controller"), help="page and JSON")
     args = parser.parse_args()
-    if args.page:
-        lines = read(args.out)
-        print(describe(lines[-1]) + "\n\n" + tables(lines))
-    else:
-        print(tables(measure(args)))
+    args.records.parent.mkdir(parents=True, exist_ok=True)
+    lines = [line for dtype, count in args.texts.items() for line in measure(args, dtype, count)]
+    groups = figures(lines)
+    where = {**lines[-1], "dtype": " and ".join(args.texts)}
+    print(
+        write_page(args.out, "The controller, text by text", where, finite(groups), body(lines, groups, args))
+    )
 
 
 if __name__ == "__main__":

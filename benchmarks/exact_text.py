@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import lookahead
-from benchmarks.never_slower import random_model
+from benchmarks.step import build
 from lookahead import LLM
 from lookahead.bench.record import describe, environment, key_of
 from lookahead.bench.stdlib import stdlib_prompts
@@ -174,7 +174,7 @@ def page(lines: list[dict[str, Any]], command: str) -> str:
 
 def load(given: argparse.Namespace, settings: dict[str, Any]) -> LLM:
     if settings.get("cost") == "0.5b":
-        return LLM(random_model("0.5b", getattr(torch, settings["dtype"])), None)
+        return LLM(build("0.5b", getattr(torch, settings["dtype"]), 2048), None)
     return lookahead.load(given.model, dtype=settings["dtype"])
 
 

@@ -1,7 +1,7 @@
 """Host cost of a step: what drafting and learning cost beside the forward pass, in microseconds.
 
-    python benchmarks/host_cost.py                       bundled model, functions of the standard library
-    python benchmarks/host_cost.py --model PATH --steps 300 --rows 64 --json
+    python -m benchmarks.host_cost                       SmolLM2, functions of the standard library
+    python -m benchmarks.host_cost --model PATH --steps 300 --rows 64
 
 Measured inside real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
 ``observe``, and apart from them what these ask of others: ``scores`` (argmaxes or the best tokens of all rows, which
@@ -14,11 +14,12 @@ draws the same numbers, later). Steps of fewer rows than asked for are left out.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -26,9 +27,12 @@ import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions, load_workload
 from lookahead.bench.methods import make_request, timed_decode
 from lookahead.bench.record import environment
+from lookahead.bench.summary import markdown_table
 from lookahead.core import Drafter, TokenTree
 from lookahead.core.drafter import UNLIMITED_ROWS, Noise
 from lookahead.drafters import make_drafter
+
+from .page import write_page
 
 #: case -> (method, temperature)
 CASES = {"lookahead": ("lookahead", 0.0), "adaptive": ("adaptive", 0.0), "adaptive, T=1": ("adaptive", 1.0)}
@@ -137,16 +141,17 @@ def prompt_cost(vocabulary: int, length: int = 2000, repeats: int = 9) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a directory or a hub id; the bundled model without it")
+    parser.add_argument("--model", help="a directory, a .gguf file or a hub id; SmolLM2 without it")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=200, help="steps per case")
     parser.add_argument("--rows", type=int, default=64, help="of adaptive; lookahead has 120")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/host-cost"), help="page and JSON")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
     model = replace(ModelUnderTest.of(llm), eos=frozenset())  # a text that ends early has few steps
     workload = load_workload("stdlib", limit=200)
     prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
+    records, load = [], os.getloadavg()[0]
     for case in CASES:
         rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
         measure(model, prompts[:1], case, rows, 1)  # compiles, or loads what was compiled
@@ -154,14 +159,7 @@ def main() -> None:
         if not found:
             print(f"{case}: no step had {rows} rows")
             continue
-        record: dict[str, Any] = {
-            "case": case,
-            "rows": rows,
-            "steps": len(found),
-            "model": llm.name,
-            "dtype": str(llm.model.dtype).removeprefix("torch."),
-            "vocabulary": llm.vocabulary,
-        }
+        record: dict[str, Any] = {"case": case, "rows": rows, "steps": len(found)}
         for name in ("draft", "observe", "scores", "noise", "host"):
             for place, clock in enumerate(("wall", "cpu")):
                 values = [
@@ -172,18 +170,48 @@ def main() -> None:
                 record[f"{name}_{clock}_p10_us"] = round(sorted(values)[len(values) // 10] * 1e6, 1)
         if case != "lookahead":
             record["prompt_2000_us"] = round(prompt_cost(llm.vocabulary) * 1e6)
-        record |= environment()
-        if args.json:
-            print(json.dumps(record))
-        else:
-            print(
-                f"{case:14} {rows:4} rows  draft {record['draft_wall_us']:6.0f}"
-                f"  observe {record['observe_wall_us']:6.0f}  host {record['host_wall_us']:6.0f}"
-                f" (cpu {record['host_cpu_us']:.0f}, p10 {record['host_wall_p10_us']:.0f})"
-                f"  scores {record['scores_wall_us']:6.0f}  noise {record['noise_wall_us']:4.0f}"
-                f"   us per step, medians of {record['steps']};"
-                f" prompt of 2000: {record.get('prompt_2000_us', 0):.0f} us"
-            )
+        records.append(record)
+        print(record, flush=True)
+    heads = [
+        "method",
+        "rows",
+        "draft",
+        "observe",
+        "both",
+        "CPU time",
+        "p10",
+        "best tokens of all rows",
+        "noise ahead",
+    ]
+    keys = (
+        "draft_wall",
+        "observe_wall",
+        "host_wall",
+        "host_cpu",
+        "host_wall_p10",
+        "scores_wall",
+        "noise_wall",
+    )
+    rows_of = [
+        [
+            one["case"],
+            str(one["rows"]),
+            *(f"{one[key + '_us']:.0f}" for key in keys),
+            str(one.get("prompt_2000_us", "")),
+        ]
+        for one in records
+    ]
+    where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
+    body = [
+        f"Microseconds, medians of {args.steps} steps of functions of the standard library; V is {llm.vocabulary}.",
+        "", markdown_table([*heads, "prompt of 2000"], rows_of), "",
+        "`draft` and `observe` are all that the drafter does beside the forward pass: the tree, learning from it, "
+        "reading the text. `best tokens` is the search through the logits for the best of every row, which is work "
+        "on rows x V numbers. `noise ahead` are random numbers of positions to come, which plain sampling draws too "
+        "when it gets there. `prompt` is paid once: reading 2000 tokens and the first tree. Measured between the "
+        "forward passes of real decoding, whose weights push the tables out of the fast caches.",
+    ]  # fmt: skip
+    write_page(args.out, "Host cost of a step", where, records, body)
 
 
 if __name__ == "__main__":

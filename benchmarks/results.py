@@ -127,7 +127,21 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         words += [] if "--dtype" in extra else ["--dtype", "bfloat16"]
         words += ["--limit", str(_share(limit, share)), "--records", f"build/results/{name}"]
         found.append(Step(name, tuple(words), minutes * limit / 10))
-    return [*found, slow]
+    found += [
+        slow,
+        Step("step", ("-m", "benchmarks.step"), 8),
+        Step("host-cost", ("-m", "benchmarks.host_cost"), 1),
+    ]
+    # page, its program, the prompts, minutes for ten
+    few, texts = str(_share(limit, 0.25)), f"bfloat16:{limit},float32:{_share(limit, 0.5)}"
+    for name, program, prompts, minutes in (
+        ("adaptive", "adaptive_s", ("--prompts", few), 4),
+        ("adaptive-run", "adaptive_run", ("--prompts", few), 2),
+        ("controller", "controller", ("--wall", "--texts", texts), 40),
+    ):
+        words = ["-m", f"benchmarks.{program}", "--data", str(data), *prompts]
+        found.append(Step(name, tuple(words), minutes * limit / 10))
+    return found
 
 
 def _share(limit: int, share: float) -> int:

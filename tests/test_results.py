@@ -50,9 +50,11 @@ def test_no_measured_number_stands_outside_the_blocks():
 
 def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    (first, *_, last, _) = planned = results.steps(tmp_path / "data", 10, None)
+    planned = results.steps(tmp_path / "data", 10, None)
     names = ["bench-bfloat16", "serve", "batch-size", "accuracy", *results.STUDY, "bench-float32"]
+    names += ["step", "host-cost", "adaptive", "adaptive-run", "controller"]
     assert [step.name for step in planned] == names
+    first, last = (planned[names.index(name)] for name in ("bench-bfloat16", "parallel"))
     assert not first.is_done()
     command = "lookahead bench --dtype bfloat16 " + " ".join(f"--workload {name}" for name in results.SETS)
     command += " --data data --limit 10 --repeats 2 --no-warm --method "

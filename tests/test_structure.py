@@ -211,7 +211,6 @@ NAMES = {
 #: (file or folder, word) -> why it may stay: the API of a library, or plain English with another meaning.
 ALLOWED = {
     ("src/lookahead/targets/cpu", "pause"): "the processor's instruction of that name",
-    ("benchmarks/step.py", "lean"): "the field's name in the committed records",
     ("CHANGELOG.md", "lean"): "an old name beside the one that took its place",
     ("CHANGELOG.md", "meanwhile"): "an old name beside the one that took its place",
     ("CHANGELOG.md", "plant"): "an old name beside the one that took its place",

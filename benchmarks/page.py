@@ -1,0 +1,41 @@
+"""A measured page: Markdown, and its figures as JSON, both with the command, the machine and the commit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.record import describe, was_busy
+from lookahead.cli.bench import command_line
+
+
+def write_page(
+    out: Path, title: str, record: Mapping[str, Any], figures: Any, body: Sequence[str], **more: Any
+) -> str:
+    """Write ``out``.md and ``out``.json; returns the page.
+
+    Args:
+        record: where it was measured, as ``bench.record.environment`` says it, with ``model`` and ``dtype``.
+        figures, more: what the JSON has beside the command and the place.
+        body: lines of the page, below both.
+    """
+    program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    command, where = command_line(sys.argv[1:], program), describe(record)
+    text = [
+        f"# {title}",
+        "",
+        f"`{command}`",
+        "",
+        f"{where}. {was_busy([dict(record)])}".strip(),
+        "",
+        *body,
+        "",
+    ]
+    facts = {"command": command, "where": where, "figures": figures, **more}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
+    return "\n".join(text)
