@@ -2,8 +2,9 @@
 
     python -m benchmarks.batch_size [MODEL] --data DIR --limit 2 --out docs/results/batch-size
 
-The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared. Memory: the cache by
-its own arrays; what a method keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
+The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared; at last as many
+prompts as sequences, so that none takes the place of one that ends. Memory: the cache by its own arrays; what a method
+keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
 """
 
 from __future__ import annotations
@@ -31,32 +32,21 @@ PLAIN, METHODS = "autoregressive", ("autoregressive", "adaptive")
 SIZES = (1, 2, 4, 8)
 
 
-def decode(llm: Any, prompts: Sequence[list[int]], method: str, new_tokens: int) -> tuple[float, list[Any]]:
-    """(seconds after the prefills, results) of one batch."""
-    start = perf_counter()
-    results = llm.generate(prompts, method=method, max_new_tokens=new_tokens, batch_size=len(prompts))
-    seconds = perf_counter() - start
-    return seconds - sum(result.stats.seconds["prefill"] for result in results), results
-
-
 def speeds(
     llm: Any, prompts: Sequence[list[int]], size: int, repeats: int, new_tokens: int
 ) -> dict[str, Any]:
-    """One line of the table."""
-    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    """One line of the table: ``size`` sequences at a time, whose places others take when they end."""
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     texts: dict[str, list[list[int]]] = {}
     steps = rows = new = 0
     for _ in range(repeats):
         for method in METHODS:
-            total, found = 0.0, []
-            for batch in batches:
-                took, results = decode(llm, batch, method, new_tokens)
-                total += took
-                found += results
-            seconds[method].append(total)
+            start = perf_counter()
+            found = llm.generate(prompts, method=method, max_new_tokens=new_tokens, batch_size=size)
+            took = perf_counter() - start
+            seconds[method].append(took - sum(result.stats.seconds["prefill"] for result in found))
             texts[method] = [result.tokens for result in found]
-            if method != PLAIN:
+            if method == "adaptive":
                 steps += sum(result.stats.steps for result in found)
                 rows += sum(result.stats.rows for result in found)
                 new += sum(len(result.tokens) - 1 for result in found)
@@ -95,7 +85,7 @@ def body(lines: Sequence[dict[str, Any]], kept: dict[str, Any]) -> list[str]:
          f"{x['S']:.2f}", f"{x['rows']:.2f}", f"{x['equal']} of {x['texts']}"] for x in lines
     ]  # fmt: skip
     heads = [
-        "sequences",
+        "at a time",
         "plain, tokens/s",
         "adaptive, tokens/s",
         "speed-up",
@@ -108,7 +98,8 @@ def body(lines: Sequence[dict[str, Any]], kept: dict[str, Any]) -> list[str]:
         sizes = {"the cache": kept["cache per token"] * kept["tokens"], **sizes}
     return [
         markdown_table([*heads, "equal"], rows), "",
-        "Seconds after the prefills; medians of paired runs. The same prompts at each size.", "",
+        "Seconds less the prefills; medians of paired runs. A text that ends makes room for one that waits; in the "
+        "last line none waits: texts that end early leave the others behind, which have waited for their drafts.", "",
         f"Memory: weights {kept['weights'] / 1e6:.0f} MB. For a text of {kept['tokens']} tokens, at its peak:", "",
         markdown_table(["", "MB"], [[name, f"{size / 1e6:.2f}"] for name, size in sizes.items()]),
     ]  # fmt: skip
@@ -132,8 +123,8 @@ def main() -> None:
     for method in METHODS:  # compiled, and step times learnt
         llm.generate(prompts[:2], method=method, max_new_tokens=32)
     load, lines = os.getloadavg()[0], []
-    for size in SIZES:
-        lines.append(speeds(llm, prompts, size, given.repeats, given.max_new_tokens))
+    for size, some in [*((size, prompts) for size in SIZES), (SIZES[-1], prompts[: SIZES[-1]])]:
+        lines.append(speeds(llm, some, size, given.repeats, given.max_new_tokens))
         print(lines[-1], file=sys.stderr, flush=True)
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
     kept = memory(llm, max(prompts, key=len), given.max_new_tokens)

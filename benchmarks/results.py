@@ -119,7 +119,7 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
     words += ["--against", f"llamacpp:{file}"] if beside else []
     found.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
     words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
-    found.append(Step("batch-size", (*words, "--limit", str(_share(limit, 0.4))), 10 * limit / 10))
+    found.append(Step("batch-size", (*words, "--limit", str(max(2, _share(limit, 0.4)))), max(3, limit)))
     words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
     found.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
     for name, (extra, share, minutes) in STUDY.items():
