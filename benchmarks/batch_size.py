@@ -3,8 +3,8 @@
     python -m benchmarks.batch_size [MODEL] --data DIR --limit 2 --out docs/results/batch-size
 
 The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared; at last as many
-prompts as sequences, so that none takes the place of one that ends. Memory: the cache by its own arrays; what a method
-keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
+prompts as sequences, so that none takes the place of one that ends. Memory: the cache by its own arrays; what a
+method keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
 """
 
 from __future__ import annotations
