@@ -204,7 +204,7 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         for workload in args.workloads:
-            source = load_workload(WORKLOADS[workload], args.prompts, data=args.data)
+            source = load_workload(WORKLOADS.get(workload, workload), args.prompts, data=args.data)
             prompts = [prompt.tokens(llm.tokenizer) for prompt in source]
             runner = Runner(model, prompts, RunOptions(args.new_tokens, temperature))
             print(f"\n{workload}, {len(prompts)} prompts, temperature {temperature:g}")

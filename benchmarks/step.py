@@ -7,7 +7,7 @@ SmolLM2 itself, and random weights of a larger Llama shape. The two paths take t
 over the rounds are printed. Two floors stand beside them, from rates measured in the same run: the bytes of all
 weights over the read bandwidth of a buffer of that size, and the operations of the linears over the matrix rate,
 which is what bounds many rows on a CPU without AMX. Every row of the tree is read, the most expensive case for the LM
-head. A compiled path that the check at load refuses is not timed.
+head. A compiled path that the check at load refuses is not timed, nor one whose logits differ on a tree that is.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ REAL = "SmolLM2"
 #: hidden, layers, heads, key heads, head size, feed-forward, vocabulary
 SHAPES = {"0.5b": (896, 24, 14, 2, 64, 4864, 151936)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+#: What the paths' logits may differ by, in standard deviations. SmolLM2's right passes of 1 to 128 rows stand at up to
+#: 0.34 and 5e-5; with one wrong ancestor of one row at 0.75 and more.
+AGREE = {"bf16": 0.5, "fp32": 1e-3}
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -108,13 +111,26 @@ def measure(
         for target in (reference, compiled):
             target.prefill([(0, prompt)])
         for k in rows:
-            slow, quick = _paired(reference, compiled, sample_tree(k, compiled.vocabulary), rounds)
+            tree = sample_tree(k, compiled.vocabulary)
+            difference = _difference(reference, compiled, tree)
+            if not difference <= AGREE[dtype]:
+                raise SystemExit(f"error: {name} {dtype} {context} {k}: the paths differ by {difference:.3g}")
+            slow, quick = _paired(reference, compiled, tree, rounds)
             yield {
                 "model": name, "dtype": dtype, "context": context, "rows": k, "transformers": slow, "cpu": quick,
                 "bytes_floor": floor, "operations_floor": k * per_row,
             }  # fmt: skip
         for target in (reference, compiled):
             target.release(0)
+
+
+def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
+    """Of the two paths' logits, the largest in any row, in standard deviations of the row's."""
+    a, b = reference.forward([(0, tree)])[0], compiled.forward([(0, tree)])[0]
+    return max(
+        float((a.row(n).float() - b.row(n).float()).abs().max() / a.row(n).float().std())
+        for n in range(len(tree))
+    )
 
 
 def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> list[float]:
