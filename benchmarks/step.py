@@ -38,8 +38,8 @@ REAL = "SmolLM2"
 #: hidden, layers, heads, key heads, head size, feed-forward, vocabulary
 SHAPES = {"0.5b": (896, 24, 14, 2, 64, 4864, 151936)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: What the paths' logits may differ by, in standard deviations. SmolLM2's right passes of 1 to 128 rows stand at up to
-#: 0.34 and 5e-5; with one wrong ancestor of one row at 0.75 and more.
+#: What the paths' logits may differ by, in standard deviations. SmolLM2's right passes of 1 to 128 rows stand at up
+#: to 0.34 and 5e-5; with one wrong ancestor of one row at 0.75 and more.
 AGREE = {"bf16": 0.5, "fp32": 1e-3}
 
 
