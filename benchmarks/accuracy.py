@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy [MODEL] --data DIR --limit 100
 
-The texts are the same token for token, so the scores must be: this asks the harness itself.
+The texts are equal token for token, so the scores must be equal; the harness confirms it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.summary import markdown_table
-from lookahead.bench.workloads import find_file
+from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError, SettingsError
 
+from .datasets import find_file
 from .page import write_page
 
-METHODS = ("autoregressive", "adaptive")
+METHODS = ("plain", "adaptive")
 #: The last number of the answer.
 NUMBER = r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)(?!.*[0-9])"
 
@@ -33,16 +33,25 @@ def task(file: Path, limit: int, folder: Path, new_tokens: int) -> dict[str, Any
     with file.open() as lines:
         part.write_text("".join(islice(lines, limit)))
     return {
-        "task": "gsm8k_local", "dataset_path": "json", "test_split": "test", "output_type": "generate_until",
+        "task": "gsm8k_local",
+        "dataset_path": "json",
+        "test_split": "test",
+        "output_type": "generate_until",
         "dataset_kwargs": {"data_files": {"test": str(part)}, "cache_dir": str(folder / "cache")},
-        "doc_to_text": "{{question}}", "doc_to_target": "{{answer.split('####')[-1].strip()}}",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer.split('####')[-1].strip()}}",
         "generation_kwargs": {"until": [], "max_gen_toks": new_tokens, "do_sample": False},
         "filter_list": [
-            {"name": "number", "filter": [
-                {"function": "regex", "regex_pattern": f"(?s){NUMBER}"}, {"function": "take_first"}]}
+            {
+                "name": "number",
+                "filter": [
+                    {"function": "regex", "regex_pattern": f"(?s){NUMBER}"},
+                    {"function": "take_first"},
+                ],
+            }
         ],
         "metric_list": [{"metric": "exact_match", "regexes_to_ignore": [",", r"\\.$"]}],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -69,24 +78,31 @@ def main() -> None:
         local = task(file, given.limit, Path(folder), given.max_new_tokens)
         for method in METHODS:
             model = HFLookahead(pretrained=llm.model, tokenizer=llm.tokenizer, batch_size=1, method=method)
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model, tasks=[local], log_samples=True, bootstrap_iters=0, apply_chat_template=True
             )
-            texts.append([sample["resps"] for sample in found["samples"]["gsm8k_local"]])
-            score = found["results"]["gsm8k_local"]["exact_match,number"]
+            texts.append([sample["resps"] for sample in results["samples"]["gsm8k_local"]])
+            score = results["results"]["gsm8k_local"]["exact_match,number"]
             new, steps = (
                 sum(getattr(stats, name) for stats in model.stats) for name in ("new_tokens", "steps")
             )
-            lines.append({"method": method, "questions": len(texts[-1]), "exact_match": score,
-                          "S": (new - len(model.stats)) / steps})  # fmt: skip
+            lines.append(
+                {
+                    "method": method,
+                    "questions": len(texts[-1]),
+                    "exact_match": score,
+                    "S": (new - len(model.stats)) / steps,
+                }
+            )
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path}
     equal = sum(a == b for a, b in zip(*texts, strict=True))
     rows = [[x["method"], str(x["questions"]), f"{x['exact_match']:.3f}", f"{x['S']:.2f}"] for x in lines]
     body = [
-        markdown_table(["method", "questions of GSM8K", "exact match of the last number", "S"], rows), "",
+        markdown_table(["method", "questions of GSM8K", "exact match of the last number", "S"], rows),
+        "",
         f"{equal} of {lines[0]['questions']} texts are equal. Chat template, no examples, greedy, at most "
-        f"{given.max_new_tokens} tokens: a small model solves few; what counts is that the scores are the same.",
-    ]  # fmt: skip
+        f"{given.max_new_tokens} tokens. A small model solves few; what counts is that the scores are equal.",
+    ]
     print(write_page(given.out, "Accuracy through lm-evaluation-harness", record, lines, body, equal=equal))
 
 

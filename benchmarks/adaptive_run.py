@@ -1,4 +1,4 @@
-"""What the adaptive drafter did, step by step: rows chosen, tokens won, and how sure it was of what came.
+"""The adaptive drafter step by step: rows chosen, tokens emitted, and how well its estimates are calibrated.
 
     python -m benchmarks.adaptive_run --data FOLDER
 
@@ -19,14 +19,16 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.bench.pictures import COLOURS, new_figure, save
+from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
-from lookahead.bench.workloads import load_workload
 from lookahead.cli.bench import command_line
-from lookahead.core import Decoder, Drafter, Request, TokenTree
-from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveDrafter, AdaptiveState, times_for
+from lookahead.core import Decoder, Drafter, DraftState, Request, Start, TokenTree
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.measure import times_for
+from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
 from lookahead.sampling import SeededNoise, make_choose
+
+from .datasets import load_workload
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 #: Lower ends of the levels of estimated probability.
@@ -34,23 +36,27 @@ LEVELS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Watched(Drafter):
-    """A drafter whose estimates are compared with what came true."""
+    """The state of one sequence; its estimates are compared with what the target chose."""
 
-    def __init__(self, drafter: AdaptiveDrafter, levels: list[list[float]]) -> None:
+    def __init__(self, drafter: Adaptive, levels: list[list[float]]) -> None:
         self.drafter = drafter
         self.levels = levels
         self.plain: list[bool] = []
 
-    def use_noise(self, noise: Any) -> None:
-        self.drafter.use_noise(noise)
+    def start(self, sequence: Start) -> DraftState:
+        return WatchedState(self, AdaptiveDraftState(self.drafter, None, sequence))
 
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        self.drafter.reset(prompt, first, eos)
 
-    def draft(self, max_depth: int, max_rows: int = 1 << 20) -> TokenTree:
-        tree = self.drafter.draft(max_depth, max_rows)
+class WatchedState(DraftState):
+    """The state of that sequence."""
+
+    def __init__(self, watched: Watched, state: AdaptiveDraftState) -> None:
+        self.watched, self.drafter, self.levels = watched, state, watched.levels
+
+    def draft(self, max_depth: int, max_rows: int = 1 << 20, batch: int = 1) -> TokenTree:
+        tree = self.drafter.draft(max_depth, max_rows, batch)
         self.estimates = self.drafter.estimates
-        self.plain.append(self.drafter.cooling)
+        self.watched.plain.append(self.drafter.cooling)
         return tree
 
     def observe(self, tree: TokenTree, scores: Any, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -75,30 +81,30 @@ def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
     figure, axes = new_figure(7.2, 3.6)
     axes.remove()
     texts = {}
-    for one in runs:
-        if one["temperature"] == 0:
-            best = texts.get(one["workload"])
-            if best is None or len(set(one["rows"])) > len(set(best["rows"])):
-                texts[one["workload"]] = one
-    for place, (workload, one) in enumerate(texts.items(), 1):
-        axes = figure.add_subplot(len(texts), 1, place)
+    for run in runs:
+        if run["temperature"] == 0:
+            best = texts.get(run["workload"])
+            if best is None or len(set(run["rows"])) > len(set(best["rows"])):
+                texts[run["workload"]] = run
+    for row, (workload, run) in enumerate(texts.items(), 1):
+        axes = figure.add_subplot(len(texts), 1, row)
         ends, total = [], 0
-        for tokens in one["tokens"]:
+        for tokens in run["tokens"]:
             total += tokens
             ends.append(total)
         begins = [0, *ends]
-        for number, cooling in enumerate(one["plain_step"][: len(ends)]):
+        for number, cooling in enumerate(run["plain_step"][: len(ends)]):
             if cooling:
                 label = None if number else "cooldown: plain steps"
                 axes.axvspan(begins[number], ends[number], color="#e6e6e6", linewidth=0, label=label)
-        axes.step(ends, one["rows"], where="post", color=COLOURS[0], linewidth=1.2, label="rows of the step")
-        axes.plot(ends, one["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
+        axes.step(ends, run["rows"], where="post", color=COLOURS[0], linewidth=1.2, label="rows of the step")
+        axes.plot(ends, run["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
         axes.set_yscale("log", base=2)
         axes.set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
         axes.set_ylim(0.8, 150)
         axes.set_title(f"{workload}, greedy", fontsize=9)
         axes.grid(alpha=0.3)
-        if place == 1:
+        if row == 1:
             axes.legend(fontsize=7, ncols=3, loc="upper right")
     axes.set_xlabel("tokens of the text so far")
     return figure
@@ -145,32 +151,37 @@ def main() -> None:
             for number, item in enumerate(load_workload(name, args.prompts, data=args.data)):
                 prompt = item.tokens(llm.tokenizer)
                 made = {}
-                for method in ("autoregressive", "adaptive", "64 rows"):
+                for method in ("plain", "adaptive", "64 rows"):
                     noise = SeededNoise(number, len(prompt), size, temperature) if temperature else None
-                    drafter: Any = make_drafter("autoregressive")
+                    drafter: Any = Plain()
                     if method == "adaptive":
-                        state = AdaptiveState(keep=False, times=times)
-                        drafter = Watched(AdaptiveDrafter(None, size, state), [[0.0] * 3 for _ in LEVELS])
+                        drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
                     elif method == "64 rows":
-                        drafter = Watched(AdaptiveDrafter({"budget": False}, size), levels[str(temperature)])
-                    drafter.use_noise(noise)
+                        drafter = Watched(Adaptive(budget=False), levels[str(temperature)])
                     decoder = Decoder(target)
                     start = perf_counter()
                     generation = decoder.add(
-                        Request(prompt, drafter, args.new_tokens, make_choose(prompt, None, noise))
+                        Request(
+                            prompt,
+                            drafter,
+                            args.new_tokens,
+                            make_choose(prompt, None, noise),
+                            noise=noise,
+                            step_times=times,
+                        )
                     )
                     steps = []
                     while decoder.busy:
                         steps += [(step.rows, len(step.tokens)) for step in decoder.step()]
                     made[method] = generation, steps[1:], perf_counter() - start, drafter
-                plain, (generation, steps, seconds, drafter) = made["autoregressive"], made["adaptive"]
+                plain, (generation, steps, seconds, drafter) = made["plain"], made["adaptive"]
                 runs.append(
                     {
                         "workload": workload,
                         "temperature": temperature,
                         "rows": [rows for rows, _ in steps],
                         "tokens": [tokens for _, tokens in steps],
-                        "plain_step": [int(one) for one in drafter.plain],
+                        "plain_step": [int(cooling) for cooling in drafter.plain],
                         "seconds": seconds,
                         "plain_seconds": plain[2],
                         "equal": generation.tokens == plain[0].tokens == made["64 rows"][0].tokens,

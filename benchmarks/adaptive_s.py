@@ -1,10 +1,10 @@
-"""S of the adaptive drafter beside the paper's method and prompt lookup, and what each source is worth.
+"""S of the adaptive drafter beside the paper's method and prompt lookup, and the gain from each source of drafts.
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
 
-S is counted in forward passes, so it does not depend on the machine: tokens after the first one over forward
-passes after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of
+S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
+after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of
 rows here (no budget). Every output is compared with plain decoding, and a difference ends the run.
 ``cold``: nothing is kept between prompts. ``warm``: prompts in order share a state; the paper's method keeps
 its pool. ``warm+corpus``: adaptive also proposes from earlier texts. ``hf-prompt-lookup`` is transformers' own.
@@ -21,36 +21,35 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead.bench import ModelUnderTest, RunOptions, load_workload, make_methods
-from lookahead.bench.method import Outcome
-from lookahead.bench.methods import make_request, timed_decode
-from lookahead.bench.pictures import COLOURS, new_figure, save
+from lookahead.bench import ModelUnderTest, RunOptions
+from lookahead.bench.methods import Outcome, make_request, timed_decode
+from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
-from lookahead.bench.summary import markdown_table
+from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter, NGramPool, Stats
-from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveState
-from lookahead.drafters.adaptive.config import DEFAULT_SOURCES
+from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
+from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
+from lookahead.drafters.adaptive.state import AdaptiveState
 
+from .datasets import load_workload
 from .page import write_page
+from .peers import make_methods
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
-#: What acceptance is credited to, and the methods whose credit is drawn.
+#: Sources that accepted tokens are credited to, and the methods whose credit is drawn.
 CREDITS = (*DEFAULT_SOURCES, "window", "corpus")
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
 
 class Runner:
-    """One model, one workload, one temperature; plain decoding is run once and compared with."""
+    """One model, one workload, one temperature. Plain decoding runs once; every other text is compared with it."""
 
     def __init__(self, model: ModelUnderTest, prompts: list[list[int]], options: RunOptions) -> None:
         self.model = model
         self.prompts = prompts
         self.options = options
-        self.plain = [
-            self._decode(number, make_drafter("autoregressive")).tokens for number in range(len(prompts))
-        ]
+        self.plain = [self._decode(number, Plain()).tokens for number in range(len(prompts))]
 
     def _decode(self, number: int, drafter: Drafter) -> Outcome:
         options = replace(self.options, seed=number)
@@ -87,8 +86,8 @@ class Runner:
     def prompt_lookup_of_transformers(self) -> dict[str, Any]:
         """transformers' own prompt lookup, greedy.
 
-        Its first pass evaluates the prompt and the first candidates together. What that pass brings beyond one token
-        is counted as if it had cost nothing, to the peer's advantage.
+        Its first pass evaluates the prompt and the first candidates together. Tokens of that pass beyond the first
+        count as free, in its favour.
         """
         (method,) = make_methods("hf-prompt-lookup", self.model)
         steps = tokens = rows = 0
@@ -105,36 +104,36 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
 
     def paper(warm: bool) -> Callable[[], Drafter]:
         pool = NGramPool(PAPER[2]) if warm else None
-        return lambda: make_drafter("lookahead", PAPER, size, pool)
+        return lambda: Lookahead(*PAPER, pool=pool)
 
     def adaptive(warm: bool, most: int = rows, **settings: Any) -> Callable[[], Drafter]:
-        config = {"budget": False, "max_rows": most, **settings}
-        state = AdaptiveState(config, keep=warm)
-        return lambda: make_drafter("adaptive", config, size, state)
+        drafter = Adaptive(most, budget=False, **settings)
+        drafter = replace(drafter, state=AdaptiveState(drafter) if warm else None)
+        return lambda: drafter
 
     corpus = (*DEFAULT_SOURCES, "corpus")
-    found: dict[str, Callable[[], Callable[[], Drafter]]] = {
+    made: dict[str, Callable[[], Callable[[], Drafter]]] = {
         "lookahead 15,5,15 cold": lambda: paper(False),
         "lookahead 15,5,15 warm": lambda: paper(True),
-        "prompt-lookup": lambda: lambda: make_drafter("prompt-lookup"),
+        "prompt-lookup": lambda: lambda: PromptLookup(),
         "adaptive cold": lambda: adaptive(False),
         "adaptive warm": lambda: adaptive(True),
         "adaptive warm+corpus": lambda: adaptive(True, sources=corpus),
     }
     if quick:
-        return found
+        return made
     for most in (8, 16, 32):
-        found[f"adaptive cold, {most} rows"] = lambda most=most: adaptive(False, most)
+        made[f"adaptive cold, {most} rows"] = lambda most=most: adaptive(False, most)
     for name in DEFAULT_SOURCES:
         others = tuple(other for other in DEFAULT_SOURCES if other != name)
-        found[f"adaptive cold without {name}"] = lambda others=others: adaptive(False, sources=others)
-        found[f"adaptive cold {name} alone"] = lambda name=name: adaptive(False, sources=(name,))
-    found["adaptive cold without window"] = lambda: adaptive(False, window_size=0)
-    return found
+        made[f"adaptive cold without {name}"] = lambda others=others: adaptive(False, sources=others)
+        made[f"adaptive cold {name} alone"] = lambda name=name: adaptive(False, sources=(name,))
+    made["adaptive cold without window"] = lambda: adaptive(False, window_size=0)
+    return made
 
 
 def credit_by_source(records: Sequence[dict[str, Any]], most: int) -> Any:
-    """Accepted drafted tokens per step, by the source on whose word they were drafted."""
+    """Accepted drafted tokens per step, by the source that proposed them."""
     figure, axes = new_figure(7.2, 3.8)
     bars = []
     for workload, temperature in sorted({(r["workload"], r["temperature"]) for r in records}):
@@ -163,21 +162,25 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
     """The page's tables."""
     lines = [
         f"The first {args.prompts} prompts of each, at most {args.new_tokens} new tokens. **Every text of every row "
-        "is equal to plain decoding, token for token.**", "",
+        "is equal to plain decoding, token for token.**",
+        "",
         "S is tokens per forward pass after the prefill, bonus token included; it does not depend on the machine. "
         f"There is no controller here: adaptive may have {args.rows} rows in every step. *cold* keeps nothing "
         "between prompts, *warm* shares what was learnt (the paper's method: its pool), *+corpus* also drafts from "
-        "earlier texts.", "",
-    ]  # fmt: skip
+        "earlier texts.",
+        "",
+    ]
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = defaultdict(dict)
     for record in records:
         groups[record["workload"], record["temperature"]][record["method"]] = record
     heads = ["method", "S", "rows per step", "against the paper's, cold", "against the paper's, warm"]
-    for (workload, temperature), found in groups.items():
-        paper = [found[f"lookahead {','.join(map(str, PAPER))} {state}"]["s"] for state in ("cold", "warm")]
+    for (workload, temperature), by_method in groups.items():
+        paper = [
+            by_method[f"lookahead {','.join(map(str, PAPER))} {state}"]["s"] for state in ("cold", "warm")
+        ]
         rows = [
-            [name, f"{one['s']:.2f}", f"{one['rows']:.1f}", *(f"{one['s'] / s:.2f}" for s in paper)]
-            for name, one in found.items()
+            [name, f"{x['s']:.2f}", f"{x['rows']:.1f}", *(f"{x['s'] / s:.2f}" for s in paper)]
+            for name, x in by_method.items()
         ]
         what = "greedy" if not temperature else f"temperature {temperature:g}"
         lines += [f"## {workload}, {what}", "", markdown_table(heads, rows), ""]
@@ -215,9 +218,9 @@ def main() -> None:
             if not temperature:
                 made["hf-prompt-lookup"] = runner.prompt_lookup_of_transformers
             for label, measure in made.items():
-                found = {"workload": workload, "temperature": temperature, "method": label, **measure()}
-                records.append(found)
-                print(f"  {label:32} S {found['s']:.3f}  rows {found['rows']:5.1f}", flush=True)
+                record = {"workload": workload, "temperature": temperature, "method": label, **measure()}
+                records.append(record)
+                print(f"  {label:32} S {record['s']:.3f}  rows {record['rows']:5.1f}", flush=True)
     where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path}
     save(credit_by_source(records, args.rows), args.picture, describe(where))
     title = "S of the adaptive drafter, and what each source is worth"

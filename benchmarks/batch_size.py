@@ -1,15 +1,15 @@
-"""Where does drafting stop to pay? Tokens per second by the number of sequences that share a pass, and memory.
+"""Up to how many sequences does drafting pay? Tokens per second by batch size, and the memory of drafters.
 
-    python -m benchmarks.batch_size [MODEL] --data DIR --limit 2 --out docs/results/batch-size
+    python -m benchmarks.batch_size [MODEL] --data DIR
 
-The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared; at last as many
-prompts as sequences, so that none takes the place of one that ends. Memory: the cache by its own arrays; what a
-method keeps for one text by ``tracemalloc``, which sees Python's objects and numpy's arrays.
+The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared; in the last line there
+are as many prompts as sequences, so that none waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tracemalloc
@@ -20,29 +20,38 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
+from lookahead.bench import ModelUnderTest, RunOptions
+from lookahead.bench.methods import PLAIN, make_request, timed_decode
 from lookahead.bench.record import environment
-from lookahead.bench.summary import markdown_table
-from lookahead.bench.workloads import load_workload
+from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError
+from lookahead.drafters import as_drafter
 
+from .datasets import load_workload
 from .page import write_page
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
-PLAIN, METHODS = "autoregressive", ("autoregressive", "adaptive")
+METHODS = (PLAIN, "adaptive")
 SIZES = (1, 2, 4, 8)
+DRAFTERS = (PLAIN, "prompt-lookup", "lookahead", "adaptive")
+#: Files whose allocations are a drafter's own.
+OF_DRAFTERS = [
+    tracemalloc.Filter(True, f"*/lookahead/{part}")
+    for part in ("drafters/*", "core/pool.py", "core/drafter.py")
+]
 
 
 def speeds(
     llm: Any, prompts: Sequence[list[int]], size: int, repeats: int, new_tokens: int
 ) -> dict[str, Any]:
-    """One line of the table: ``size`` sequences at a time, whose places others take when they end."""
+    """One line of the table: ``size`` sequences at a time; a waiting prompt takes the place of one that ends."""
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     texts: dict[str, list[list[int]]] = {}
     steps = rows = new = 0
     for _ in range(repeats):
         for method in METHODS:
             start = perf_counter()
-            found = llm.generate(prompts, method=method, max_new_tokens=new_tokens, batch_size=size)
+            found = llm.generate(prompts, drafter=method, max_new_tokens=new_tokens, batch_size=size)
             took = perf_counter() - start
             seconds[method].append(took - sum(result.stats.seconds["prefill"] for result in found))
             texts[method] = [result.tokens for result in found]
@@ -54,55 +63,84 @@ def speeds(
     ratios = [plain / ours for plain, ours in zip(*(seconds[method] for method in METHODS), strict=True)]
     equal = sum(a == b for a, b in zip(*(texts[method] for method in METHODS), strict=True))
     return {
-        "batch": size, **{method: round(tokens / median(seconds[method]), 1) for method in METHODS},
-        "speedup": round(median(ratios), 3), "least": round(min(ratios), 3), "S": round(new / steps, 3),
-        "rows": round(rows / steps, 2), "equal": equal, "texts": len(prompts),
-    }  # fmt: skip
+        "batch": size,
+        **{method: round(tokens / median(seconds[method]), 1) for method in METHODS},
+        "speedup": round(median(ratios), 3),
+        "least": round(min(ratios), 3),
+        "S": round(new / steps, 3),
+        "rows": round(rows / steps, 2),
+        "equal": equal,
+        "texts": len(prompts),
+    }
 
 
 def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
-    """Bytes of the cache for each token, and of what each method keeps for one text at its largest."""
+    """Bytes of the weights and of the KV cache per token, and what a drafter keeps at the end of a text.
+
+    A drafter's bytes are those that ``tracemalloc`` attributes to its own files while it is alive: Python objects and
+    numpy arrays. The cache, the prompt and the activations of the prefill are none of them.
+    """
     target = llm.target()
     target.prefill([(0, prompt)])
     storage = getattr(getattr(target, "cache", None), "storage", None)
+    target.release(0)
+    model = ModelUnderTest.of(llm)
     kept = {}
-    for method in ("autoregressive", "prompt-lookup", "lookahead", "adaptive"):
-        llm.generate([prompt], method=method, max_new_tokens=new_tokens)  # compiled and imported
-        tracemalloc.start()
-        (result,) = llm.generate([prompt], method=method, max_new_tokens=new_tokens)
-        kept[method] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    for name in DRAFTERS:
+        for traced in (False, True):  # the first text compiles and imports
+            if traced:
+                tracemalloc.start()
+            drafter = as_drafter(name)
+            request = make_request(model, prompt, drafter, RunOptions(new_tokens))
+            outcome = timed_decode(model.target, request)
+            if traced:
+                gc.collect()
+                snapshot = tracemalloc.take_snapshot().filter_traces(OF_DRAFTERS)
+                tracemalloc.stop()
+                kept[name] = sum(trace.size for trace in snapshot.traces)
     per_token = storage[0].nbytes / storage[0].shape[2] if storage is not None else None
     weights = sum(parameter.nbytes for parameter in llm.model.parameters())
-    tokens = len(prompt) + len(result.tokens)
-    return {"weights": weights, "cache per token": per_token, "tokens": tokens, "peak": kept}
+    tokens = len(prompt) + len(outcome.tokens)
+    return {"weights": weights, "cache per token": per_token, "tokens": tokens, "kept": kept}
 
 
-def body(lines: Sequence[dict[str, Any]], kept: dict[str, Any]) -> list[str]:
+def body(lines: Sequence[dict[str, Any]], held: dict[str, Any]) -> list[str]:
     """The page's tables."""
-    rows = [
-        [f"{x['batch']}", f"{x[PLAIN]:.1f}", f"{x['adaptive']:.1f}", f"{x['speedup']:.2f}", f"{x['least']:.2f}",
-         f"{x['S']:.2f}", f"{x['rows']:.2f}", f"{x['equal']} of {x['texts']}"] for x in lines
-    ]  # fmt: skip
-    heads = [
-        "at a time",
+    headings = [
+        "sequences",
         "plain, tokens/s",
         "adaptive, tokens/s",
         "speed-up",
         "least",
         "S",
-        "rows a sequence",
+        "rows per sequence",
     ]
-    sizes = {f"a run of {method}, all of its Python and numpy": size for method, size in kept["peak"].items()}
-    if kept["cache per token"]:
-        sizes = {"the cache": kept["cache per token"] * kept["tokens"], **sizes}
+    rows = [
+        [
+            f"{x['batch']}",
+            f"{x[PLAIN]:.1f}",
+            f"{x['adaptive']:.1f}",
+            f"{x['speedup']:.2f}",
+            f"{x['least']:.2f}",
+            f"{x['S']:.2f}",
+            f"{x['rows']:.2f}",
+            f"{x['equal']} of {x['texts']}",
+        ]
+        for x in lines
+    ]
+    sizes = {f"what {name} keeps": size for name, size in held["kept"].items()}
+    if held["cache per token"]:
+        sizes = {"the KV cache": held["cache per token"] * held["tokens"], **sizes}
     return [
-        markdown_table([*heads, "equal"], rows), "",
-        "Seconds less the prefills; medians of paired runs. A text that ends makes room for one that waits; in the "
-        "last line none waits: texts that end early leave the others behind, which have waited for their drafts.", "",
-        f"Memory: weights {kept['weights'] / 1e6:.0f} MB. For a text of {kept['tokens']} tokens, at its peak:", "",
-        markdown_table(["", "MB"], [[name, f"{size / 1e6:.2f}"] for name, size in sizes.items()]),
-    ]  # fmt: skip
+        markdown_table([*headings, "equal"], rows),
+        "",
+        "Seconds without the prefills; medians of paired runs. A waiting text takes the place of one that ends. "
+        "In the last line none waits: texts that end early leave the others behind.",
+        "",
+        f"Memory: weights {held['weights'] / 1e6:.0f} MB. At the end of a text of {held['tokens']} tokens:",
+        "",
+        markdown_table(["", "MB"], [[name, f"{size / 1e6:.3f}"] for name, size in sizes.items()]),
+    ]
 
 
 def main() -> None:
@@ -111,7 +149,7 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
     parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each data set")
+    parser.add_argument("--limit", type=int, default=10, help="prompts of each data set")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -120,15 +158,15 @@ def main() -> None:
     llm = lookahead.load(given.model, dtype=given.dtype)
     sets = [load_workload(name, given.limit, 0, given.data) for name in WORKLOADS]
     prompts = [prompt.tokens(llm.tokenizer) for some in sets for prompt in some]
-    for method in METHODS:  # compiled, and step times learnt
-        llm.generate(prompts[:2], method=method, max_new_tokens=32)
+    for method in METHODS:  # compile, and measure step times
+        llm.generate(prompts[:2], drafter=method, max_new_tokens=32)
     load, lines = os.getloadavg()[0], []
     for size, some in [*((size, prompts) for size in SIZES), (SIZES[-1], prompts[: SIZES[-1]])]:
         lines.append(speeds(llm, some, size, given.repeats, given.max_new_tokens))
         print(lines[-1], file=sys.stderr, flush=True)
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
-    kept = memory(llm, max(prompts, key=len), given.max_new_tokens)
-    print(write_page(given.out, "Batch size and memory", record, lines, body(lines, kept), memory=kept))
+    held = memory(llm, max(prompts, key=len), given.max_new_tokens)
+    print(write_page(given.out, "Batch size and memory", record, lines, body(lines, held), memory=held))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The controller of adaptive against plain decoding and against fixed numbers of rows, text by text.
+"""The adaptive drafter's choice of rows against plain decoding and fixed numbers of rows, text by text.
 
     python -m benchmarks.controller MODEL --data DIR --texts float32:20 --times 1:18,4:21,8:26
     python -m benchmarks.controller MODEL --data DIR --wall     wall times, methods in turn, plain decoding twice
 
-Without ``--wall`` the clock is a model of a quiet machine: a forward pass of k rows takes t(k), given in milliseconds
-or measured first (the quickest of ``--repeats``), and all else its own CPU time. So texts, rows and drafts are real,
-and what else the machine does shows in no figure. Prompts that the priors were fitted to are left out. A text's time
-is that of all steps after the prefill. Texts that ``--records`` has at this commit are not measured again, so the
-same command goes on after an interrupt.
+Without ``--wall`` the clock models a quiet machine: a forward pass of k rows takes t(k), given in milliseconds or
+measured first (the fastest of ``--repeats``), and everything else takes its own CPU time. So texts, rows and drafts
+are real, and other work on the machine does not affect the figures. Prompts that the priors were fitted to are left
+out. The time of a text is that of all steps after the prefill. Texts that ``--records`` has at this commit are not
+measured again, so the same command continues after an interrupt.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.summary import markdown_table
-from lookahead.bench.workloads import load_workload
-from lookahead.core import Decoder, Request
-from lookahead.core.records import RecordWriter, finite, read_records
-from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import AdaptiveState, StepTimes, drafter, measure_times, times_for
-from lookahead.drafters.adaptive.step_times import MENU, from_points, place_of
+from lookahead.bench.report import markdown_table
+from lookahead.core import Decoder, Drafter, Request
+from lookahead.drafters import Adaptive, as_drafter
+from lookahead.drafters.adaptive import sequence
+from lookahead.drafters.adaptive.measure import measure_times, times_for
+from lookahead.drafters.adaptive.step_times import MENU, StepTimes, from_points, place_of
+from lookahead.files.records import RecordWriter, finite, read_records
 from lookahead.sampling import SeededNoise, make_choose
 
+from .datasets import load_workload
 from .page import write_page
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import fit_priors
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
-FIXED = (4, 8)
-#: What names a text's line in a file.
+FIXED = (4, 8, 16, 32)
+#: Fields that identify a text in the records.
 KEYS = ("commit", "dtype", "clock", "workload", "prompt", "temperature")
-#: Of plain decoding's time, what a text may take.
+#: A text is slow if it takes more than this share of plain decoding's time.
 LIMIT = 1.02
 
 
 class QuietClock:
-    """Seconds: of each forward pass what a table says, of all else CPU time."""
+    """Seconds on a quiet machine: t(k) for each forward pass, CPU time for everything else."""
 
     def __init__(self, table: list[float]) -> None:
         self.table, self.passes, self.real = table, 0.0, 0.0
@@ -54,7 +55,7 @@ class QuietClock:
         return self.passes + thread_time() - self.real
 
     def target(self, target: Any) -> Any:
-        """The target with this clock."""
+        """Make the passes of a target advance this clock by t(k). Returns the target."""
         forward = target.forward
 
         def timed(trees: Any) -> Any:
@@ -69,31 +70,39 @@ class QuietClock:
 
 
 class Bench:
-    """One model, and a clock; None is the wall's."""
+    """A model and a clock.
 
-    def __init__(self, llm: Any, given: str, repeats: int, wall: bool, new_tokens: int) -> None:
+    Args:
+        times: t(k) as text, "1:18,4:21"; measured if empty.
+        wall: use wall time in place of the quiet clock.
+    """
+
+    def __init__(self, llm: Any, times: str, repeats: int, wall: bool, new_tokens: int) -> None:
         self.llm, self.new_tokens, self.clock = llm, new_tokens, None
         times_for(llm.model, llm.path, llm.target)  # compiles
-        if given:
-            points = (part.split(":") for part in given.split(","))
+        if times:
+            points = (part.split(":") for part in times.split(","))
             self.table = from_points({int(rows): float(ms) / 1e3 for rows, ms in points})
         else:
-            times = measure_times(llm.target(), llm.vocabulary, MENU[:12], (256,), (1,), repeats, None, 1e9)
-            (self.table,) = times.bins.values()
+            measured = measure_times(
+                llm.target(), llm.vocabulary, MENU[:12], (256,), (1,), repeats, None, 1e9
+            )
+            (self.table,) = measured.bins.values()
         if not wall:
             self.clock = QuietClock(self.table)
-            drafter.perf_counter = self.clock  # type: ignore[attr-defined]
+            sequence.perf_counter = self.clock  # type: ignore[attr-defined]
         print(
             "t(k) in ms:", {k: round(1e3 * t, 2) for k, t in zip(MENU, self.table, strict=True)}, flush=True
         )
 
     def decode(self, prompt: list[int], method: str, temperature: float, seed: int) -> tuple[float, Any]:
-        """Seconds after the prefill, and the generation."""
-        llm, name, config = self.llm, method.split()[0], None
+        """(seconds after the prefill, generation) of one text."""
+        llm, name = self.llm, method.split()[0]
         if name == "fixed":
-            name, config = "adaptive", {"budget": False, "max_rows": int(method.split()[1])}
-        state = AdaptiveState(config, False, StepTimes({(0, 1): list(self.table)}))
-        made = make_drafter(name, config, llm.vocabulary, state if name == "adaptive" else None)
+            made: Drafter = Adaptive(int(method.split()[1]), budget=False)
+        else:
+            made = as_drafter(name)
+        times = StepTimes({(0, 1): list(self.table)})
         noise, process = None, None
         if temperature:
             noise = SeededNoise(seed, len(prompt), llm.vocabulary, temperature)
@@ -101,11 +110,12 @@ class Bench:
             def process(ids: Any, scores: Any) -> Any:
                 return scores / temperature
 
-        made.use_noise(noise)
         target = llm.target() if self.clock is None else self.clock.target(llm.target())
         decoder, now = Decoder(target), self.clock or perf_counter
         chooser = make_choose(prompt, process, noise)
-        generation = decoder.add(Request(prompt, made, self.new_tokens, chooser, llm.eos))
+        generation = decoder.add(
+            Request(prompt, made, self.new_tokens, chooser, llm.eos, noise=noise, step_times=times)
+        )
         decoder.step()
         start = now()
         while decoder.busy:
@@ -114,7 +124,7 @@ class Bench:
 
 
 def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str, Any]]:
-    """A line for each text of one dtype."""
+    """One record for each text of one dtype."""
     llm = lookahead.load(args.model, dtype=dtype)
     bench = Bench(llm, args.times, args.repeats, args.wall, args.new_tokens)
     methods = ["plain", "adaptive", *(f"fixed {k}" for k in args.fixed), *["again"] * args.wall]
@@ -126,8 +136,9 @@ def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str
         tuple(line[key] for key in KEYS): line for line in read_records(args.records, "seconds", "controller")
     }
     for workload in args.workloads:
-        found = [p for p in load_workload(workload, 3 * prompts, data=args.data) if p.turns[0] not in fitted]
-        for number, prompt in enumerate(found[:prompts]):
+        candidates = load_workload(workload, 3 * prompts, data=args.data)
+        held_out = [prompt for prompt in candidates if prompt.turns[0] not in fitted]
+        for number, prompt in enumerate(held_out[:prompts]):
             ids = prompt.tokens(llm.tokenizer)[-args.longest :]
             for temperature in args.temperatures:
                 text = {**about, "workload": workload, "prompt": number, "temperature": temperature}
@@ -139,17 +150,17 @@ def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str
                 made: dict[str, Any] = {}
                 for turn in range(args.rounds if args.wall else 1):
                     for method in methods[:: -1 if turn % 2 else 1]:
-                        name = "autoregressive" if method in ("plain", "again") else method
+                        name = "plain" if method in ("plain", "again") else method
                         spent, made[method] = bench.decode(ids, name, temperature, number)
                         seconds[method].append(spent)
                 line = {
                     **text,
                     "tokens": len(made["plain"].tokens),
-                    "equal": all(one.tokens == made["plain"].tokens for one in made.values()),
+                    "equal": all(x.tokens == made["plain"].tokens for x in made.values()),
                     "seconds": {method: min(some) for method, some in seconds.items()},
                     "steps": {method: made[method].stats.steps for method in methods},
                     "rows": {method: made[method].stats.rows for method in methods},
-                }  # fmt: skip
+                }
                 lines.append(line)
                 ratios = {m: round(s / line["seconds"]["plain"], 3) for m, s in line["seconds"].items()}
                 print(
@@ -162,13 +173,13 @@ def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str
 
 def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Totals by dtype, temperature and workload. Speed-ups are over plain decoding; ``over`` counts texts that took
-    more than 1.02 times its time, and ``again`` is plain decoding's second run over its first.
+    more than 1.02 times its time; ``again`` is the time of plain decoding's second run over that of its first.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         for workload in ("all", line["workload"]):
             groups[line["dtype"], line["temperature"], workload].append(line)
-    found = []
+    totals = []
     for (dtype, temperature, workload), some in sorted(groups.items()):
         total = {m: sum(line["seconds"][m] for line in some) for m in some[0]["seconds"]}
         best = min((m for m in total if m.startswith("fixed")), key=lambda m: total[m])
@@ -176,43 +187,72 @@ def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             sorted(line["seconds"][m] / line["seconds"]["plain"] for line in some if m in line["seconds"])
             for m in ("adaptive", "again")
         )
-        found.append({
-            "dtype": dtype, "temperature": temperature, "workload": workload, "texts": len(some),
-            "equal": sum(line["equal"] for line in some), "adaptive": total["plain"] / total["adaptive"],
-            "best": best, "best_fixed": total["plain"] / total[best], "of_best": total[best] / total["adaptive"],
-            "median": median(ratios), "slowest": ratios[-1], "over": sum(r > LIMIT for r in ratios),
-            "again": [again[0], again[-1]] if again else None, "again_over": sum(r > LIMIT for r in again),
-        })  # fmt: skip
-    return found
+        totals.append(
+            {
+                "dtype": dtype,
+                "temperature": temperature,
+                "workload": workload,
+                "texts": len(some),
+                "equal": sum(line["equal"] for line in some),
+                "adaptive": total["plain"] / total["adaptive"],
+                "best": best,
+                "best_fixed": total["plain"] / total[best],
+                "of_best": total[best] / total["adaptive"],
+                "median": median(ratios),
+                "slowest": ratios[-1],
+                "over": sum(r > LIMIT for r in ratios),
+                "again": [again[0], again[-1]] if again else None,
+                "again_over": sum(r > LIMIT for r in again),
+            }
+        )
+    return totals
 
 
 def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """The page's table and what it shows."""
+    """The page's table and the slow texts."""
     heads = ["dtype", "T", "workload", "texts", "equal", "adaptive", "best fixed", "rows", "adaptive / best"]
     heads += ["median text", "slowest text", "over 1.02", "plain again", "again over 1.02"]
     rows = [
-        [x["dtype"], f"{x['temperature']:g}", x["workload"], str(x["texts"]), str(x["equal"]),
-         f"{x['adaptive']:.2f}", f"{x['best_fixed']:.2f}", x["best"].split()[1], f"{x['of_best']:.2f}",
-         f"{x['median']:.3f}", f"{x['slowest']:.3f}", str(x["over"]),
-         "{:.3f} to {:.3f}".format(*x["again"]) if x["again"] else "", str(x["again_over"])] for x in groups
-    ]  # fmt: skip
+        [
+            x["dtype"],
+            f"{x['temperature']:g}",
+            x["workload"],
+            str(x["texts"]),
+            str(x["equal"]),
+            f"{x['adaptive']:.2f}",
+            f"{x['best_fixed']:.2f}",
+            x["best"].split()[1],
+            f"{x['of_best']:.2f}",
+            f"{x['median']:.3f}",
+            f"{x['slowest']:.3f}",
+            str(x["over"]),
+            "{:.3f} to {:.3f}".format(*x["again"]) if x["again"] else "",
+            str(x["again_over"]),
+        ]
+        for x in groups
+    ]
     slow = [
         f"- {line['seconds']['adaptive'] / line['seconds']['plain']:.3f}"
         f" ({line['seconds'].get('again', 0) / line['seconds']['plain']:.3f}): {line['workload']}"
         f" {line['prompt']}, {line['dtype']}, T = {line['temperature']:g}, {line['tokens']} tokens"
-        for line in lines if line["seconds"]["adaptive"] > LIMIT * line["seconds"]["plain"]
-    ]  # fmt: skip
-    clock = "the wall's" if args.wall else "a quiet machine's: t(k) for a pass, CPU time for all else"
+        for line in lines
+        if line["seconds"]["adaptive"] > LIMIT * line["seconds"]["plain"]
+    ]
+    clock = "the wall's" if args.wall else "a quiet machine's: t(k) for a pass, CPU time for everything else"
     return [
         f"Chat template, at most {args.new_tokens} new tokens, cold each time; prompts that the priors were fitted "
         f"to are left out. Time is {clock}, after the prefill. All methods decode each text in turn, plain decoding "
         "twice: its second run shows the noise. Speed-ups are over plain decoding; the best of "
         f"{', '.join(map(str, args.fixed))} rows is chosen after the fact for each line, and a text's ratio is its "
         "time over plain decoding's.",
-        "", markdown_table(heads, rows, texts=3), "",
+        "",
+        markdown_table(heads, rows, texts=3),
+        "",
         f"{sum(line['equal'] for line in lines)} of {len(lines)} texts are equal to plain decoding by all methods. "
-        f"Over {LIMIT} are {len(slow)}, with plain decoding's own second run in brackets:", "", *slow,
-    ]  # fmt: skip
+        f"Over {LIMIT} are {len(slow)}, with plain decoding's own second run in brackets:",
+        "",
+        *slow,
+    ]
 
 
 def texts_of(text: str) -> dict[str, int]:
@@ -230,11 +270,11 @@ def main() -> None:
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7, 1.0])
     add("--new-tokens", type=int, default=128)
-    add("--longest", type=int, default=1024, help="tokens of a prompt at most; its end counts")
-    add("--times", default="", help="t(k) in milliseconds, as 1:18,4:21,8:26; measured where left out")
-    add("--repeats", type=int, default=10, help="of passes whose t(k) is measured; the quickest counts")
-    add("--wall", action="store_true", help="the wall's clock")
-    add("--rounds", type=int, default=1, help="with --wall; the quickest of a text counts")
+    add("--longest", type=int, default=1024, help="most tokens of a prompt; its end is kept")
+    add("--times", default="", help="t(k) in milliseconds, as in 1:18,4:21,8:26; measured if left out")
+    add("--repeats", type=int, default=10, help="passes for each t(k); the fastest counts")
+    add("--wall", action="store_true", help="wall time in place of the quiet clock")
+    add("--rounds", type=int, default=1, help="with --wall; the fastest of a text counts")
     add(
         "--records", type=Path, default=Path("build/results/controller.jsonl"), help="JSON lines; appended to"
     )

@@ -1,9 +1,9 @@
-"""A GGUF file in another precision, so that llama.cpp can be measured with the precision that we decode in.
+"""Convert a GGUF file to another precision, so that llama.cpp can be measured in the precision that we decode in.
 
-    python benchmarks/convert_gguf.py IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0
+    python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0
 
-The numbers are those that IN's packed weights stand for, as transformers reads them; nothing comes from an original
-model. Matrices are packed anew, vectors (norms, biases) stay in float32, as llama.cpp wants them.
+The weights are IN's, dequantised as transformers does it; no original model is read. Matrices are packed again,
+vectors (norms, biases) stay in float32, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from pathlib import Path
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-TYPES = {"F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16, "BF16": LlamaFileType.MOSTLY_BF16,
-         "Q8_0": LlamaFileType.MOSTLY_Q8_0}  # fmt: skip
+TYPES = {
+    "F32": LlamaFileType.ALL_F32,
+    "F16": LlamaFileType.MOSTLY_F16,
+    "BF16": LlamaFileType.MOSTLY_BF16,
+    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+}
 
 
 def convert(source: Path, out: Path, name: str) -> None:

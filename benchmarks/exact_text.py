@@ -1,17 +1,17 @@
 """Exact mode on the transformers path: how many drafted texts differ from plain ones, and what exactness costs.
 
     python -m benchmarks.exact_text                          100 texts of 256 tokens, greedy and sampled; some hours
-    python -m benchmarks.exact_text --cost                   tokens per second, exact beside not; on a quiet machine
-    python -m benchmarks.exact_text --page                   the page again, from the lines that are there
+    python -m benchmarks.exact_text --cost                   tokens per second with and without it; quiet machine
+    python -m benchmarks.exact_text --page                   the page again, from the records
 
-Texts: prompts are functions of Python's standard library without their bodies, ``--batch`` of which are decoded
-together, plainly and by ``--method``, both with ``exact=True``; the first ``--controls`` texts again without it,
-where some must differ or the count shows nothing. Seconds there are the processor's (``process_time``), so that
-they mean something on a busy machine too. Cost: one text at a time by wall clock, all variants of a model in turn,
-the best of ``--rounds``; the 0.5B shape is of random weights, which sampled tokens predict as little as anything.
+Texts: functions of Python's standard library without their bodies are decoded ``--batch`` at a time, plainly and by
+``--method``, both with ``exact=True``. The first ``--controls`` texts are decoded again without it: some of them must
+differ, or the test has no power. Their seconds are CPU time, which a busy machine hardly changes. Cost: one text at a
+time in wall time, all variants of a model in turn, the best of ``--rounds``; the model of the 0.5B shape has random
+weights, whose sampled texts cannot be predicted.
 
-One JSON line for each group or cost is written to ``--out``, and the page beside it after every line. What is in the
-file is not measured again, so the same command goes on after an interrupt.
+One JSON line for each group or cost is written to ``--out``, and the page after every line. What is in the file is
+not measured again, so the same command continues after an interrupt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
@@ -31,37 +32,43 @@ import lookahead
 from benchmarks.step import build
 from lookahead import LLM
 from lookahead.bench.record import describe, environment, key_of
-from lookahead.bench.stdlib import stdlib_prompts
-from lookahead.bench.summary import markdown_table
+from lookahead.bench.report import markdown_table
+from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
-from lookahead.core.records import RecordWriter, read_records
+from lookahead.drafters import Adaptive, as_drafter
+from lookahead.files.records import RecordWriter, read_records
 from lookahead.targets.factory import make_target
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"
-#: The second temperature is of the seeded texts.
+#: Greedy, and sampled with a seed.
 TEMPERATURES = (0.0, 0.8)
-#: What a cost is measured of.
-METHODS = ("autoregressive", "adaptive")
+#: Methods whose cost is measured.
+METHODS = ("plain", "adaptive")
 Job = tuple[str, float, dict[str, Any]]
 
 
 def take(llm: LLM, exact: bool) -> None:
-    """Decode on the transformers path from now on; what is checked at load is not timed."""
+    """Decode on the transformers path from now on; the check at load happens here, so that it is not timed."""
     llm.target = partial(make_target, llm.model, path="transformers", exact=exact)  # type: ignore[method-assign]
     llm.target()
 
 
 def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """(key, part of the whole, settings) of each group, greedy and sampled in turn, the controls first."""
+    """(key, share of the work, settings) of each group, greedy and sampled in turn, the controls first."""
     for start in range(0, given.texts, given.batch):
         count = min(given.batch, given.texts - start)
         for temperature in TEMPERATURES:
             for exact in (True, False)[: 1 + (start < given.controls)]:
                 settings = {
-                    "model": str(given.model or "SmolLM2"), "dtype": given.dtype, "texts": [start, start + count],
-                    "new_tokens": given.new_tokens, "temperature": temperature, "exact": exact,
-                    "method": given.method, "max_rows": given.max_rows,
-                }  # fmt: skip
+                    "model": str(given.model or "SmolLM2"),
+                    "dtype": given.dtype,
+                    "texts": [start, start + count],
+                    "new_tokens": given.new_tokens,
+                    "temperature": temperature,
+                    "exact": exact,
+                    "method": given.method,
+                    "max_rows": given.max_rows,
+                }
                 yield key_of("texts", settings), count * (1.0 if exact else 0.3), settings
 
 
@@ -71,23 +78,26 @@ def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
     prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(end)][first:]
     take(llm, settings["exact"])
     shared: dict[str, Any] = {
-        "max_new_tokens": settings["new_tokens"], "ignore_eos": True, "temperature": settings["temperature"],
+        "max_new_tokens": settings["new_tokens"],
+        "ignore_eos": True,
+        "temperature": settings["temperature"],
         "seeds": list(range(first, end)),
-    }  # fmt: skip
-    adaptive = settings["method"] == "adaptive"
-    config = {"max_rows": settings["max_rows"], "budget": False} if adaptive else None
+    }
+    drafter = as_drafter(settings["method"])
+    if isinstance(drafter, Adaptive):
+        drafter = replace(drafter, max_rows=settings["max_rows"], budget=False)
     begin = process_time()
-    plain = llm.generate(prompts, method="autoregressive", **shared)
+    plain = llm.generate(prompts, drafter="plain", **shared)
     middle = process_time()
-    drafted = llm.generate(prompts, method=settings["method"], config=config, **shared)
-    places = [first_divergence(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
+    drafted = llm.generate(prompts, drafter=drafter, **shared)
+    divergences = [first_divergence(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
     return {
         "plain_s": middle - begin,
         "drafted_s": process_time() - middle,
-        "differ": sum(place is not None for place in places),
-        "first_differences": places,
-        "tokens": sum(len(one.tokens) for one in plain),
-        "compression": sum(one.stats.compression_ratio for one in drafted) / len(drafted),
+        "differ": sum(position is not None for position in divergences),
+        "first_differences": divergences,
+        "tokens": sum(len(x.tokens) for x in plain),
+        "compression": sum(x.stats.compression_ratio for x in drafted) / len(drafted),
         "promise": drafted[0].stats.promise,
     }
 
@@ -120,14 +130,18 @@ def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
                 begin = perf_counter()
                 texts[name] = [
                     llm.generate(
-                        prompt, method=method, max_new_tokens=settings["new_tokens"], ignore_eos=True,
-                        temperature=0.0 if real else 1.0, seed=0,
+                        prompt,
+                        drafter=method,
+                        max_new_tokens=settings["new_tokens"],
+                        ignore_eos=True,
+                        temperature=0.0 if real else 1.0,
+                        seed=0,
                     )
                     for prompt in prompts
-                ]  # fmt: skip
+                ]
                 seconds.setdefault(name, []).append(perf_counter() - begin)
     tokens = settings["new_tokens"] * len(prompts)
-    plain, drafted = ([one.tokens for one in texts[f"exact {method}"]] for method in METHODS)
+    plain, drafted = ([x.tokens for x in texts[f"exact {method}"]] for method in METHODS)
     return {
         "rates": {name: tokens / min(spent) for name, spent in seconds.items()},
         "texts": len(prompts),
@@ -136,12 +150,11 @@ def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(lines: list[dict[str, Any]], command: str) -> str:
-    """The page: texts by where they were decoded, then the costs."""
+    """The page, by machine: texts that differ, then the costs."""
     text = ["# Exact mode: texts that differ, and what it costs", "", f"`{command}`", ""]
-    places = dict.fromkeys(line["where"] for line in lines)
-    for place in places:
-        here = [line for line in lines if line["where"] == place]
-        text += [f"## {place}", ""]
+    for where in dict.fromkeys(line["where"] for line in lines):
+        here = [line for line in lines if line["where"] == where]
+        text += [f"## {where}", ""]
         rows = []
         groups = [line for line in here if "cost" not in line]
         for kind in sorted({(line["temperature"], not line["exact"]) for line in groups}):
@@ -150,12 +163,19 @@ def page(lines: list[dict[str, Any]], command: str) -> str:
                 sum(len(line["first_differences"]) for line in some),
                 sum(x["tokens"] for x in some),
             )
-            rows.append([
-                "ordinary (the control)" if kind[1] else "`exact=True`", f"{kind[0]:g}",
-                f"{sum(line['differ'] for line in some)} of {count}", str(tokens),
-                f"{sum(line['compression'] * line['tokens'] for line in some) / tokens:.2f}",
-                *(f"{1000 * sum(line[name] for line in some) / tokens:.1f}" for name in ("plain_s", "drafted_s")),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    "ordinary (the control)" if kind[1] else "`exact=True`",
+                    f"{kind[0]:g}",
+                    f"{sum(line['differ'] for line in some)} of {count}",
+                    str(tokens),
+                    f"{sum(line['compression'] * line['tokens'] for line in some) / tokens:.2f}",
+                    *(
+                        f"{1000 * sum(line[name] for line in some) / tokens:.1f}"
+                        for name in ("plain_s", "drafted_s")
+                    ),
+                ]
+            )
         if rows:
             heads = ["mode", "temperature", "texts that differ", "tokens", "tokens a step"]
             heads += ["processor ms a token, plain", "drafted"]
@@ -164,8 +184,17 @@ def page(lines: list[dict[str, Any]], command: str) -> str:
         for line in here:
             for method in METHODS if "cost" in line else ():
                 exact, other = (line["rates"][f"{mode} {method}"] for mode in ("exact", "ordinary"))
-                costs.append([line["cost"], line["dtype"], method, f"{other:.1f}", f"{exact:.1f}",
-                              f"{exact / other:.2f}", f"{line['differ']} of {line['texts']}"])  # fmt: skip
+                costs.append(
+                    [
+                        line["cost"],
+                        line["dtype"],
+                        method,
+                        f"{other:.1f}",
+                        f"{exact:.1f}",
+                        f"{exact / other:.2f}",
+                        f"{line['differ']} of {line['texts']}",
+                    ]
+                )
         if costs:
             heads = ["model", "dtype", "method", "tokens/s", "exact", "ratio", "exact texts that differ"]
             text += [markdown_table(heads, costs, texts=3), ""]
@@ -185,7 +214,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="in place of SmolLM2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--texts", type=int, default=100)
-    parser.add_argument("--controls", type=int, default=20, help="texts that are decoded without exact too")
+    parser.add_argument("--controls", type=int, default=20, help="texts that are also decoded without exact")
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--method", default="adaptive")
@@ -195,7 +224,7 @@ def main() -> None:
     parser.add_argument("--cost-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--page", action="store_true", help="write the page from the lines, and measure nothing"
+        "--page", action="store_true", help="write the page from the records; measure nothing"
     )
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
@@ -218,17 +247,20 @@ def main() -> None:
                 llm, about = load(given, settings), model
             assert llm is not None
             begin = perf_counter()
-            found = measure_cost(llm, settings) if given.cost else measure_texts(llm, settings)
+            measured = measure_cost(llm, settings) if given.cost else measure_texts(llm, settings)
             spent, size = spent + perf_counter() - begin, size + part
             names = {"model": settings.get("cost") or llm.name.rpartition("/")[2], "dtype": settings["dtype"]}
             where = describe(environment() | names | {"path": "transformers"})
-            line = {"key": key, "where": where} | settings | found
+            line = {"key": key, "where": where} | settings | measured
             out.write(line)
             lines.append(line)
             given.out.with_suffix(".md").write_text(page(lines, command.strip()))
             left = sum(job[1] for job in todo[number + 1 :]) * spent / size
-            print(f"{number + 1}/{len(todo)} {json.dumps(settings)}: {found['differ']} differ; "
-                  f"about {left / 60:.0f} minutes left", flush=True)  # fmt: skip
+            print(
+                f"{number + 1}/{len(todo)} {json.dumps(settings)}: {measured['differ']} differ; "
+                f"about {left / 60:.0f} minutes left",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

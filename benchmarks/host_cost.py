@@ -3,12 +3,11 @@
     python -m benchmarks.host_cost                       SmolLM2, functions of the standard library
     python -m benchmarks.host_cost --model PATH --steps 300 --rows 64
 
-Measured inside real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
-``observe``, and apart from them what these ask of others: ``scores`` (argmaxes or the best tokens of all rows, which
-is work on logits and grows with the vocabulary) and ``noise`` of positions that are still to come (plain sampling
-draws the same numbers, later). Steps of fewer rows than asked for are left out. ``cpu`` is the thread's own time,
-``wall`` the clock's; on a quiet machine they agree. ``prompt`` is what a request costs once: taking in a prompt of
-2000 tokens and drafting the first tree.
+Measured during real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
+``observe``; and separately ``scores`` (argmaxes or the best tokens of all rows: work on logits that grows with the
+vocabulary) and ``noise`` of later positions (plain sampling computes the same numbers, later). Steps with fewer rows
+than requested are left out. ``cpu`` is the thread's CPU time, ``wall`` is wall time; on a quiet machine they agree.
+``prompt`` is the cost of a request that is paid once: reading a prompt of 2000 tokens and drafting the first tree.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions, load_workload
 from lookahead.bench.methods import make_request, timed_decode
 from lookahead.bench.record import environment
-from lookahead.bench.summary import markdown_table
-from lookahead.core import Drafter, TokenTree
-from lookahead.core.drafter import UNLIMITED_ROWS, Noise
-from lookahead.drafters import make_drafter
+from lookahead.bench.report import markdown_table
+from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Start, TokenTree
+from lookahead.drafters import Adaptive, as_drafter
 
 from .page import write_page
 
@@ -39,7 +37,7 @@ CASES = {"lookahead": ("lookahead", 0.0), "adaptive": ("adaptive", 0.0), "adapti
 
 
 class Watched:
-    """Scores, or noise, that note what they cost."""
+    """Scores, or noise, that record the time spent in their methods."""
 
     def __init__(self, scores: Any) -> None:
         self.scores = scores
@@ -51,7 +49,7 @@ class Watched:
         return self.__getattr__("__call__")(index)
 
     def take(self) -> tuple[float, float]:
-        """What was noted since the last time."""
+        """(wall, cpu) seconds since the previous call."""
         taken = self.wall, self.cpu
         self.wall = self.cpu = 0.0
         return taken
@@ -70,23 +68,27 @@ class Watched:
 
 
 class Clocked(Drafter):
-    """A drafter that notes (rows, {part: (wall, cpu)}) of every step."""
+    """A drafter that records (rows, {part: (wall, cpu)}) of every step."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.steps: list[tuple[int, dict[str, tuple[float, float]]]] = []
-        self._noise = Watched(None)
 
-    def use_noise(self, noise: Noise | None) -> None:
-        self._noise = Watched(noise)
-        self.drafter.use_noise(self._noise if noise is not None else None)
+    def start(self, sequence: Start) -> DraftState:
+        noise: Any = Watched(sequence.noise)
+        watched = replace(sequence, noise=noise if sequence.noise is not None else None)
+        return ClockedState(self.steps, self.drafter.start(watched), noise)
 
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        self.drafter.reset(prompt, first, eos)
 
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
+class ClockedState(DraftState):
+    """The state of one sequence."""
+
+    def __init__(self, steps: list[Any], state: DraftState, noise: Watched) -> None:
+        self.steps, self.drafter, self._noise = steps, state, noise
+
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         wall, cpu = perf_counter(), thread_time()
-        tree = self.drafter.draft(max_depth, max_rows)
+        tree = self.drafter.draft(max_depth, max_rows, batch)
         wall, cpu = perf_counter() - wall, thread_time() - cpu
         self._drawn = self._noise.take()
         self._drafted = wall - self._drawn[0], cpu - self._drawn[1]
@@ -112,29 +114,27 @@ def measure(
 ) -> list[dict[str, tuple[float, float]]]:
     """Parts of the first ``steps`` steps of at least ``rows`` rows."""
     method, temperature = CASES[case]
-    config = {"budget": False, "max_rows": rows} if method == "adaptive" else (15, 5, 15)
-    found: list[dict[str, tuple[float, float]]] = []
+    drafted = Adaptive(rows, budget=False) if method == "adaptive" else as_drafter(method)
+    measured: list[dict[str, tuple[float, float]]] = []
     for number, prompt in enumerate(prompts):
-        drafter = Clocked(make_drafter(method, config, model.target.vocabulary))
+        drafter = Clocked(drafted)
         options = RunOptions(128, temperature, seed=number)
         timed_decode(model.target, make_request(model, prompt, drafter, options))
-        found += [parts for count, parts in drafter.steps if count >= rows]
-        if len(found) >= steps:
+        measured += [parts for count, parts in drafter.steps if count >= rows]
+        if len(measured) >= steps:
             break
-    return found[:steps]
+    return measured[:steps]
 
 
 def prompt_cost(vocabulary: int, length: int = 2000, repeats: int = 9) -> float:
-    """Seconds to take in a prompt and draft the first tree: the median over random texts with repetitions."""
+    """Seconds to read a prompt and draft the first tree: the median over random texts with repetitions."""
     spent = []
     for seed in range(repeats):
         rng = random.Random(seed)
         words = [rng.randrange(vocabulary) for _ in range(400)]
         prompt = [words[int(rng.random() ** 2 * 400)] for _ in range(length)]
-        drafter = make_drafter("adaptive", {"budget": False}, vocabulary)
         start = perf_counter()
-        drafter.reset(prompt, words[0], frozenset())
-        drafter.draft(100)
+        Adaptive(budget=False).start(Start(prompt, words[0], vocabulary=vocabulary)).draft(100)
         spent.append(perf_counter() - start)
     return statistics.median(spent)
 
@@ -148,23 +148,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/host-cost"), help="page and JSON")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
-    model = replace(ModelUnderTest.of(llm), eos=frozenset())  # a text that ends early has few steps
+    model = replace(ModelUnderTest.of(llm), eos=frozenset())  # texts that end early have few steps
     workload = load_workload("stdlib", limit=200)
     prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
     records, load = [], os.getloadavg()[0]
     for case in CASES:
         rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
         measure(model, prompts[:1], case, rows, 1)  # compiles, or loads what was compiled
-        found = measure(model, prompts, case, rows, args.steps)
-        if not found:
+        parts = measure(model, prompts, case, rows, args.steps)
+        if not parts:
             print(f"{case}: no step had {rows} rows")
             continue
-        record: dict[str, Any] = {"case": case, "rows": rows, "steps": len(found)}
+        record: dict[str, Any] = {"case": case, "rows": rows, "steps": len(parts)}
         for name in ("draft", "observe", "scores", "noise", "host"):
             for place, clock in enumerate(("wall", "cpu")):
                 values = [
                     sum(p[n][place] for n in (("draft", "observe") if name == "host" else (name,)))
-                    for p in found
+                    for p in parts
                 ]
                 record[f"{name}_{clock}_us"] = round(statistics.median(values) * 1e6, 1)
                 record[f"{name}_{clock}_p10_us"] = round(sorted(values)[len(values) // 10] * 1e6, 1)
@@ -204,13 +204,15 @@ def main() -> None:
     where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
     body = [
         f"Microseconds, medians of {args.steps} steps of functions of the standard library; V is {llm.vocabulary}.",
-        "", markdown_table([*heads, "prompt of 2000"], rows_of), "",
+        "",
+        markdown_table([*heads, "prompt of 2000"], rows_of),
+        "",
         "`draft` and `observe` are all that the drafter does beside the forward pass: the tree, learning from it, "
-        "reading the text. `best tokens` is the search through the logits for the best of every row, which is work "
-        "on rows x V numbers. `noise ahead` are random numbers of positions to come, which plain sampling draws too "
-        "when it gets there. `prompt` is paid once: reading 2000 tokens and the first tree. Measured between the "
-        "forward passes of real decoding, whose weights push the tables out of the fast caches.",
-    ]  # fmt: skip
+        "reading the text. `best tokens` is the search for the best tokens of every row, among rows x V logits. "
+        "`noise ahead` is the noise of later positions, which plain sampling computes too when it gets there. "
+        "`prompt` is paid once: reading 2000 tokens and drafting the first tree. Measured between the forward passes "
+        "of real decoding, whose weights evict the tables from the fast caches.",
+    ]
     write_page(args.out, "Host cost of a step", where, records, body)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from lookahead.core import LookaheadConfig, SettingsError, Stats
+from lookahead import as_drafter
+from lookahead.core import SettingsError, Stats
 
 
 @register_model("hf-lookahead")
@@ -22,8 +23,7 @@ class HFLookahead(HFLM):
     """``hf`` of lm-evaluation-harness, whose texts are generated with lookahead.
 
     Args:
-        method: a drafting method of ``lookahead.drafters.METHODS``; by default "adaptive", or "lookahead" where
-            ``lookahead`` is given.
+        method: a drafter as text, such as "adaptive"; for one with commas use ``lookahead``.
         lookahead: (W, N, G) as "W/N/G", because the harness splits its arguments at commas; or a preset.
         **keywords: those of ``hf``.
 
@@ -34,10 +34,11 @@ class HFLookahead(HFLM):
     def __init__(
         self, *args: Any, method: str | None = None, lookahead: str | None = None, **keywords: Any
     ) -> None:
-        if lookahead is not None:
-            lookahead = str(lookahead).replace("/", ",")
-        self.method = method
-        self.lookahead = None if lookahead is None else LookaheadConfig.of(lookahead)
+        if method is not None and lookahead is not None:
+            raise SettingsError(
+                f"method and lookahead cannot be given together, got {method} and {lookahead}"
+            )
+        self.drafter = as_drafter(method or str(lookahead or "adaptive").replace("/", ","))
         self.stats: list[Stats] = []
         keywords.setdefault("device", "cpu")
         super().__init__(*args, **keywords)
@@ -65,8 +66,7 @@ class HFLookahead(HFLM):
             max_length,
             stop,
             custom_generate=generate,
-            method=self.method,
-            lookahead_config=self.lookahead,
+            drafter=self.drafter,
             stats=self.stats,
             **keywords,
         )

@@ -1,4 +1,4 @@
-"""A measured page: Markdown, and its figures as JSON, both with the command, the machine and the commit."""
+"""A measured page: Markdown, and its figures as JSON. Both name the command, the machine and the commit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def write_page(
     """Write ``out``.md and ``out``.json; returns the page.
 
     Args:
-        record: where it was measured, as ``bench.record.environment`` says it, with ``model`` and ``dtype``.
-        figures, more: what the JSON has beside the command and the place.
-        body: lines of the page, below both.
+        out: path without the suffix.
+        record: machine and versions, as ``bench.record.environment`` gives them, with ``model`` and ``dtype``.
+        figures, more: further fields of the JSON.
+        body: lines of the page below the command and the machine.
     """
     program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
     command, where = command_line(sys.argv[1:], program), describe(record)

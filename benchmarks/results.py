@@ -1,11 +1,11 @@
 """All measured pages and the README's figures again, from one commit: what `make results` runs.
 
     python -m benchmarks.results --data DIR      some hours on 2 quiet cores: it says how many; --limit 1 for a trial
-    python -m benchmarks.results --readme        the README's figures from the committed records alone
+    python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page that this commit and command have made is not made again, and records outlive an interrupt: the same command
-goes on.
-llama.cpp is measured where llama-cpp-python is installed, on conversions of the model's file by convert_gguf.py.
+A page that was made by the same command at the same commit is not made again, and records outlive an interrupt: the
+same command continues. llama.cpp is measured if llama-cpp-python is installed, on conversions of the model's file by
+convert_gguf.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from lookahead.bench.record import commit
-from lookahead.bench.summary import markdown_table
+from lookahead.bench.report import markdown_table
 from lookahead.cli.bench import command_line
 
 from .convert_gguf import convert
@@ -35,24 +35,23 @@ SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
-#: study -> (its own words, share of the prompts, minutes for ten). S is the same in any dtype up to near ties.
+#: study -> (prompts for each prompt of the limit, dtype, minutes with a limit of ten)
 STUDY = {
-    "ablation": (("--workload", "mt-bench"), 1.0, 12),
-    "scaling-law": (("--workload", "mt-bench"), 0.8, 12),
-    # In bfloat16 transformers' four likeliest tokens are others at near ties, and so are the draws.
-    "sampling-quality": (("--dtype", "float32"), 0.8, 15),
-    "end-to-end": ((), 0.5, 20),
-    "parallel": ((), 0.2, 8),
+    "ablation": (1, "bfloat16", 8),
+    "scaling-law": (2, "bfloat16", 50),
+    # In bfloat16 the four most likely tokens of transformers' passes are others at near ties, and so are its samples.
+    "sampling-quality": (2, "float32", 20),
+    "end-to-end": (1, "bfloat16", 40),
+    "parallel": (1, "bfloat16", 60),
 }
-#: How the demo's table begins.
-TABLE = "tokens per second"
-#: method in the records -> name in the README; what is not here is on the page only
+#: method in the records -> name in the README; other methods are on the page only
 NAMES = {
     "hf-greedy": "transformers `generate`",
     "hf-prompt-lookup": "transformers prompt lookup",
     "llamacpp-greedy": "llama.cpp",
     "llamacpp-lookup": "llama.cpp prompt lookup",
-    "autoregressive": "ours, plain decoding",
+    "autoregressive": "ours, plain decoding",  # its name in earlier records
+    "plain": "ours, plain decoding",
     "prompt-lookup": "ours, prompt lookup",
     "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
     "adaptive": "ours, adaptive, the default",
@@ -61,7 +60,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Step:
-    """One page: the command that makes its records, and about how long that takes."""
+    """One page: the command that makes it, and about how long that takes."""
 
     name: str
     words: tuple[str, ...]  # of Python
@@ -73,19 +72,18 @@ class Step:
         return RESULTS / f"{self.name}.json"
 
     def is_done(self) -> bool:
-        """Whether the page was made by this command of the code that is here."""
+        """Whether the page was made by this command at this commit."""
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
-        program = "lookahead" if "lookahead" in self.words else f"python -m {self.words[1]}"
-        command = command_line(list(self.words[2:]), program)
+        command = command_line(list(self.words[2:]), f"python -m {self.words[1]}")
         return facts["command"] == command and f"commit {commit()}," in facts["where"]
 
     def run(self) -> None:
         """Make the page."""
         subprocess.run([sys.executable, *self.words], cwd=ROOT, check=True)
         records = RECORDS / self.name
-        if not (records / "summary.json").is_file():  # a study, which has written its page itself
+        if not (records / "summary.json").is_file():  # the command has written the page itself
             return
         title = f"Methods side by side, {self.name.removeprefix('bench-')}"
         page = f"# {title}\n\n{(records / 'summary.md').read_text()}\n![Speed by method]({self.name}.png)\n"
@@ -95,8 +93,8 @@ class Step:
 
 
 def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
-    """What there is to make, the most important first."""
-    found = []
+    """The pages to make, the most important first."""
+    planned = []
     for dtype, (formats, minutes) in DTYPES.items():
         methods = list(METHODS)
         if model is not None and find_spec("llama_cpp") is not None:
@@ -107,50 +105,55 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
                     print(f"llama.cpp ends this process on {file}: left out", flush=True)
                     continue
                 methods += [f"llamacpp-greedy:{file}", f"llamacpp-lookup:{file}"]
-        words = ["-m", "lookahead", "bench", *([str(model)] if model else []), "--dtype", dtype]
+        words = ["-m", "benchmarks.side_by_side", *([str(model)] if model else []), "--dtype", dtype]
         words += [part for name in SETS for part in ("--workload", name)]
         words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
         words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
-        found.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
-    slow = found.pop()
-    words = ["-m", "lookahead", "bench", "serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
+        planned.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
+    slow = planned.pop()
+    if model is not None:  # the file's own weights, as they are loaded by default
+        methods = [name for name in METHODS if not name.startswith("hf-")]
+        if find_spec("llama_cpp") is not None:
+            methods += ["llamacpp-greedy", "llamacpp-lookup"]  # on the same file
+        words = ["-m", "benchmarks.side_by_side", str(model)]
+        words += [part for name in SETS for part in ("--workload", name)]
+        words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
+        words += ["--method", " ".join(methods), "--out", "build/results/bench-packed"]
+        planned.append(Step("bench-packed", tuple(words), 6 * limit))
+        words = ["-m", "benchmarks.packed_accuracy", str(model), "--data", str(data)]
+        planned.append(Step("packed-accuracy", tuple(words), 15))
+    words = ["-m", "benchmarks.serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
     file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
     beside = bool(file) and find_spec("llama_cpp") is not None
     words += ["--against", f"llamacpp:{file}"] if beside else []
-    found.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
+    planned.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
     words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
-    found.append(Step("batch-size", (*words, "--limit", str(max(2, _share(limit, 0.4)))), max(3, limit)))
+    planned.append(Step("batch-size", (*words, "--limit", str(limit)), max(3, 2 * limit)))
     words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
-    found.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
-    for name, (extra, share, minutes) in STUDY.items():
-        words = ["-m", "benchmarks.paper", name, "--data", str(data), *extra]
-        words += [] if "--dtype" in extra else ["--dtype", "bfloat16"]
-        words += ["--limit", str(_share(limit, share)), "--records", f"build/results/{name}"]
-        found.append(Step(name, tuple(words), minutes * limit / 10))
-    found += [
+    planned.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
+    for name, (prompts, dtype, minutes) in STUDY.items():
+        words = ["-m", "benchmarks.paper", name, "--data", str(data), "--dtype", dtype]
+        words += ["--limit", str(prompts * limit), "--records", f"build/results/{name}"]
+        planned.append(Step(name, tuple(words), minutes * limit / 10))
+    planned += [
         slow,
         Step("step", ("-m", "benchmarks.step"), 8),
         Step("host-cost", ("-m", "benchmarks.host_cost"), 1),
     ]
-    # page, its program, the prompts, minutes for ten
-    few, texts = str(_share(limit, 0.25)), f"bfloat16:{limit},float32:{_share(limit, 0.5)}"
-    for name, program, prompts, minutes in (
-        ("adaptive", "adaptive_s", ("--prompts", few), 4),
-        ("adaptive-run", "adaptive_run", ("--prompts", few), 2),
+    # page, its program, its own words, minutes with a limit of ten
+    texts = f"bfloat16:{limit},float32:{max(1, limit // 2)}"
+    for name, program, own, minutes in (
+        ("adaptive", "adaptive_s", ("--prompts", str(limit)), 16),
+        ("adaptive-run", "adaptive_run", ("--prompts", str(limit)), 8),
         ("controller", "controller", ("--wall", "--texts", texts), 40),
     ):
-        words = ["-m", f"benchmarks.{program}", "--data", str(data), *prompts]
-        found.append(Step(name, tuple(words), minutes * limit / 10))
-    return found
-
-
-def _share(limit: int, share: float) -> int:
-    """Prompts of a study that needs fewer."""
-    return max(1, round(share * limit))
+        words = ["-m", f"benchmarks.{program}", "--data", str(data), *own]
+        planned.append(Step(name, tuple(words), minutes * limit / 10))
+    return planned
 
 
 def _convert(model: Path, file: Path, kind: str) -> None:
-    """A conversion for llama.cpp, once."""
+    """Convert the model for llama.cpp, unless the file exists."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         convert(model, file.with_suffix(".part"), kind)
@@ -158,7 +161,7 @@ def _convert(model: Path, file: Path, kind: str) -> None:
 
 
 def _evaluates(file: Path) -> bool:
-    """Whether llama.cpp can evaluate the file here: its kernels of 8 bits crash on some processors with AMX."""
+    """Whether llama.cpp can evaluate the file here: its 8-bit kernels crash on some processors with AMX."""
     code = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([1] * 32)"
     return subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True).returncode == 0
 
@@ -181,22 +184,15 @@ def speeds(facts: dict[str, Any]) -> str:
 
 
 def readme(text: str) -> str:
-    """The README with its figures as the records say them; a block without a record stays as it is."""
+    """The README with its figures taken from the pages; a block without a page stays as it is."""
     blocks = {}
-    page, demo = RESULTS / "bench-bfloat16.json", RESULTS / "demo.txt"
+    page = RESULTS / "bench-bfloat16.json"
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)). {facts['busy']}".strip()
         prompts = re.search(r"--limit (\d+)", facts["command"])
         size = f"{prompts[1]} prompts of each set, twice. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}"
-    if demo.is_file():
-        shown = demo.read_text()
-        edited = re.search(r"^2-edit.*?(?=^3-)", shown, re.S | re.M)  # one of its texts, and the table
-        middle = edited[0].rstrip() if edited else ""
-        parts = ["$ lookahead demo", "...", middle, "...", shown[shown.index(TABLE) :]]
-        lines = (line.rstrip() for line in "\n".join(parts).rstrip().splitlines())
-        blocks["demo"] = "\n".join(f"    {line}".rstrip() for line in lines)  # the text has fences of its own
     for name, block in blocks.items():
         pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
         text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)
@@ -249,8 +245,8 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on")
+        sys.exit("interrupted: the same command continues")
     except subprocess.CalledProcessError as error:
         sys.exit(
-            f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command goes on"
+            f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command continues"
         )

@@ -1,10 +1,10 @@
 """Answer files as Spec-Bench writes them, so that its own evaluation reads ours.
 
 One file per method, one row per question: ``choices`` with ``turns``, ``decoding_steps``, ``new_tokens``,
-``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). Their counter
-is kept: steps and times include the prefill, whose token counts as accepted by it.
+``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). As their
+counter does, steps and times include the prefill, which accepts one token.
 
-    python benchmarks/spec_bench.py DIR     a folder that `lookahead bench --workload spec-bench --out DIR` wrote
+    python -m benchmarks.spec_bench DIR     a folder that `benchmarks.side_by_side --workload spec-bench` wrote
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import Record, Records
-from lookahead.core.records import RecordWriter
+from lookahead.files.records import RecordWriter
 
-#: What must be the same for two records to be summed up together.
+#: Fields that must be equal for records to be summed up together.
 SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 
 
@@ -74,7 +74,7 @@ def write_answers(records: Sequence[Record], folder: Path) -> list[Path]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    found = Records(folder).read()
-    newest = [r for r in found if all(r.get(name) == found[-1].get(name) for name in SETUP)]
+    every = Records(folder).read()
+    newest = [r for r in every if all(r.get(name) == every[-1].get(name) for name in SETUP)]
     for answers in write_answers(newest, folder):
         print(answers)

@@ -3,11 +3,11 @@
     python -m benchmarks.step                                  every model, dtype, context and row count
     python -m benchmarks.step --models SmolLM2 --dtypes bf16 --contexts 128
 
-SmolLM2 itself, and random weights of a larger Llama shape. The two paths take turns in every round, and medians
-over the rounds are printed. Two floors stand beside them, from rates measured in the same run: the bytes of all
-weights over the read bandwidth of a buffer of that size, and the operations of the linears over the matrix rate,
-which is what bounds many rows on a CPU without AMX. Every row of the tree is read, the most expensive case for the LM
-head. A compiled path that the check at load refuses is not timed, nor one whose logits differ on a tree that is.
+SmolLM2, and random weights of a larger Llama shape. The two paths take turns in every round; medians over the rounds
+are printed. Two lower bounds stand beside them, from rates measured in the same run: the bytes of all weights over
+the read bandwidth of a buffer of that size, and the operations of the linear layers over the matrix rate, which
+bounds many rows on a CPU without AMX. Every row of the tree needs its logits, the most expensive case for the LM
+head. A compiled path that the check at load refuses is not timed, nor is one whose logits differ on the timed tree.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.step_cost import sample_tree
-from lookahead.bench.summary import markdown_table
+from lookahead.bench.report import markdown_table
 from lookahead.core import TokenTree
 from lookahead.targets.factory import make_target
 
@@ -38,13 +37,23 @@ REAL = "SmolLM2"
 #: hidden, layers, heads, key heads, head size, feed-forward, vocabulary
 SHAPES = {"0.5b": (896, 24, 14, 2, 64, 4864, 151936)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: What the paths' logits may differ by, in standard deviations. SmolLM2's right passes of 1 to 128 rows stand at up
-#: to 0.34 and 5e-5; with one wrong ancestor of one row at 0.75 and more.
+#: The largest difference of the two paths' logits, in standard deviations. Correct passes of SmolLM2 with 1 to 128
+#: rows differ by up to 0.34 and 5e-5; with one wrong ancestor of one row by 0.75 and more.
 AGREE = {"bf16": 0.5, "fp32": 1e-3}
 
 
+def sample_tree(rows: int, vocabulary: int) -> TokenTree:
+    """Branches of four tokens under the root, as candidates are; every row needs its logits."""
+    tree = TokenTree(1 % vocabulary)
+    token = 2
+    while len(tree) < rows:
+        tree.add_candidate([(token + i) % vocabulary for i in range(min(4, rows - len(tree)))])
+        token += 5
+    return tree
+
+
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of some calls, after one that is not counted."""
+    """Seconds of the fastest of several calls, after one that is not counted."""
     call()
     times: list[float] = []
     begin = perf_counter()
@@ -97,7 +106,7 @@ def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
 def measure(
     name: str, dtype: str, contexts: list[int], rows: list[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A line of each context and number of rows; times in milliseconds."""
+    """One line for each context and number of rows; times in milliseconds."""
     kind, longest = DTYPES[dtype], max(contexts) + 512
     model = lookahead.load(dtype=kind).model if name == REAL else build(name, kind, longest)
     reference, compiled = make_target(model, path="transformers"), make_target(model)
@@ -117,15 +126,21 @@ def measure(
                 raise SystemExit(f"error: {name} {dtype} {context} {k}: the paths differ by {difference:.3g}")
             slow, quick = _paired(reference, compiled, tree, rounds)
             yield {
-                "model": name, "dtype": dtype, "context": context, "rows": k, "transformers": slow, "cpu": quick,
-                "bytes_floor": floor, "operations_floor": k * per_row,
-            }  # fmt: skip
+                "model": name,
+                "dtype": dtype,
+                "context": context,
+                "rows": k,
+                "transformers": slow,
+                "cpu": quick,
+                "bytes_floor": floor,
+                "operations_floor": k * per_row,
+            }
         for target in (reference, compiled):
             target.release(0)
 
 
 def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
-    """Of the two paths' logits, the largest in any row, in standard deviations of the row's."""
+    """The largest difference of the two paths' logits, in standard deviations of the row."""
     a, b = reference.forward([(0, tree)])[0], compiled.forward([(0, tree)])[0]
     return max(
         float((a.row(n).float() - b.row(n).float()).abs().max() / a.row(n).float().std())
@@ -136,8 +151,8 @@ def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
 def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> list[float]:
     """Median milliseconds of a step on each path.
 
-    The paths take turns of a few steps. OpenMP's threads go on spinning for a while after torch's parallel calls,
-    in decoding as here, but on one path alone they are no concern of the other: the paths sleep in between.
+    The paths take turns of a few steps. OpenMP's threads spin for a while after torch's parallel calls. The sleep
+    between the turns keeps the threads of one path from slowing the other.
     """
     times: list[list[float]] = [[], []]
     for _ in range(3):
@@ -191,8 +206,9 @@ def main() -> None:
         f"Medians of {given.rounds}. SmolLM2's own weights; random ones of the larger shape. A neighbour's traffic "
         "moves the read bandwidth, which is measured once for each model and dtype: a step under its floor met a "
         "better minute.",
-        "", markdown_table(heads, (row(line) for line in lines), texts=2),
-    ]  # fmt: skip
+        "",
+        markdown_table(heads, (row(line) for line in lines), texts=2),
+    ]
     write_page(given.out, "The step on a CPU: t(k) on both paths, beside its floors", where, lines, body)
 
 

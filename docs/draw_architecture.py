@@ -1,4 +1,4 @@
-"""Draws the tree of docs/architecture.md from the code: every module with its first line, and the lines per package.
+"""Draws the tree of docs/architecture.md: packages and modules with the first sentence of their docstrings.
 
 python docs/draw_architecture.py --write
 """
@@ -24,17 +24,11 @@ def purpose(path: Path) -> str:
     return re.split(r"(?<=[a-z0-9)`])\. ", first)[0].rstrip(".")
 
 
-def lines_under(folder: Path) -> int:
-    """Lines of all modules below a folder."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
-
-
 def tree(folder: Path = SOURCE, indent: int = 0) -> list[str]:
     """One line per package and module; packages come after the modules beside them."""
     space = "  " * indent
     init = folder / "__init__.py"
-    head = f"{space}{folder.name}/"
-    drawn = [f"{head:<30}{lines_under(folder):>6}  {purpose(init)}"[:WIDTH].rstrip()]
+    drawn = [f"{space + folder.name + '/':<38}{purpose(init)}"[:WIDTH].rstrip()]
     for path in sorted(folder.glob("*.py")):
         if path != init:
             drawn.append(f"{space + '  ' + path.name:<38}{purpose(path)}"[:WIDTH].rstrip())

@@ -1,4 +1,4 @@
-"""A file of prompts, one JSON object a line, to a file of texts; several share every forward pass.
+"""Complete a file of prompts, one JSON object per line; several prompts share each forward pass.
 
     python examples/batch_file.py prompts.jsonl texts.jsonl [MODEL]
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import lookahead
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python examples/batch_file.py prompts.jsonl texts.jsonl [MODEL]")
 source, destination = Path(sys.argv[1]), Path(sys.argv[2])
 llm = lookahead.load(sys.argv[3] if len(sys.argv) > 3 else None)
 prompts = [json.loads(line)["prompt"] for line in source.read_text(encoding="utf-8").splitlines()]

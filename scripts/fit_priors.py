@@ -1,4 +1,4 @@
-"""Fit src/lookahead/drafters/adaptive/priors.json: what adaptive thinks of proposals before it has seen any.
+"""Fit src/lookahead/drafters/adaptive/priors.json: the adaptive drafter's estimates before it has seen a text.
 
     python scripts/fit_priors.py MODEL --data DIR
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import lookahead
-from lookahead.drafters.adaptive import AdaptiveState
+from lookahead import Adaptive, AdaptiveState
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
     HEIGHTS,
@@ -42,7 +42,7 @@ JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
 
 
 def prompts(data: Path, count: int) -> list[str]:
-    """So many texts, a third of each kind, always the same."""
+    """``count`` texts, a third of each kind, always the same ones."""
 
     def lines(name: str) -> list[Any]:
         return [json.loads(line) for line in (data / name).read_text().splitlines()]
@@ -82,7 +82,7 @@ def fit(
 
 
 def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
-    """What the counts of a state say, as lists of numbers by feature."""
+    """The counts of a state as fitted log-odds, by feature."""
     counts = state.tables(sampled).calibration
     heights = len(HEIGHTS) + 1 if sampled else 1
     logits = (ORDERS, heights, 3, KINDS), [(0,), (1,), (2,), (3,)]
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
     llm = lookahead.load(options.model, dtype=options.dtype)
-    state = AdaptiveState({"budget": False, "max_rows": 12})
+    state = AdaptiveState()
     for number, text in enumerate(prompts(options.data, options.prompts)):
         for temperature in (0.0, 1.0):
             # What a text teaches of buckets is kept, its tokens are not: as in a cold start.
@@ -116,7 +116,11 @@ def main() -> None:
                 cache.spans["oldest"] = cache.spans["newest"]
             chat = [{"role": "user", "content": text}]
             llm.generate(
-                chat, max_new_tokens=options.new_tokens, pool=state, temperature=temperature, seed=number
+                chat,
+                max_new_tokens=options.new_tokens,
+                drafter=Adaptive(12, budget=False, state=state),
+                temperature=temperature,
+                seed=number,
             )
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
     fits = {"greedy": priors_of(state, False), "sampled": priors_of(state, True)}

@@ -1,15 +1,15 @@
 """Every check that needs an NVIDIA GPU, in one table: `make gpu-check` runs the first three, in five minutes at most.
 
-    certificate  whether captured passes and exact mode are there, for a random Llama and other families, and why
-    step         t(k) of a random 7B Llama in bf16: transformers eager, tree steps, captured passes, floor
-    text         what make_target takes by itself, and exact mode, against plain decoding, token for token
+    certificate  whether captured passes and exact mode are available, for a random Llama and other families, and why
+    step         t(k) of a random 7B Llama in bf16: transformers eager, tree steps, captured passes, lower bound
+    text         the path that make_target chooses, and exact mode, against plain decoding, token for token
     kernel       the attention kernel, compiled, against the definition in float64
-    attention    120 rows over 8192 tokens, 32 and 8 key heads, beside its floor; which backend, which tiles
-    ranks        lookahead parallelism over nccl, where there are two GPUs
+    attention    120 rows over 8192 tokens, 32 and 8 key heads, beside its lower bound; which backend, which tiles
+    ranks        lookahead parallelism over nccl, on machines with two GPUs
 
 No model is downloaded: weights are random. Each check runs in a process of its own with a time limit, so one that
 crashes the GPU or hangs does not stop the others, and the page is written line by line as they come. Without a
-GPU, `--tiny` runs everything but the capture, small and on the CPU; its times mean nothing.
+GPU, `--tiny` runs everything but the capture, small and on the CPU; its times have no meaning.
 
     python scripts/gpu_check.py [--tiny] [--out docs/results/gpu-check.md] [--only kernel,attention,...]
 """
@@ -60,7 +60,7 @@ class Page:
 
 
 def run_check(name: str, page: Page, tiny: bool) -> None:
-    """One check in a process of its own; what it says of itself is lines of TABLE and WHERE."""
+    """Run one check in a process of its own, which prints lines that begin with TABLE and WHERE."""
     command = [sys.executable, str(ROOT / "scripts" / "gpu_checks.py"), name, *(["--tiny"] if tiny else [])]
     start, limit = time.monotonic(), CHECKS[name] * (4 if tiny else 1)  # a dry run may be on a busy machine
     child = subprocess.Popen(

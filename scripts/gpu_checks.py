@@ -1,4 +1,4 @@
-"""The checks of gpu_check.py, one a process: `python scripts/gpu_checks.py NAME [--tiny]`.
+"""The checks of gpu_check.py, each in a process of its own: `python scripts/gpu_checks.py NAME [--tiny]`.
 
 Each line of the table goes to standard output as TABLE, what, value, bound and verdict with tabs between.
 """
@@ -21,21 +21,45 @@ sys.path.insert(0, str(ROOT / "src"))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 120, 128, 192, 256)
 CONTEXTS = (512, 2048, 8192)
 SHAPE_7B = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 16384,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 16384,
+}
 SHAPE_TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 1024,
+}
 FAMILIES = (
-    "llama", "qwen3", "mistral-sliding", "gemma2", "phi3", "gpt-neox", "deepseek-v3", "mixtral", "gpt-oss",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "mistral-sliding",
+    "gemma2",
+    "phi3",
+    "gpt-neox",
+    "deepseek-v3",
+    "mixtral",
+    "gpt-oss",
+)
 #: Tile sizes tried beside the default ones: rows, keys, warps, stages.
 TILES = (
-    (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3),
-    (64, 64, 4, 3), (64, 128, 4, 2),
-)  # fmt: skip
+    (128, 64, 8, 2),
+    (128, 64, 8, 4),
+    (128, 64, 4, 3),
+    (128, 128, 8, 2),
+    (128, 128, 8, 3),
+    (128, 32, 8, 3),
+    (64, 64, 4, 3),
+    (64, 128, 4, 2),
+)
 
 
 def table(what: str, value: str, bound: str = "", holds: bool | None = None) -> None:
@@ -44,7 +68,7 @@ def table(what: str, value: str, bound: str = "", holds: bool | None = None) -> 
 
 
 class Machine:
-    """The device, its clocks, and its ceilings, measured now."""
+    """The device, its clocks, and its measured peak rates."""
 
     def __init__(self, tiny: bool) -> None:
         import torch
@@ -55,7 +79,7 @@ class Machine:
         self.dtype = torch.float32 if tiny else torch.bfloat16
 
     def measure(self) -> Machine:
-        """The best of a sum (read) and a copy (read and write) is the bandwidth that floors are made of."""
+        """Measure the bandwidth that the lower bounds use: the better of a sum (read) and a copy (read and write)."""
         torch = self.torch
         size = 1 << (20 if self.tiny else 30)
         buffer = torch.ones(size, device=self.device)
@@ -68,7 +92,7 @@ class Machine:
         return self
 
     def time(self, call: Callable[[], Any], repeats: int = 15) -> float:
-        """Median seconds by the host's clock, each call waited for, after three that are not counted."""
+        """Median seconds by the host's clock, with a synchronisation after each call; three calls are not counted."""
         spent = []
         for number in range((3 if self.tiny else repeats) + 3):
             self.wait()
@@ -142,7 +166,7 @@ class Machine:
 
 
 def check_certificate(machine: Machine) -> None:
-    """What is chosen, and why: nothing below means much where this says no."""
+    """Which paths a model takes, and why. If captured passes are refused here, the other checks mean little."""
     from lookahead.core import SettingsError
     from lookahead.targets.factory import make_target
     from lookahead.testing import tiny_model
@@ -171,7 +195,7 @@ def check_certificate(machine: Machine) -> None:
 
 
 def check_kernel(machine: Machine) -> None:
-    """The same tests that run in the interpreter elsewhere; several processes, because they mostly compile."""
+    """The tests that elsewhere run in Triton's interpreter; in several processes, because they mostly compile."""
     attention = "tests/test_attention.py"
     parts = [
         [attention, "-k", "(rows or dtypes) and triton"],
@@ -192,8 +216,12 @@ def check_kernel(machine: Machine) -> None:
     def run(part: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *part],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     with ThreadPoolExecutor(len(parts)) as pool:
         for part, done in zip(parts, pool.map(run, parts), strict=True):
@@ -213,7 +241,7 @@ def check_kernel(machine: Machine) -> None:
 
 
 def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_heads: int, size: int) -> Any:
-    """The paper's kind of tree over a random cache, with room behind it as in a captured pass."""
+    """A tree of lookahead decoding over a random cache, with free space after it as in a captured pass."""
     from lookahead.attention import pack_bits
 
     torch = machine.torch
@@ -235,7 +263,7 @@ def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_h
 
 
 def check_attention(machine: Machine) -> None:
-    """120 rows over 8192 tokens within 2 times the floor; a speed is not reported for a wrong result."""
+    """120 rows over 8192 tokens take at most 2 times the lower bound; a wrong result gets no speed."""
     from lookahead import attention
 
     length, size = (64, 16) if machine.tiny else (8192, 128)
@@ -268,7 +296,7 @@ def check_attention(machine: Machine) -> None:
 def attention_line(
     machine: Machine, what: str, attend: Any, caches: list[Any], exact: Any, floor: float, judged: bool
 ) -> float | None:
-    """Judge one way to compute it; its seconds, or None where it is wrong or does not run."""
+    """Check an implementation; returns its seconds, or None if it is wrong or does not run."""
     try:
         wrong = float((attend(**caches[0]).double() - exact).abs().max() / exact.std())
         if not wrong < 0.1:
@@ -286,7 +314,7 @@ def attention_line(
 
 
 def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floor: float) -> None:
-    """Other tile sizes and numbers of parts, and the best of them."""
+    """Time other tile sizes and numbers of parts, and report the best."""
     from functools import partial
 
     try:
@@ -298,27 +326,27 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     default = kernel.blocks(members, query.shape[-1], query.shape[-1], query.element_size())
     tiles = [default, *(dict(zip(names, sizes, strict=True)) for sizes in TILES)]
-    found: list[tuple[float, dict[str, int]]] = []
+    timed: list[tuple[float, dict[str, int]]] = []
 
     def try_(tuning: dict[str, int]) -> None:
         attend = partial(kernel.attend, tuning=tuning)
         try:
             if float((attend(**caches[0]).double() - exact).abs().max() / exact.std()) < 0.1:
                 calls = [lambda given=given: attend(**given) for given in caches]
-                found.append((machine.device_time(calls)[0], tuning))
+                timed.append((machine.device_time(calls)[0], tuning))
         except Exception as error:  # too large for this card, say: not a choice
             print(f"{tuning}: {type(error).__name__}", flush=True)
 
     for tuning in tiles[: 2 if machine.tiny else None]:
         try_(tuning)
-    best = min(found, key=lambda pair: pair[0])[1] if found else default
+    best = min(timed, key=lambda pair: pair[0])[1] if timed else default
     for parts in (1, 2, 3) if machine.tiny else (2, 4, 6, 8, 12, 16, 24, 32):
         try_({**best, "parts": parts})
-    if found:
-        seconds, tuning = min(found, key=lambda pair: pair[0])
+    if timed:
+        seconds, tuning = min(timed, key=lambda pair: pair[0])
         chosen = ", ".join(f"{name} {value}" for name, value in tuning.items())
         table(
-            f"best of {len(found)} tilings, {case}",
+            f"best of {len(timed)} tilings, {case}",
             f"{seconds * 1e6:.1f} us, {seconds / floor:.2f} floors: {chosen}",
         )
 
@@ -345,7 +373,7 @@ def make_model(machine: Machine, **shape: int) -> Any:
 
 
 def sample_tree(rows: int, vocabulary: int) -> Any:
-    """The paper's (15, 5, ...) window as far as it goes, then candidates of four tokens."""
+    """A window of (15, 5) if it fits into the rows, then candidates of four tokens."""
     from lookahead.core import TokenTree
     from lookahead.drafters import Window
 
@@ -364,7 +392,7 @@ def sample_tree(rows: int, vocabulary: int) -> Any:
 
 
 def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Callable[[], Any]:
-    """What transformers itself does for so many tokens: its own cache, its own attention, a causal chain."""
+    """A pass of transformers over the same number of tokens: its own cache and attention, a causal chain."""
     from transformers import DynamicCache
 
     torch = machine.torch
@@ -383,7 +411,7 @@ def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Ca
 
 
 def check_step(machine: Machine) -> None:
-    """t(k) on the 7B shape, with the floor: bytes over bandwidth, operations over rate."""
+    """t(k) on the 7B shape, with its lower bound: bytes over bandwidth, operations over rate."""
     from lookahead.targets.factory import make_target, probe
     from lookahead.targets.transformers import TransformersTarget
 
@@ -395,27 +423,35 @@ def check_step(machine: Machine) -> None:
     took = f"{time.perf_counter() - start:.1f} s: {target.reason[:110]}"
     table("make_target by itself, once per model", took, "cuda-graph", target.path == "cuda-graph")
     if not machine.tiny:
-        table("attention in the captured passes", target.reason.split("attention by ")[-1].split(" ")[0], "triton",
-              "attention by triton" in target.reason)  # fmt: skip
+        table(
+            "attention in the captured passes",
+            target.reason.split("attention by ")[-1].split(" ")[0],
+            "triton",
+            "attention by triton" in target.reason,
+        )
     contexts = (64, 128) if machine.tiny else CONTEXTS
     many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64)]
     prompts = {n: [1 + (7 * i) % (facts.vocabulary - 2) for i in range(n)] for n in contexts}
     floor = _floor_of(machine, model, facts)
     # Captured passes first: they are what is judged.
-    one = {}
+    one_row = {}
     for context in contexts:
         target.prefill([(0, prompts[context])])
         for k in many:
             tree = sample_tree(k, facts.vocabulary)
             seconds = machine.time(lambda tree=tree: target.forward([(0, tree)])[0].best(0))
-            one.setdefault(context, seconds)
+            one_row.setdefault(context, seconds)
             bound, holds = "", None
             if not machine.tiny and k == 1:
                 bound, holds = "1.20 floors", seconds <= 1.2 * floor(context, k)
             if not machine.tiny and k == 64:
-                bound, holds = "1.10 t(1)", seconds <= 1.1 * one[context]
-            table(f"captured passes, {k} rows, {context} tokens", _times(seconds, floor(context, k), one[context]),
-                  bound, holds)  # fmt: skip
+                bound, holds = "1.10 t(1)", seconds <= 1.1 * one_row[context]
+            table(
+                f"captured passes, {k} rows, {context} tokens",
+                _times(seconds, floor(context, k), one_row[context]),
+                bound,
+                holds,
+            )
             if k in (1, 64):
                 machine.wait()
                 start = time.perf_counter()
@@ -433,19 +469,19 @@ def check_step(machine: Machine) -> None:
             seconds = machine.time(lambda tree=tree: plain.forward([(0, tree)])[0].best(0), 7)
             table(
                 f"tree steps with masks, {k} rows, {context} tokens",
-                _times(seconds, floor(context, k), one[context]),
+                _times(seconds, floor(context, k), one_row[context]),
             )
         plain.release(0)
         for k in (1, 64):
             seconds = machine.time(eager_step(machine, model, prompts[context], min(k, context)), 7)
             table(
                 f"transformers itself, {k} rows, {context} tokens",
-                _times(seconds, floor(context, k), one[context]),
+                _times(seconds, floor(context, k), one_row[context]),
             )
 
 
 def _floor_of(machine: Machine, model: Any, facts: Any) -> Callable[[int, int], float]:
-    """(context, rows) -> seconds: the weights and the cache read once, or the products at the matrix rate."""
+    """(context, rows) -> least seconds: weights and cache read once, or the products at the matrix rate."""
     embedding = model.model.embed_tokens.weight
     weights = (
         sum(p.numel() * p.element_size() for p in model.parameters())
@@ -458,15 +494,15 @@ def _floor_of(machine: Machine, model: Any, facts: Any) -> Callable[[int, int], 
     )
 
 
-def _times(seconds: float, floor: float, one: float) -> str:
-    return f"{seconds * 1e3:.2f} ms, {seconds / floor:.2f} floors, {seconds / one:.2f} t(1)"
+def _times(seconds: float, floor: float, one_row: float) -> str:
+    return f"{seconds * 1e3:.2f} ms, {seconds / floor:.2f} floors, {seconds / one_row:.2f} t(1)"
 
 
 # ---- text
 
 
 def check_text(machine: Machine) -> None:
-    """What is taken by itself, in full precision, and exact mode in bfloat16: every token must be equal."""
+    """The path that make_target chooses, in full precision, and exact mode in bfloat16: every token must be equal."""
     torch = machine.torch
     from lookahead.targets.factory import make_target
     from lookahead.testing import assert_same_as_autoregressive
@@ -485,10 +521,9 @@ def check_text(machine: Machine) -> None:
                 ways["exact, bfloat16"] = make_target(half, path="transformers", exact=True)
             for way, target in ways.items():
                 tokens = accepted = 0
-                for method in ("lookahead", "prompt-lookup", "adaptive"):
-                    config = (7, 5, 7) if method == "lookahead" else None
+                for drafter in ("7,5,7", "prompt-lookup", "adaptive"):
                     for group in ([prompts[0]], [prompts[1]], prompts):
-                        for made in assert_same_as_autoregressive(target, group, method, config, 60):
+                        for made in assert_same_as_autoregressive(target, group, drafter, 60):
                             tokens += len(made.tokens)
                             accepted += made.stats.accepted
                 value = f"{tokens} tokens equal, {accepted} drafted ones accepted"
@@ -503,7 +538,7 @@ def check_text(machine: Machine) -> None:
 
 
 def check_ranks(machine: Machine) -> None:
-    """This script again, under torchrun, on every GPU."""
+    """Run this script again under torchrun, on every GPU."""
     several = 2 if machine.tiny else machine.torch.cuda.device_count()
     if several < 2:
         table("lookahead parallelism over nccl", "one GPU only, not run")
@@ -529,7 +564,7 @@ def check_ranks(machine: Machine) -> None:
 
 
 def as_rank(machine: Machine) -> None:
-    """What each process of ``check_ranks`` does."""
+    """One process of ``check_ranks``."""
     from lookahead import parallel
     from lookahead.targets.equivalence import differ
     from lookahead.targets.factory import make_target, probe
@@ -545,10 +580,10 @@ def as_rank(machine: Machine) -> None:
     ranks = parallel.join(lambda: make_target(model), connections, model, rounding)
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
     target = parallel.ParallelTarget(ranks)
-    assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60)
-    assert_same_as_autoregressive(target, prompts, "lookahead", (15, 5, 15), 60, choose=lambda: by_row)
+    assert_same_as_autoregressive(target, prompts, "15,5,15", 60)
+    assert_same_as_autoregressive(target, prompts, "15,5,15", 60, choose=lambda: by_row)
     start, steps, sent = time.perf_counter(), target.steps, ranks.bytes_exchanged
-    assert_same_as_autoregressive(target, prompts[:1], "lookahead", (15, 5, 15), 60)
+    assert_same_as_autoregressive(target, prompts[:1], "15,5,15", 60)
     spent = (time.perf_counter() - start) / (target.steps - steps)
     print(f"RANKS a step of the tiny model on the {target.path} path, all included = {spent * 1e6:.0f} us")
     print(f"RANKS bytes exchanged per step = {(ranks.bytes_exchanged - sent) / (target.steps - steps):.0f}")
@@ -556,7 +591,7 @@ def as_rank(machine: Machine) -> None:
 
 
 def _sending(machine: Machine, connections: Any, device: str) -> None:
-    """Time to bring bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
+    """Time to send bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
     torch = machine.torch
     for size, what in (
         (4096, "4 KiB, a frame"),
@@ -577,7 +612,7 @@ def _sending(machine: Machine, connections: Any, device: str) -> None:
 
 
 def by_row(scores: Any, node: int) -> int:
-    """Greedy by the whole row, so that rows of logits travel."""
+    """Greedy choice that reads the whole row, so that rows of logits are sent."""
     return int(scores.row(node).argmax())
 
 
@@ -592,9 +627,14 @@ def _commit() -> str:
 
 
 CHECKS: dict[str, Callable[[Machine], None]] = {
-    "certificate": check_certificate, "kernel": check_kernel, "attention": check_attention, "step": check_step,
-    "text": check_text, "ranks": check_ranks, "as-rank": as_rank,
-}  # fmt: skip
+    "certificate": check_certificate,
+    "kernel": check_kernel,
+    "attention": check_attention,
+    "step": check_step,
+    "text": check_text,
+    "ranks": check_ranks,
+    "as-rank": as_rank,
+}
 
 
 def main() -> None:

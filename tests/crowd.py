@@ -112,7 +112,7 @@ class Crowd:
         wrong = []
         for (prompt, seed, temperature, tokens), text in self.texts.items():
             options = {"temperature": 1.0, "seed": seed} if temperature else {}
-            plain = llm.generate(prompt, max_new_tokens=tokens, method="autoregressive", **options)
+            plain = llm.generate(prompt, max_new_tokens=tokens, drafter="off", **options)
             if plain.text != text:
                 wrong.append(
                     f"{prompt!r}, seed {seed}, temperature {temperature}: {text!r}, not {plain.text!r}"

@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import transformers
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
+from lookahead import Adaptive, Lookahead, Plain, PromptLookup
 
 #: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
 ALONE = ("llama-dynamic-ntk",)
@@ -51,12 +52,7 @@ METHODS: list[dict[str, Any]] = [
 SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
 #: Families that the compiled path takes in bfloat16 too: there one row and many give the same bits.
 COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
-ENGINE_METHODS: list[dict[str, Any]] = [
-    {"method": "adaptive"},
-    {"method": "adaptive", "config": {"max_rows": 32, "budget": False}},
-    {"method": "lookahead", "config": "5,3,5"},
-    {"method": "prompt-lookup"},
-]
+ENGINE_DRAFTERS = [Adaptive(), Adaptive(32, budget=False), Lookahead(5, 3, 5), PromptLookup()]
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,23 +196,25 @@ class EngineCase(Numbered):
             case.options |= draw.choice([{"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 3}])
         if draw.random() < 0.4:
             case.options["stop"] = draw.sample(["a", "e", "de", " ", "\n", "(", "b)"], draw.choice([1, 3]))
-        case.method = dict(draw.choice(ENGINE_METHODS), batch_size=bound)
-        case.warm = case.method["method"] == "adaptive" and draw.random() < 0.5
+        drafter = draw.choice(ENGINE_DRAFTERS)
+        case.warm = isinstance(drafter, Adaptive) and draw.random() < 0.5
+        case.method = {"drafter": drafter, "batch_size": bound}
         return case
 
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if "bfloat16" in self.family and self.llm.path != "cpu":
             return "", 0  # elsewhere bfloat16 may round a row otherwise beside other rows
-        state = None
+        method = dict(self.method)
         if self.warm:
-            state = self.llm.warm_state(config=self.method.get("config"))
-            self.llm.generate(self.prompts, max_new_tokens=40, method="adaptive", ignore_eos=True, pool=state)
-        ours = self.llm.generate(self.prompts, pool=state, **self.method, **self.options)
+            drafter = method["drafter"]
+            method["drafter"] = replace(drafter, state=self.llm.warm_state(settings=drafter))
+            self.llm.generate(self.prompts, max_new_tokens=40, ignore_eos=True, **method)
+        ours = self.llm.generate(self.prompts, **method, **self.options)
         tokens = 0
         for index, (prompt, result) in enumerate(zip(self.prompts, ours, strict=True)):
             options = self.options | {"seed": self.options["seed"] + index}
-            plain = self.llm.generate(prompt, method="autoregressive", **options)
+            plain = self.llm.generate(prompt, drafter=Plain(), **options)
             tokens += len(plain.tokens)
             for name in ("tokens", "text", "finish_reason"):
                 if getattr(result, name) != getattr(plain, name):

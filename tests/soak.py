@@ -102,7 +102,7 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     """
     found, first = Findings(), max(count // 10, 30)
     llms = [lookahead.LLM(tiny_model(family, eos_token_id=None)) for family in ("llama", "gemma2")]
-    states = [llm.warm_state(config={"max_entries": 1000}) for llm in llms]
+    states = [llm.warm_state(settings=lookahead.Adaptive(max_entries=1000)) for llm in llms]
 
     def ordinary(**options: Any) -> Callable[[Any, random.Random], Any]:
         return lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=draw.randrange(1, 80), **options)

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,19 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core import LookaheadConfig, Request, SettingsError, TokenTree
-from lookahead.drafters import make_drafter
+from lookahead.core import Request, SettingsError, Start, TokenTree
+from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import (
     SOURCES,
-    AdaptiveConfig,
-    AdaptiveDrafter,
-    AdaptiveState,
 )
 from lookahead.drafters.adaptive.arrays import BUCKET
 from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, learn, load
-from lookahead.drafters.adaptive.grower import Grower
+from lookahead.drafters.adaptive.growth import Grower
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
-from lookahead.drafters.adaptive.state import Tables
+from lookahead.drafters.adaptive.state import AdaptiveState, Tables
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
@@ -44,16 +42,16 @@ CONFIGS = [
 
 
 def plain(target, prompts=PROMPTS, new=60, eos=frozenset()):
-    return [
-        run(target, [Request(p, make_drafter("autoregressive"), new, eos=eos)])[0].tokens for p in prompts
-    ]
+    return [run(target, [Request(p, Plain(), new, eos=eos)])[0].tokens for p in prompts]
 
 
 def adaptive(target, config=None, prompts=PROMPTS, new=60, eos=frozenset(), vocabulary=32, state=None):
-    requests = [
-        Request(p, make_drafter("adaptive", config, vocabulary, state), new, eos=eos) for p in prompts
-    ]
-    return run(target, requests)
+    drafter = replace(adaptive_of(config), state=state)
+    return run(target, [Request(p, drafter, new, eos=eos) for p in prompts])
+
+
+def adaptive_of(config):
+    return as_drafter({"method": "adaptive", **(config or {})})
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -62,7 +60,7 @@ def test_equal_to_plain_decoding(config):
     generations = adaptive(target, config)
     assert [g.tokens for g in generations] == plain(target)
     assert not target.committed
-    assert max(max(g.stats.rows_per_step) for g in generations) <= AdaptiveConfig.of(config).max_rows
+    assert max(max(g.stats.rows_per_step) for g in generations) <= adaptive_of(config).max_rows
 
 
 def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
@@ -106,13 +104,12 @@ def test_depth_and_memory_limits():
 
 
 def test_a_second_draft_is_the_same():
-    drafter = make_drafter("adaptive", {"budget": False}, 32)
-    drafter.reset([1, 2, 3] * 9, 1, frozenset())
-    first, second = drafter.draft(20), drafter.draft(20)
+    state = Adaptive(budget=False).start(Start([1, 2, 3] * 9, 1, vocabulary=32))
+    first, second = state.draft(20), state.draft(20)
     assert (first.tokens, first.parents) == (second.tokens, second.parents)
-    assert len(drafter.draft(20, 4)) <= 4
-    assert max(drafter.draft(2).depths) <= 2
-    assert len(drafter.draft(0)) == 1
+    assert len(state.draft(20, 4)) <= 4
+    assert max(state.draft(2).depths) <= 2
+    assert len(state.draft(0)) == 1
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +127,15 @@ def test_a_real_model_greedy(model):
     assert generations[0].stats.compression_ratio > 1.2
 
 
-def sampled(target, method, config, prompt, seed, temperature, noise=True, new=60, state=None):
+def sampled(target, drafter, prompt, seed, temperature, noise=True, new=60):
     vocabulary = target.vocabulary
     seeded = SeededNoise(seed, len(prompt), vocabulary, temperature)
-    drafter = make_drafter(method, config, vocabulary, state)
-    drafter.use_noise(seeded if noise else None)
 
     def process(ids, scores):
         return scores / temperature
 
-    request = Request(prompt, drafter, new, make_choose(prompt, process, seeded))
+    choose = make_choose(prompt, process, seeded)
+    request = Request(prompt, drafter, new, choose, noise=seeded if noise else None)
     return run(target, [request])[0]
 
 
@@ -150,10 +146,10 @@ def test_sampling_is_equal_and_noise_helps(model, temperature):
     states = {noise: AdaptiveState() for noise in accepted}
     for seed in range(4):
         prompt = [5, 6, 7, 8] * 3 + [seed]
-        reference = sampled(target, "autoregressive", None, prompt, seed, temperature)
+        reference = sampled(target, Plain(), prompt, seed, temperature)
         for noise, state in states.items():
-            config = {"budget": False}
-            ours = sampled(target, "adaptive", config, prompt, seed, temperature, noise, state=state)
+            drafter = Adaptive(budget=False, state=state)
+            ours = sampled(target, drafter, prompt, seed, temperature, noise)
             assert ours.tokens == reference.tokens
             accepted[noise] += ours.stats.accepted
     assert accepted[True] > accepted[False]
@@ -161,23 +157,17 @@ def test_sampling_is_equal_and_noise_helps(model, temperature):
 
 def test_settings_are_checked():
     with pytest.raises(SettingsError, match="unknown sources magic"):
-        AdaptiveConfig(sources=("magic",))
+        Adaptive(sources=("magic",))
     with pytest.raises(SettingsError, match="max_rows must be"):
-        AdaptiveConfig(max_rows=0)
-    with pytest.raises(SettingsError, match="unknown settings rows"):
-        make_drafter("adaptive", {"rows": 4})
-    with pytest.raises(SettingsError, match="AdaptiveState"):
-        make_drafter("adaptive", None, 10, pool=object())
-    for fixed in (LookaheadConfig.of("15,5,15"), "15,5,15", (15, 5, 15)):
-        with pytest.raises(SettingsError, match=r"takes no \(W, N, G\), got .*15, ?5, ?15"):
-            AdaptiveConfig.of(fixed)
-    assert AdaptiveConfig.of(AdaptiveConfig(max_rows=9), seed=2) == AdaptiveConfig(max_rows=9, seed=2)
+        Adaptive(max_rows=0)
+    with pytest.raises(SettingsError, match="adaptive has no setting 'rows'"):
+        adaptive_of({"rows": 4})
+    with pytest.raises(SettingsError, match="budget must be true or false"):
+        Adaptive(budget=3)
 
 
 def test_the_core_does_not_load_arrays():
-    code = (
-        "import sys, lookahead.drafters as d; assert 'numpy' not in sys.modules and 'adaptive' in d.METHODS"
-    )
+    code = "import sys, lookahead.drafters as d; d.Adaptive(); assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -239,7 +229,7 @@ def _ngrams(text, n):
 
 
 def test_suffix_candidates_are_ranked_by_count():
-    grower = Grower(Tables(AdaptiveConfig(), False), 32, AdaptiveConfig())
+    grower = Grower(Tables(Adaptive(), False), 32, Adaptive())
     grower.reader = SuffixTrie(3).begin()
     grower.take([1, 2, 1, 3, 1, 2, 1, 2, 9, 1])
     grower.grow(2, 1)
@@ -270,13 +260,13 @@ def rows_written(grower, ids, odds, path, window=99):
     """Keep rows of a tree as a step does."""
     count = len(grower.tokens)
     scores = SimpleNamespace(top=lambda nodes, k: (ids[:count], odds[:count]))
-    grower.study(scores, path, [0] * len(path), window)
+    grower.learn(scores, path, [0] * len(path), window)
 
 
 def test_logit_cache_keeps_the_later_row_and_a_bounded_number():
-    tables = Tables(AdaptiveConfig(max_entries=1000), False)
+    tables = Tables(Adaptive(max_entries=1000), False)
     cache = tables.logits
-    grower = Grower(tables, 100_000, AdaptiveConfig(max_entries=1000, max_rows=8))
+    grower = Grower(tables, 100_000, Adaptive(max_entries=1000, max_rows=8))
     grower.tail = [5, 6, 7]
     grower.grow(1, 0)
     tree = TokenTree(7)
@@ -312,7 +302,7 @@ def test_every_proposal_is_a_label_verified_or_not():
     learn(buckets[1], False)
     assert buckets["probability"][1] == pytest.approx(2 / 5)
     # Plain steps verify nothing, and yet the buckets learn.
-    state = AdaptiveState({"budget": False, "max_rows": 1})
+    state = AdaptiveState(adaptive_of({"budget": False, "max_rows": 1}))
     adaptive(FakeTarget(32), {"budget": False, "max_rows": 1}, state=state)
     joint = state.tables(False).calibration.joint
     assert joint["trials"].sum() > 100
@@ -344,7 +334,7 @@ def test_credit_adds_up():
 
 def random_grower(seed, vocabulary=6, rows=10_000):
     rng = random.Random(seed)
-    config = AdaptiveConfig(sources=tuple(SOURCES), max_entries=1000)
+    config = Adaptive(sources=tuple(SOURCES), max_entries=1000)
     tables = Tables(config, False)
     object.__setattr__(config, "max_rows", rows)  # more than the settings allow
     grower = Grower(tables, vocabulary, config)
@@ -367,7 +357,7 @@ def test_the_likeliest_nodes_are_taken(seed):
     everything.grow(10_000, 5)
     assert len(everything.tokens) < 10_000
     exact = random_grower(seed)
-    exact.haste = 1.0
+    exact.expansion_factor = 1.0
     exact.grow(24, 5)
     best = sorted(everything.probabilities, reverse=True)[:24]
     assert exact.probabilities == pytest.approx(best)
@@ -414,14 +404,11 @@ def rows_of(generations):
 def test_cold_means_cold():
     config = {"budget": False}
     target = FakeTarget(32)
-    drafter = make_drafter("adaptive", config, 32)
+    drafter = adaptive_of(config)
     first = run(target, [Request(PROMPTS[0], drafter, 60)])
     run(target, [Request(PROMPTS[2], drafter, 60)])
     again = run(target, [Request(PROMPTS[0], drafter, 60)])
     assert rows_of(first) == rows_of(again)
-    timed_only = AdaptiveState(config, keep=False)
-    shared = [adaptive(target, config, [PROMPTS[0]], state=timed_only) for _ in range(2)]
-    assert rows_of(shared[0]) == rows_of(shared[1]) == rows_of(first)
 
 
 def test_a_warm_state_helps_and_survives_a_file(tmp_path):
@@ -431,10 +418,10 @@ def test_a_warm_state_helps_and_survives_a_file(tmp_path):
     def steps(state):
         return sum(g.stats.steps for g in adaptive(target, config, vocabulary=300, state=state))
 
-    state = AdaptiveState(config)
+    state = AdaptiveState(adaptive_of(config))
     cold = steps(state)
     state.save(tmp_path / "state")
-    loaded = AdaptiveState.load(tmp_path / "state", config)
+    loaded = AdaptiveState.load(tmp_path / "state", adaptive_of(config))
     warm = steps(loaded)
     assert warm < 0.7 * cold
     assert steps(state) == warm
@@ -443,7 +430,7 @@ def test_a_warm_state_helps_and_survives_a_file(tmp_path):
 def test_a_sampled_state_survives_a_file(model, tmp_path):
     target = make_target(model)
     state = AdaptiveState()
-    sampled(target, "adaptive", {"budget": False}, [5, 6, 7], 0, 1.0, state=state)
+    sampled(target, Adaptive(budget=False, state=state), [5, 6, 7], 0, 1.0)
     state.save(tmp_path / "state")
     loaded = AdaptiveState.load(tmp_path / "state")
     a, b = state.tables(True), loaded.tables(True)
@@ -487,10 +474,9 @@ def test_states_do_not_mix():
 def test_texts_of_other_requests_are_proposed_only_on_request():
     config = {"budget": False, "sources": ("suffix",)}
     target = FakeTarget(300)
-    state = AdaptiveState(config)
+    state = AdaptiveState(adaptive_of(config))
     adaptive(target, config, state=state, vocabulary=300)
     assert state.corpus.used == 1
     with_corpus = {"budget": False, "sources": ("suffix", "corpus")}
     adaptive(target, with_corpus, state=state, vocabulary=300)
     assert state.corpus.used > 100
-    assert isinstance(make_drafter("adaptive", None, 10, state), AdaptiveDrafter)

@@ -6,16 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lookahead.core import Request, SettingsError
-from lookahead.drafters import make_drafter
-from lookahead.drafters.adaptive import (
-    AdaptiveDrafter,
-    AdaptiveState,
-    StepTimes,
-    load_times,
-    measure_times,
-    save_times,
-)
+from lookahead.core import Decoder, Request, SettingsError
+from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive.controller import (
     COLD_SHARE,
     COOLDOWN,
@@ -24,14 +16,18 @@ from lookahead.drafters.adaptive.controller import (
     SHARE,
     Controller,
 )
-from lookahead.drafters.adaptive.drafter import Drafting, Plain
+from lookahead.drafters.adaptive.measure import measure_times
+from lookahead.drafters.adaptive.sequence import AdaptiveDraftState, Drafting, PlainSteps
 from lookahead.drafters.adaptive.step_times import (
     FORMAT,
     MENU,
     SAMPLED,
     WEIGHT,
+    StepTimes,
     from_points,
+    load_times,
     place_of,
+    save_times,
     times_file,
 )
 from lookahead.testing import FakeTarget, run
@@ -83,6 +79,18 @@ def test_cheap_probes_are_made_at_every_step():
 
 def test_all_rows_where_they_are_free():
     assert controller_of([0.01] * len(MENU)).choose(falling(0.5, 0.9)) == 64
+
+
+def test_the_example_in_the_module_is_right(monkeypatch):
+    controller = controller_of(from_points({1: 0.010, 2: 0.0102, 4: 0.0105, 8: 0.012, 16: 0.017, 32: 0.030}))
+    probabilities = [1, 0.6, 0.4, 0.3, 0.2, 0.18, 0.15, 0.12, 0.1, 0.09, 0.08, 0.07, 0.04, 0.04, 0.03, 0.03]
+    assert sum(probabilities[:8]) == pytest.approx(2.95)
+    assert sum(probabilities) == pytest.approx(3.43)
+    assert controller.rate == pytest.approx(100)
+    assert controller.choose(probabilities) == 12
+    monkeypatch.setattr(Controller, "rate", 200)
+    assert controller.choose(probabilities) == 8
+    assert controller.prices(16)[8] == pytest.approx(0.115)
 
 
 def test_the_knee_is_found():
@@ -331,21 +339,18 @@ def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():
 
 def test_sequences_in_one_pass_are_counted():
     target = FakeTarget(32)
-    state = AdaptiveState(keep=False, times=times_of(FLAT))
-    drafters = [AdaptiveDrafter({"max_rows": 1}, 32, state) for _ in range(3)]
-    run(target, [Request([1, 2, 3], drafter, 20) for drafter in drafters[:1]])
-    assert drafters[0]._controller.batch == 1
-    run(target, [Request([1, 2, 3], drafter, 40) for drafter in drafters])
-    assert {drafter._controller.batch for drafter in drafters} == {3}
+    requests = [Request([1, 2, 3], Adaptive(max_rows=1), 20, step_times=times_of(FLAT)) for _ in range(3)]
+    (alone,) = run(target, requests[:1])
+    assert alone.drafting._controller.batch == 1
+    assert {generation.drafting._controller.batch for generation in run(target, requests)} == {3}
 
 
 def test_a_pass_in_which_others_draft_is_no_plain_step(clock):
     """Of two texts one is random and the other repeats itself: where one drafts, the other's steps are as long."""
     target = Clocked(200, lambda prefix: 7 if prefix[2] == 3 else unpredictable(prefix))
-    state = measured(target)
-    drafters = [AdaptiveDrafter({"window_size": 0}, 200, state) for _ in range(2)]
-    run(target, [Request([1, 2, 3 + i], drafter, 60) for i, drafter in enumerate(drafters)])
-    assert state.times.table(1, 3)[0] == pytest.approx(1.0)
+    times, drafter = measured(target), Adaptive(window_size=0)
+    run(target, [Request([1, 2, 3 + i], drafter, 60, step_times=times) for i in range(2)])
+    assert times.table(1, 3)[0] == pytest.approx(1.0)
 
 
 def test_points_become_a_table():
@@ -376,16 +381,22 @@ class Clocked(FakeTarget):
 @pytest.fixture
 def clock(monkeypatch):
     Clocked.now = 0.0
-    for module in ("drafter", "measure"):
+    for module in ("sequence", "measure"):
         monkeypatch.setattr(f"lookahead.drafters.adaptive.{module}.perf_counter", lambda: Clocked.now)
 
 
 def measured(target, vocabulary=200):
-    """A state with the target's step times, the clock at zero."""
+    """The target's step times, the clock at zero."""
     times = measure_times(target, vocabulary, repeats=2)
     times.probe.value = times.setup.value = 0.0
     Clocked.now = 0.0
-    return AdaptiveState(keep=False, times=times)
+    return times
+
+
+def request(times, tokens, prompt=(1, 2, 3), drafter=None, **more):
+    return Request(
+        list(prompt), drafter if drafter is not None else Adaptive(), tokens, step_times=times, **more
+    )
 
 
 def unpredictable(prefix):
@@ -402,8 +413,8 @@ def test_never_slower_on_text_that_nothing_predicts(clock, per_row):
     target = Clocked(200, unpredictable)
     target.per_row = per_row
     for tokens in (60, 400):
-        state = measured(target)
-        run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, state), tokens)])
+        times = measured(target)
+        run(target, [request(times, tokens)])
         assert Clocked.now <= bound(tokens)
 
 
@@ -432,11 +443,11 @@ def test_never_slower_when_all_that_a_draft_costs_is_counted(clock, often):
 
     target = Lingering(200, lambda prefix: unpredictable(prefix) if len(prefix) % often == 0 else 7)
     target.per_row = 0.3
-    state = measured(target)
+    times = measured(target)
     # What is left behind is not known before it was seen: 0.4 of a step, learnt at a rate of WEIGHT, once by a model.
     for unknown in (0.4 / WEIGHT / 2, 1.0, 0.3):
         Clocked.now = 0.0
-        run(target, [Request([1, 2, 3], make_drafter("adaptive", None, 200, state), 400)])
+        run(target, [request(times, 400)])
         assert Clocked.now <= bound(400) + unknown
 
 
@@ -463,7 +474,7 @@ class Liar:
     def cut(self, rows):
         del self.tokens[rows:], self.parents[rows:], self.probabilities[rows:]
 
-    def study(self, scores, path, tokens, window):
+    def learn(self, scores, path, tokens, window):
         assert len(path) == 1
         return [], 0
 
@@ -484,14 +495,13 @@ def test_never_slower_where_drafts_are_never_right(clock, monkeypatch, per_row, 
 
     target = Interrupted(200, lambda prefix: (prefix[-1] + 1) % 200)
     target.per_row = per_row
-    state = measured(target)
+    times = measured(target)
     extra = 0.0
-    monkeypatch.setattr("lookahead.drafters.adaptive.drafter.Grower", lambda *args: Liar([]))
-    drafter = AdaptiveDrafter({"window_size": 0}, 200, state)
-    run(target, [Request([1, 2, 3], drafter, 500)])
+    monkeypatch.setattr("lookahead.drafters.adaptive.sequence.Grower", lambda *args: Liar([]))
+    (generation,) = run(target, [request(times, 500, drafter=Adaptive(window_size=0))])
     # An interrupted plain step counts as twice a plain step in t(1), for a while.
     assert Clocked.now - extra <= (1.03 if interrupted else 1.0) * bound(500)
-    assert drafter.stats()["cooldowns"] > 1 or per_row == 0.01
+    assert generation.stats.drafter["cooldowns"] > 1 or per_row == 0.01
 
 
 def test_right_then_wrong_loses_no_more_than_the_gains_that_count(clock):
@@ -500,10 +510,10 @@ def test_right_then_wrong_loses_no_more_than_the_gains_that_count(clock):
 
     target = Clocked(200, text)
     target.per_row = 0.1
-    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 400)])
+    run(target, [request(measured(target), 400)])
     half = Clocked.now
     assert half < 0.5 * 400
-    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 1000)])
+    run(target, [request(measured(target), 1000)])
     assert Clocked.now < half + 1.03 * 600 + 9
 
 
@@ -513,7 +523,7 @@ def test_drafting_goes_on_when_the_text_becomes_predictable(clock):
 
     target = Clocked(200, text)
     target.per_row = 0.1
-    (generation,) = run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 1000)])
+    (generation,) = run(target, [request(measured(target), 1000)])
     assert generation.stats.drafter["plain_steps"] > 100
     assert Clocked.now < 1.03 * 200 + 0.5 * 800
 
@@ -527,10 +537,9 @@ def test_never_slower_when_the_batch_changes(clock):
 
     target = Batched(200, unpredictable)
     target.per_row = 0.2
-    state = measured(target)
-    drafters = [AdaptiveDrafter(None, 200, state) for _ in range(3)]
+    times = measured(target)
     lengths = (100, 200, 400)
-    run(target, [Request([1, 2, i], d, n) for i, (d, n) in enumerate(zip(drafters, lengths, strict=True))])
+    run(target, [request(times, length, (1, 2, i)) for i, length in enumerate(lengths)])
     plain = 99 * 3 + 100 * 2 + 200
     # What one loses is lost to all: of a pass of three each may lose a third, at the end of each text.
     spent = (300, 500, 700)
@@ -544,12 +553,11 @@ def test_never_slower_when_the_batch_changes(clock):
 def test_near_the_best_fixed_number_of_rows_on_texts(clock, text, per_row):
     target = Clocked(200, text)
     target.per_row = per_row
-    run(target, [Request([1, 2, 3], AdaptiveDrafter(None, 200, measured(target)), 400)])
+    run(target, [request(measured(target), 400)])
     ours, best = Clocked.now, 399.0
     for rows in (2, 4, 8, 16, 32, 64):
         Clocked.now = 0.0
-        config = {"budget": False, "max_rows": rows}
-        run(target, [Request([1, 2, 3], AdaptiveDrafter(config, 200), 400)])
+        run(target, [request(None, 400, drafter=Adaptive(rows, budget=False))])
         best = min(best, Clocked.now)
     assert 399 - ours >= 0.95 * (399 - best)
 
@@ -562,8 +570,7 @@ def test_measured_times_choose_the_rows(clock):
     rows = {}
     for per_row in (0.001, 0.3):
         target.per_row = per_row
-        drafter = AdaptiveDrafter(None, 32, measured(target, 32))
-        (generation,) = run(target, [Request([1, 2, 3] * 5, drafter, 200)])
+        (generation,) = run(target, [request(measured(target, 32), 200, [1, 2, 3] * 5)])
         rows[per_row] = generation.stats.rows / generation.stats.steps
     assert rows[0.001] > 1.1 * rows[0.3]
 
@@ -636,14 +643,13 @@ def test_setting_up_waits_until_the_loss_budget_can_pay(clock):
 
     target = Clocked(200, text)
     target.per_row = 0.05
-    state = measured(target)
-    state.times.setup.value = MAX_REGRET + 1
-    drafter = AdaptiveDrafter(None, 200, state)
-    (generation,) = run(target, [Request([1, 2, 3], drafter, 60)])
-    assert isinstance(drafter._phase, Plain)
+    times = measured(target)
+    times.setup.value = MAX_REGRET + 1
+    (generation,) = run(target, [request(times, 60)])
+    assert isinstance(generation.drafting._phase, PlainSteps)
     assert generation.stats.steps == generation.stats.drafter["plain_steps"] == 59
-    (generation,) = run(target, [Request([1, 2, 3], drafter, 400)])
-    assert isinstance(drafter._phase, Drafting)
+    (generation,) = run(target, [request(times, 400)])
+    assert isinstance(generation.drafting._phase, Drafting)
     assert generation.stats.drafter["plain_steps"] > 100
     assert generation.stats.drafter["accepted_by_suffix"] > 50
 
@@ -652,17 +658,20 @@ def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, m
     """The garbage collector takes 30 plain steps' time in what the drafter does: that is no price of drafts."""
     target = Clocked(200, lambda prefix: len(prefix) % 7)
     target.per_row = 0.1
-    state = measured(target)
-    state.times.probe.value = 0.1  # so that a plain step follows upon a probe that found nothing
-    drafter, drafted, cooling = AdaptiveDrafter(None, 200, state), state.times.drafted, []
+    times = measured(target)
+    times.probe.value = 0.1  # so that a plain step follows upon a probe that found nothing
+    drafted, cooling = times.drafted, []
+    decoder = Decoder(target)
+    generation = decoder.add(request(times, 400))
 
     def interrupted(rows):
-        cooling.append(drafter.cooling)
-        Clocked.now += 30.0 if sum(cooling) == 1 and drafter.cooling else 0.0
+        cooling.append(generation.drafting.cooling)
+        Clocked.now += 30.0 if sum(cooling) == 1 and cooling[-1] else 0.0
         drafted(rows)
 
-    monkeypatch.setattr(state.times, "drafted", interrupted)
-    (generation,) = run(target, [Request([1, 2, 3], drafter, 400)])
+    monkeypatch.setattr(times, "drafted", interrupted)
+    while decoder.busy:
+        decoder.step()
     assert any(cooling)
     assert generation.stats.drafter["cooldowns"] == 0
     assert generation.stats.steps < 200
@@ -685,15 +694,14 @@ class Dear:
 def test_noise_that_plain_decoding_draws_too_is_no_price_of_drafts(clock):
     target = Clocked(200, unpredictable)
     target.per_row = 0.02
-    state = measured(target)
-    ((key, table),) = state.times.bins.items()
-    state.times.bins[key[0] + SAMPLED, key[1]] = [seconds + 0.4 for seconds in table]
-    drafter, noise = AdaptiveDrafter(None, 200, state), Dear()
-    drafter.use_noise(noise)
-    (generation,) = run(target, [Request([1, 2, 3], drafter, 12)])
+    times = measured(target)
+    ((key, table),) = times.bins.items()
+    times.bins[key[0] + SAMPLED, key[1]] = [seconds + 0.4 for seconds in table]
+    noise = Dear()
+    (generation,) = run(target, [request(times, 12, noise=noise)])
     assert len(noise.known) >= 11
-    assert state.times.probe.value == pytest.approx(0.0, abs=1e-9)
-    assert state.times.table(1, 100, True)[0] == pytest.approx(1.4, rel=0.01)
+    assert times.probe.value == pytest.approx(0.0, abs=1e-9)
+    assert times.table(1, 100, True)[0] == pytest.approx(1.4, rel=0.01)
     assert generation.stats.drafter["cooldowns"] == 0
 
 
@@ -707,7 +715,13 @@ def everything(drafter):
 def test_no_phase_lacks_a_part(clock):
     """Whatever the step times say, everything can be asked for before, between and after all calls."""
 
-    class Asked(AdaptiveDrafter):
+    class Asked(Adaptive):
+        def start(self, sequence):
+            state = AskedState(self, self.state, sequence)
+            everything(state)
+            return state
+
+    class AskedState(AdaptiveDraftState):
         def draft(self, *limits):
             everything(self)
             tree = super().draft(*limits)
@@ -719,19 +733,18 @@ def test_no_phase_lacks_a_part(clock):
             super().observe(*step)
             everything(self)
 
-    everything(AdaptiveDrafter())
     for text, setup, probe, expected in (
-        (unpredictable, 1e9, 0.0, {Plain}),
-        (unpredictable, 0.0, 1e9, {Plain}),
-        (unpredictable, 0.0, 0.5, {Drafting, Plain}),
+        (unpredictable, 1e9, 0.0, {PlainSteps}),
+        (unpredictable, 0.0, 1e9, {PlainSteps}),
+        (unpredictable, 0.0, 0.5, {Drafting, PlainSteps}),
         (lambda prefix: 7, 0.0, 0.0, {Drafting}),
     ):
         target = Clocked(200, text)
-        state = measured(target)
-        state.times.setup.value, state.times.probe.value = setup, probe
-        state.times.probe.weight = 0.0
+        times = measured(target)
+        times.setup.value, times.probe.value = setup, probe
+        times.probe.weight = 0.0
         phases = set()
-        run(target, [Request([1, 2, 3], Asked(None, 200, state), 40)])
+        run(target, [request(times, 40, drafter=Asked())])
         assert phases == expected
-    for config, count in ((None, 1), (None, 3), ({"budget": False}, 2)):
-        run(target, [Request([1, 2, 3], Asked(config, 200), 30) for _ in range(count)])
+    for drafter, count in ((Asked(), 1), (Asked(), 3), (Asked(budget=False), 2)):
+        run(target, [request(None, 30, drafter=drafter) for _ in range(count)])

@@ -6,13 +6,16 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lookahead.core import Request, SettingsError, TokenTree
-from lookahead.drafters.adaptive import SOURCES, AdaptiveDrafter, AdaptiveState
+from lookahead.core import Request, SettingsError, Start, TokenTree
+from lookahead.drafters.adaptive import SOURCES, Adaptive
+from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
+from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.sampling import SeededNoise
 from lookahead.testing import FakeTarget, repetitive_text, run
 
@@ -66,11 +69,16 @@ class Noisy:
         return np.random.default_rng([self._seed, index]).gumbel(size=self._vocabulary).astype(np.float32)
 
 
-class Recorded(AdaptiveDrafter):
-    """Keeps every tree that was drafted, with its probabilities."""
+class Recorded(Adaptive):
+    """Its states keep every tree that was drafted, with its probabilities."""
 
-    def reset(self, *arguments):
-        super().reset(*arguments)
+    def start(self, sequence):
+        return RecordedState(self, self.state, sequence)
+
+
+class RecordedState(AdaptiveDraftState):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.trees = []
 
     def draft(self, *arguments):
@@ -81,15 +89,15 @@ class Recorded(AdaptiveDrafter):
 
 def decode(name, sampled, new=40, vocabulary=32):
     """Trees of prompts one after another and of the first two again, together; then what was learned."""
-    state = AdaptiveState({"budget": False, **CONFIGS[name]})
+    settings = Recorded(budget=False, **CONFIGS[name])
+    state = AdaptiveState(settings)
     target = Model(vocabulary)
     trees = []
     for together in [[prompt] for prompt in PROMPTS] + [PROMPTS[:2]]:
-        drafters = [Recorded(None, vocabulary, state) for _ in together]
-        for drafter in drafters:
-            drafter.use_noise(Noisy(vocabulary, 0.8) if sampled else None)
-        run(target, [Request(p, d, new) for p, d in zip(together, drafters, strict=True)])
-        trees += [tree for drafter in drafters for tree in drafter.trees]
+        drafter = replace(settings, state=state)
+        noise = Noisy(vocabulary, 0.8) if sampled else None
+        done = run(target, [Request(prompt, drafter, new, noise=noise) for prompt in together])
+        trees += [tree for generation in done for tree in generation.drafting.trees]
     tables = state.tables(sampled)
     learned = {}
     for kind, buckets in tables.calibration._asdict().items():
@@ -149,14 +157,13 @@ def test_full_tables_forget(sampled):
     """Small enough that the cache evicts and the corpus starts afresh, also between two sequences' steps."""
     rng = random.Random(1)
     prompts = [[rng.randrange(400) for _ in range(250)] for _ in range(4)]
-    state = AdaptiveState({"budget": False, "max_entries": 1000, "sources": tuple(SOURCES)})
+    state = AdaptiveState(Adaptive(budget=False, max_entries=1000, sources=tuple(SOURCES)))
     target = Model(400)
-    plain = [run(target, [Request(p, Recorded({"max_rows": 1}, 400), 100)])[0].tokens for p in prompts]
+    plain = [run(target, [Request(p, Adaptive(max_rows=1), 100)])[0].tokens for p in prompts]
     for together in [[0], [1], [2, 3], [0, 1]]:
-        drafters = [AdaptiveDrafter(None, 400, state) for _ in together]
-        for drafter in drafters:
-            drafter.use_noise(Noisy(400, 0.8) if sampled else None)
-        requests = [Request(prompts[n], d, 100) for n, d in zip(together, drafters, strict=True)]
+        drafter = replace(state.settings, state=state)
+        noise = Noisy(400, 0.8) if sampled else None
+        requests = [Request(prompts[n], drafter, 100, noise=noise) for n in together]
         assert [g.tokens for g in run(target, requests)] == [plain[n] for n in together]
     assert 800 < state.tables(sampled).logits.size(2) <= 1000
     assert state.corpus.generation > 1
@@ -180,10 +187,9 @@ def test_full_tables_forget(sampled):
     ],
 )
 def test_hostile_files_are_refused(tmp_path, name, change, message):
-    state = AdaptiveState({"budget": False})
-    drafter = AdaptiveDrafter(None, 32, state)
-    drafter.use_noise(Noisy(32, 1.0))
-    run(Model(32), [Request(PROMPTS[0], drafter, 50)])
+    state = AdaptiveState()
+    drafter = Adaptive(budget=False, state=state)
+    run(Model(32), [Request(PROMPTS[0], drafter, 50, noise=Noisy(32, 1.0))])
     path = tmp_path / "state"
     state.save(path)
     with np.load(path) as archive:
@@ -195,22 +201,22 @@ def test_hostile_files_are_refused(tmp_path, name, change, message):
 
 
 def test_a_state_of_another_vocabulary_is_refused(tmp_path):
-    state = AdaptiveState({"budget": False})
-    run(Model(500), [Request([499, 3, 499], AdaptiveDrafter(None, 500, state), 50)])
+    state = AdaptiveState()
+    run(Model(500), [Request([499, 3, 499], Adaptive(budget=False, state=state), 50)])
     state.save(tmp_path / "state")
     with pytest.raises(SettingsError, match="of this model"):
-        AdaptiveDrafter(None, 32, AdaptiveState.load(tmp_path / "state"))
+        Adaptive(state=AdaptiveState.load(tmp_path / "state")).start(Start([1], 2, vocabulary=32))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_requests_of_one_state_may_keep_more_or_fewer_tokens(sampled):
-    state = AdaptiveState({"budget": False, "top": 2, "sampled_top": 1})
+    state = AdaptiveState(Adaptive(top=2, sampled_top=1))
     target = Model(100)
     requests = []
     for prompt, top in (([1, 2, 3], 2), ([4, 5, 6], 60), ([1, 2, 3], 5)):
-        config = {"budget": False, "top": top, "sampled_top": top}
-        requests.append(Request(prompt, AdaptiveDrafter(config, 100, state), 60))
-        requests[-1].drafter.use_noise(Noisy(100, 1.0) if sampled else None)
+        drafter = Adaptive(budget=False, top=top, sampled_top=top, state=state)
+        noise = Noisy(100, 1.0) if sampled else None
+        requests.append(Request(prompt, drafter, 60, noise=noise))
     for generation in run(target, requests):
         text = list(generation.request.prompt)
         for token in generation.tokens:
@@ -223,10 +229,10 @@ def test_seeded_noise_through_the_whole_loop():
     prompt = [1, 2, 3] * 4
     found = []
     for _ in range(2):
-        drafter = Recorded({"budget": False, "window_size": 40}, 32)
-        drafter.use_noise(SeededNoise(5, len(prompt), 32, 1.0))
-        run(Model(32), [Request(prompt, drafter, 60)])
-        found.append(drafter.trees)
+        drafter = Recorded(budget=False, window_size=40)
+        noise = SeededNoise(5, len(prompt), 32, 1.0)
+        (generation,) = run(Model(32), [Request(prompt, drafter, 60, noise=noise)])
+        found.append(generation.drafting.trees)
     assert found[0] == found[1]
     trees = [TokenTree.of(tokens, parents) for tokens, parents, _ in found[0]]
     assert max(max(tree.depths) for tree in trees) > 32
@@ -246,3 +252,17 @@ def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monke
 
     assert double(3) == 6
     assert double(4) == 8
+
+
+def test_a_newer_numba_is_called_the_public_way(monkeypatch):
+    from lookahead.drafters.adaptive import compiling
+
+    assert compiling.numba_version() <= compiling.CHECKED
+    monkeypatch.setattr(compiling, "CHECKED", (0, 1))
+
+    @compiling.entry
+    def double(value):
+        return 2 * value
+
+    assert double(3) == 6
+    assert type(double).__module__.startswith("numba")

@@ -7,16 +7,11 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.drafters.adaptive import (
-    AdaptiveState,
-    growth,
-    hashing,
-    learning,
-    load_times,
-    model_key,
-    times_for,
-)
+from lookahead.drafters.adaptive import growth, hashing
+from lookahead.drafters.adaptive.measure import model_key, times_for
 from lookahead.drafters.adaptive.sources import suffix
+from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.drafters.adaptive.step_times import load_times
 from toy import save
 
 
@@ -40,12 +35,12 @@ def test_tuned_times_are_found_again(toy):
     assert {(p["batch"], p["context"], p["rows"]) for p in report["points"]} == {
         (batch, 8, rows) for batch in (1, 2) for rows in (1, 4, 8)
     }
-    llm = lookahead.load(toy, method="adaptive")
+    llm = lookahead.load(toy, drafter="adaptive")
     key = model_key(llm.model, llm.target().path)
     kept = load_times(key)
     assert kept is not None
     assert set(kept.bins) == {(0, 0), (2, 0)}
-    plain = lookahead.load(toy, method="autoregressive").generate([5, 6, 7] * 4, max_new_tokens=30)
+    plain = lookahead.load(toy, drafter="off").generate([5, 6, 7] * 4, max_new_tokens=30)
     result = llm.generate([5, 6, 7] * 4, max_new_tokens=30)
     assert result.tokens == plain.tokens
     times = times_for(llm.model, llm.target().path, lambda: pytest.fail("measured again"))
@@ -54,36 +49,36 @@ def test_tuned_times_are_found_again(toy):
 
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
-    original = lookahead.drafters.adaptive.measure_times
+    original = lookahead.drafters.adaptive.measure.measure_times
     monkeypatch.setattr(
         "lookahead.drafters.adaptive.measure.measure_times", lambda *a: calls.append(1) or original(*a)
     )
-    llm = lookahead.load(toy, method="adaptive")
+    llm = lookahead.load(toy, drafter="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)
     assert len(calls) == 1
-    llm.generate([5, 6, 7], max_new_tokens=5, pool=AdaptiveState())
+    llm.generate([5, 6, 7], max_new_tokens=5, drafter=lookahead.Adaptive(state=AdaptiveState()))
     assert len(calls) == 1
     key = model_key(llm.model, llm.target().path)
     assert load_times(key) is not None
     del llm
-    lookahead.load(toy, method="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
+    lookahead.load(toy, drafter="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
     assert len(calls) == 1
 
 
 def test_no_text_pays_for_compilation(toy, monkeypatch):
     """What is compiled for a text, however long, is compiled before the first one."""
-    entries = (growth.grow, learning.study, suffix.feed, hashing.rehash)
+    entries = (growth.grow, growth.learn_from_step, suffix.feed, hashing.rehash)
     for function in entries:
         monkeypatch.setattr(function, "_machine_code", None)
-    llm = lookahead.load(toy, method="adaptive")
+    llm = lookahead.load(toy, drafter="adaptive")
     times_for(llm.model, llm.target().path, llm.target)
     assert all(function._machine_code is not None for function in entries)
 
 
 def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    llm = lookahead.load(toy, method="adaptive")
+    llm = lookahead.load(toy, drafter="adaptive")
     assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
     assert load_times(model_key(llm.model, llm.target().path)) is None
 

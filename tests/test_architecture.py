@@ -3,7 +3,9 @@
 import re
 import runpy
 import sys
+import threading
 import tomllib
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,27 +55,70 @@ def test_the_import_contracts_are_what_the_page_says():
         assert closed & set(allowed) == set(allowed) - others - {package}, package
 
 
-def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
-    rows = table("One prompt, from the shell to the forward pass and back")
-    hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in rows]
-    assert 5 <= len(hops) <= 10
+def hops_of(heading):
+    """(file, function) of each hop in the table under a heading."""
+    hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in table(heading)]
+    assert 5 <= len(hops) <= 8
+    return hops
+
+
+@contextmanager
+def watched_calls():
+    """The calls of the library's functions in all threads that start inside, in order: (file, qualified name)."""
     called = []
 
     def note(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
             called.append((str(Path(frame.f_code.co_filename).relative_to(SOURCE)), frame.f_code.co_qualname))
 
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def not_called_in_order(hops, called):
+    """The hops that do not come after the hop before."""
+    rest = iter(called)
+    return [hop for hop in hops if hop not in rest]
+
+
+def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
+    hops = hops_of("One prompt, from the shell to the forward pass")
     command = ["lookahead", "generate", "tiny", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
     monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
 
-    sys.setprofile(note)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        sys.setprofile(None)
+    with watched_calls() as called, pytest.raises(SystemExit) as ended:
+        main()
     assert ended.value.code == 0
     capsys.readouterr()
-    rest = iter(called)
-    assert [hop for hop in hops if hop not in rest] == [], "not called after the hop before"
+    assert not_called_in_order(hops, called) == []
+
+
+def test_one_http_request_takes_the_way_that_the_page_shows(tmp_path):
+    import httpx
+
+    from serving import serving
+    from toy import save
+
+    hops = hops_of("One HTTP request")
+    llm = lookahead.load(save(tmp_path, max_position_embeddings=512), dtype="float32")
+    with watched_calls() as called, serving(llm) as served:
+        called.clear()
+        body = {"prompt": "def add(a", "max_tokens": 12, "temperature": 0}
+        reply = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200
+    assert not_called_in_order(hops, called) == []
+
+
+def test_the_objects_of_a_text_are_where_the_page_says():
+    for name, file, _ in table("The objects of one text"):
+        kind = re.search(r"`(\w+)`", name)[1]
+        path = SOURCE / file.strip("`")
+        if path.suffix == ".py":
+            text = path.read_text()
+            assert f"class {kind}" in text or f"({kind})" in text, name

@@ -31,7 +31,7 @@ def test_same_text_and_no_mask(family, monkeypatch):
     attention.attend = count
     monkeypatch.setattr(module, "attention_masks", None)  # whoever makes a mask now fails
     target = CudaGraphTarget(model, facts, attention)
-    generations = assert_same_as_autoregressive(target, PROMPTS, "lookahead", (5, 4, 7), 40)
+    generations = assert_same_as_autoregressive(target, PROMPTS, (5, 4, 7), 40)
     assert sum(g.stats.accepted for g in generations) > 0
     assert len(calls) >= 2 * generations[0].stats.steps  # two layers
     assert model.config._attn_implementation == before
@@ -40,7 +40,7 @@ def test_same_text_and_no_mask(family, monkeypatch):
 def test_a_model_that_ignores_attention_functions_is_refused():
     model = tiny_model("bloom")
     before = model.config._attn_implementation
-    with pytest.raises(SettingsError, match="does not take attention functions"):
+    with pytest.raises(SettingsError, match="does not accept attention functions"):
         TreeAttention(model, get())
     assert model.config._attn_implementation == before
 
@@ -59,10 +59,10 @@ def test_masks_and_passes_of_others_are_refused():
     attention = TreeAttention(model, get("reference"))
     one = torch.ones(1, 1, dtype=torch.int32)
     rows = 0 * one[0], one[None], 0 * one
-    with attention.within(model, *rows):
+    with attention.installed(model, *rows):
         model(input_ids=one.long())
-        with pytest.raises(SettingsError, match="takes no mask"):
+        with pytest.raises(SettingsError, match="accepts no mask"):
             model(input_ids=one.long(), attention_mask=torch.zeros(1, 1, 1, 1))
     model.set_attn_implementation(NAME)
-    with pytest.raises(SettingsError, match="serves the steps of lookahead only"):
+    with pytest.raises(SettingsError, match="only serves lookahead"):
         model(input_ids=one.long())

@@ -1,11 +1,14 @@
 """What runs between the launch of a step and the first look at its logits: its place, and that no text changes."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
-from lookahead.core import LookaheadConfig, Request
+from lookahead.core import Request
 from lookahead.core.decode import greedy
-from lookahead.drafters import LookaheadDrafter, make_drafter
+from lookahead.drafters import Lookahead, Plain
+from lookahead.drafters.lookahead import LookaheadDraftState
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, run
 
@@ -36,8 +39,15 @@ class Launching(FakeTarget):
         scores.best = best
 
 
-class Busy(LookaheadDrafter):
-    """Does what it can while the device works, and says which tree that was."""
+class Busy(Lookahead):
+    """Its state does what it can while the device works, and says which tree that was."""
+
+    def start(self, sequence):
+        return BusyState(self, sequence)
+
+
+class BusyState(LookaheadDraftState):
+    log: ClassVar = []
 
     def overlap(self, tree):
         self.log.append("overlap")
@@ -48,19 +58,15 @@ class Busy(LookaheadDrafter):
         super().observe(tree, scores, path, tokens)
 
 
-def decode(make, log=None):
-    requests = []
-    for prompt in PROMPTS:
-        drafter = make()
-        drafter.log = log
-        requests.append(Request(prompt, drafter, 40, greedy))
+def decode(drafter, log=None):
+    requests = [Request(prompt, drafter, 40, greedy) for prompt in PROMPTS]
     return [g.tokens for g in run(Launching(log) if log is not None else FakeTarget(), requests)]
 
 
 def test_it_runs_between_launch_and_read():
-    log = []
-    texts = decode(lambda: Busy(LookaheadConfig(5, 4, 5)), log)
-    assert texts == decode(lambda: make_drafter("autoregressive"))
+    log = BusyState.log = []
+    texts = decode(Busy(5, 4, 5), log)
+    assert texts == decode(Plain())
     steps = "".join(word[0] for word in log).split("l")[1:]
     assert len(steps) > 5
     for step in steps:
@@ -80,7 +86,7 @@ def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
         noise.prepare = lambda index: (asked.append(index), prepare(index))[1]
         choose = make_choose(PROMPTS[0], None, noise)
         target = Tensors()
-        (generation,) = run(target, [Request(PROMPTS[0], make_drafter("lookahead", (5, 4, 5)), 40, choose)])
+        (generation,) = run(target, [Request(PROMPTS[0], Lookahead(5, 4, 5), 40, choose)])
         return generation, asked
 
     plain, asked = text(False)

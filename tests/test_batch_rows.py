@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
-from lookahead.drafters import make_drafter
+from lookahead.drafters import Plain, as_drafter
 from lookahead.targets import batch_rows, factory
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.factory import make_target, probe
@@ -231,7 +231,7 @@ def test_the_probe_sees_a_wrong_state(monkeypatch):
     keep_another_row(monkeypatch)
     found = probe(build("mamba2", num_hidden_layers=1))
     assert found.mode == "plain"
-    assert "decoding one row a step" in found.reason
+    assert "decoding one row per step" in found.reason
 
 
 def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
@@ -244,11 +244,11 @@ def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
 def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(family):
     found = probe(model_of(family))
     assert found.mode == "plain"
-    assert "nor can it take its paths as batch rows (difference" in found.reason
+    assert "nor can it evaluate its paths as batch rows (difference" in found.reason
     text, _, stats = drafted(family, False, None)
     assert text == reference(family, False)[0]
     assert {one.path for one in stats} == {"plain"}
-    with pytest.raises(SettingsError, match="the batch-rows path is not there"):
+    with pytest.raises(SettingsError, match="the batch-rows path is not available"):
         make_target(model_of(family), path="batch-rows")
 
 
@@ -261,7 +261,7 @@ def test_models_that_keep_their_state_elsewhere_are_refused(family):
 def test_half_precision():
     model = build("lfm2").to(torch.bfloat16)
     assert probe(model).mode == "batch-rows"
-    (one,) = run(make_target(model), [Request([5, 6, 7] * 4, make_drafter("lookahead", ROWS), 20)])
+    (one,) = run(make_target(model), [Request([5, 6, 7] * 4, as_drafter(ROWS), 20)])
     assert len(one.tokens) == 20
 
 
@@ -269,7 +269,7 @@ def test_paths_and_forced_targets():
     model = model_of("lfm2")
     assert make_target(model, path="batch-rows").path == "batch-rows"
     assert make_target(model, path="plain").path == "plain"
-    with pytest.raises(SettingsError, match="the transformers path is not there"):
+    with pytest.raises(SettingsError, match="the transformers path is not available"):
         make_target(model, path="transformers")
 
 
@@ -286,9 +286,9 @@ def test_scans_work_in_short_chunks_and_keep_their_size():
     for mixer in mixers:
         mixer.register_forward_pre_hook(lambda module, args: seen.append(module.chunk_size))
     target = BatchRowsTarget(model)
-    (one,) = run(target, [Request([5, 6, 7] * 4, make_drafter("lookahead", ROWS), 10)])
+    (one,) = run(target, [Request([5, 6, 7] * 4, as_drafter(ROWS), 10)])
     assert one.error is None
-    assert set(seen) == {64, batch_rows.SHORTEST_CHUNK}
+    assert set(seen) == {64, batch_rows.MIN_CHUNK}
     assert {mixer.chunk_size for mixer in mixers} == {64}
     for mixer in mixers:
         mixer._forward_pre_hooks.clear()
@@ -307,10 +307,10 @@ def test_running_out_of_memory_leaves_every_state_as_it_was(monkeypatch):
     monkeypatch.setattr(batch_rows, "run_model", small)
     texts = [[5, 6, 7] * 4, [11, 12] * 5]
     with pytest.warns(RuntimeWarning, match="did not fit in memory"):
-        ours = run(make_target(model), [Request(t, make_drafter("lookahead", ROWS), 30) for t in texts])
+        ours = run(make_target(model), [Request(t, as_drafter(ROWS), 30) for t in texts])
     monkeypatch.undo()
     for one, text in zip(ours, texts, strict=True):
-        (plain,) = run(make_target(model, path="plain"), [Request(text, make_drafter("autoregressive"), 30)])
+        (plain,) = run(make_target(model, path="plain"), [Request(text, Plain(), 30)])
         assert one.tokens == plain.tokens
     assert max(calls) > 2
 
@@ -327,7 +327,7 @@ def test_the_probe_is_the_same_for_an_engine(tmp_path):
     llm = lookahead.load(tmp_path)
     assert llm.probe.mode == "batch-rows" == llm.path
     drawn = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
-    ours = llm.generate([5, 6, 7] * 4, config={"budget": False}, **drawn)
-    assert ours.tokens == llm.generate([5, 6, 7] * 4, method="autoregressive", **drawn).tokens
+    ours = llm.generate([5, 6, 7] * 4, drafter=lookahead.Adaptive(budget=False), **drawn)
+    assert ours.tokens == llm.generate([5, 6, 7] * 4, drafter="off", **drawn).tokens
     assert max(ours.stats.rows_per_step) > 1
     assert factory.PATHS.index("batch-rows") < factory.PATHS.index("plain")

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from benchmarks import peers
 from benchmarks.spec_bench import rows, write_answers
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
-from lookahead.bench.method import Method, Outcome
-from lookahead.bench.methods import default_methods, make_methods, split_methods
+from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
+from lookahead.bench.report import unequal_text
 from lookahead.bench.run import loop_free
-from lookahead.bench.summary import unequal_text
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
 from lookahead.engine import LLM
@@ -29,7 +29,7 @@ def test_a_known_compression_ratio_is_counted():
     records = run(["prompt-lookup"], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=34))
     plain, ours = records
     assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == (
-        "autoregressive",
+        "plain",
         33,
         33,
         34,
@@ -127,7 +127,7 @@ def test_broken_verification_is_found(accept_a_wrong_node):
     assert records[1]["logit_gap"] is not None
 
 
-@pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "autoregressive", "lookahead:4,3,4"])
+@pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "plain", "lookahead:4,3,4"])
 def test_one_counter_for_both_sides(name):
     """Steps are the forward passes of the target after the first, whoever drives it."""
     module = tiny_model(seed=3)
@@ -140,22 +140,25 @@ def test_one_counter_for_both_sides(name):
 
     module.forward = counting
     prompt = [5, 9, 5, 9, 5, 9, 5]
-    outcome = make_methods(name, model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
+    outcome = peers.make_methods(name, model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert len(outcome.step_tokens) == len(outcome.step_rows) == len(outcome.step_seconds) == len(passes) - 1
     assert outcome.prefill_tokens + sum(outcome.step_tokens) == len(outcome.tokens)
     module.forward = wrapped
-    plain = make_methods("autoregressive", model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
+    plain = make_methods("plain", model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert outcome.tokens == plain.tokens
 
 
 def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
     model = ModelUnderTest.of(LLM(tiny_model()))
     records = run(
-        ["lookahead:4,3,4", "hf-sample", "hf-greedy"], [[5, 6, 7]], model,
+        ["lookahead:4,3,4", "hf-sample", "hf-greedy"],
+        [[5, 6, 7]],
+        model,
         RunOptions(max_new_tokens=20, temperature=1.0, warm=False),
-    )  # fmt: skip
+        make=peers.make_methods,
+    )
     equal = {r["method"]: r["equal"] for r in records}
-    assert equal == {"autoregressive": True, "lookahead:4,3,4": True, "hf-sample": None, "hf-greedy": None}
+    assert equal == {"plain": True, "lookahead:4,3,4": True, "hf-sample": None, "hf-greedy": None}
 
 
 def test_an_interrupt_keeps_finished_records_and_the_same_command_resumes(tmp_path):
@@ -202,7 +205,6 @@ def test_every_record_says_where_it_was_made(tmp_path):
         "commit",
         "dtype",
         "model",
-        "settings",
     ):
         assert record[name], name
     assert record["machine"]["processor"]
@@ -231,17 +233,22 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
 
 def test_method_names():
     assert split_methods(["hf-greedy,lookahead:15,5,15 jacobi", "jacobi"]) == [
-        "hf-greedy", "lookahead:15,5,15", "jacobi",
-    ]  # fmt: skip
-    assert set(METHODS) - {"autoregressive"} <= set(default_methods())
+        "hf-greedy",
+        "lookahead:15,5,15",
+        "jacobi",
+    ]
+    assert set(METHODS) - {"plain"} <= set(default_methods())
     model = cycling()
-    with pytest.raises(SettingsError, match="unknown method 'lookahed'; known are hf-greedy"):
-        make_methods("lookahed", model)
-    with pytest.raises(SettingsError, match="hf-greedy needs a transformers model"):
+    assert peers.default_methods() == ["hf-greedy", "hf-prompt-lookup", *default_methods()]
+    with pytest.raises(SettingsError, match="got 'lookahed'; methods of other libraries are hf-greedy"):
+        peers.make_methods("lookahed", model)
+    with pytest.raises(SettingsError, match=r"drafter must be one of .*, got 'hf-greedy'"):
         make_methods("hf-greedy", model)
-    with pytest.raises(SettingsError, match="guess_set_size"):
-        make_methods("lookahead:4,3,-1", model)
-    with pytest.raises(SettingsError, match="unknown setting 'colour'"):
+    with pytest.raises(SettingsError, match="hf-greedy needs a transformers model"):
+        peers.make_methods("hf-greedy", model)
+    with pytest.raises(SettingsError, match="ngram_size"):
+        make_methods("lookahead:4,0,4", model)
+    with pytest.raises(SettingsError, match="no setting 'colour'"):
         make_methods("lookahead:4,3,1:colour=red", model)
     assert [m.state for m in make_methods("lookahead", model)] == ["cold", "warm"]
     assert [m.state for m in make_methods("adaptive:max_rows=8", model)] == ["cold", "warm"]
@@ -281,7 +288,37 @@ def test_spec_bench_rows(tmp_path):
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
     files = write_answers(records, tmp_path)
     assert sorted(f.name for f in files) == [
-        "spec-bench-autoregressive.jsonl",
+        "spec-bench-plain.jsonl",
         "spec-bench-prompt-lookup.jsonl",
     ]
     assert json.loads(files[1].read_text()) == row
+
+
+# ---------------------------------------------------------------- a draft model, through transformers
+
+
+def test_assisted_generation_counts_the_target_alone(tmp_path):
+    """A draft model equal to the target has every draft accepted, and the text is the target's own."""
+    module = tiny_model(seed=3)
+    module.save_pretrained(tmp_path / "draft")
+    model = ModelUnderTest.of(LLM(module), "transformers")
+    (method,) = peers.make_methods(f"hf-assisted:{tmp_path / 'draft'}", model)
+    assert method.label == "hf-assisted:draft"
+    prompt, options = [5, 9, 5, 9, 5, 9, 5], RunOptions(max_new_tokens=32)
+    outcome = method.decode(model, prompt, options)
+    plain = make_methods("plain", model)[0].decode(model, prompt, options)
+    assert outcome.tokens == plain.tokens
+    assert len(outcome.step_rows) < len(plain.step_rows)
+    assert outcome.prefill_tokens + sum(outcome.step_tokens) == len(outcome.tokens)
+
+
+def test_a_draft_model_that_does_not_fit_is_one_line(tmp_path):
+    model = ModelUnderTest.of(LLM(tiny_model()))
+    tiny_model(vocab_size=128).save_pretrained(tmp_path / "other")
+    for name, message in (
+        ("hf-assisted", "needs a draft model: give its directory or hub id as hf-assisted:PATH"),
+        (f"hf-assisted:{tmp_path / 'none'}", "must name a model that transformers can load"),
+        (f"hf-assisted:{tmp_path / 'other'}", "must have the target's vocabulary of"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            peers.make_methods(name, model)

@@ -7,8 +7,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from benchmarks import llamacpp
 from benchmarks.convert_gguf import convert
-from lookahead.bench import ModelUnderTest, RunOptions, llamacpp, make_methods, run
+from benchmarks.peers import make_methods
+from lookahead.bench import ModelUnderTest, RunOptions, run
 from lookahead.core import SettingsError
 from lookahead.testing import FakeTarget
 
@@ -63,11 +65,12 @@ def model(monkeypatch, tmp_path):
 
 def test_passes_are_counted_as_ours_are(model):
     prompts = [list(range(16)), list(range(8))]
-    records = run(["llamacpp-greedy", "llamacpp-lookup"], prompts, model, RunOptions(max_new_tokens=34))
+    names = ["llamacpp-greedy", "llamacpp-lookup"]
+    records = run(names, prompts, model, RunOptions(max_new_tokens=34), make=make_methods)
     by_method = {r["method"]: r for r in records[:3]}
     plain, greedy, lookup = (
         by_method[name]
-        for name in ("autoregressive", "llamacpp-greedy:model.BF16.gguf", "llamacpp-lookup:model.BF16.gguf")
+        for name in ("plain", "llamacpp-greedy:model.BF16.gguf", "llamacpp-lookup:model.BF16.gguf")
     )
     figures = ("new_tokens", "prefill_tokens", "steps", "rows", "step_tokens")
     assert [greedy[name] for name in figures] == [plain[name] for name in figures]
@@ -88,13 +91,13 @@ def test_an_end_token_in_the_middle_of_a_draft_ends_the_text(model):
 
 def test_what_cannot_be_measured_is_refused_with_what_to_do(model, monkeypatch):
     with pytest.raises(
-        SettingsError, match=r"reads a GGUF file, and none\.gguf is none; give .* llamacpp-greedy:FILE"
+        SettingsError, match=r"needs a GGUF file, got none\.gguf; give it as llamacpp-greedy:FILE"
     ):
         make_methods("llamacpp-greedy:none.gguf", model)
     (method,) = make_methods("llamacpp-greedy", model)
     with pytest.raises(SettingsError, match=r"is greedy, got temperature 0\.7"):
         method.decode(model, [1], RunOptions(temperature=0.7))
-    with pytest.raises(SettingsError, match="takes 99 positions, got 80 prompt tokens and 34 new ones"):
+    with pytest.raises(SettingsError, match="has 99 positions, got 80 prompt tokens and 34 new ones"):
         method.decode(model, [1] * 80, RunOptions(max_new_tokens=34))
 
     def missing(name):

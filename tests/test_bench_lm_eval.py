@@ -45,4 +45,4 @@ def test_a_local_task_gives_the_same_texts(tmp_path):
     assert texts[0] == texts[1]
     assert scores[0] == scores[1]
     assert len(model.stats) == len(QUESTIONS)
-    assert model.lookahead.triple == (4, 3, 4)
+    assert model.drafter.triple == (4, 3, 4)

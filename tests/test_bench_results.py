@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
-from lookahead.bench import pictures as plotting
+from lookahead.bench import plots as plotting
 from lookahead.bench.report import speeds
 from lookahead.cli import app
 from lookahead.engine import LLM
@@ -69,8 +69,15 @@ def test_the_picture_is_drawn_and_can_be_read(folder):
 def test_colours_can_be_told_apart():
     """Okabe and Ito's, and no two of the first fifteen lines alike."""
     assert set(plotting.COLOURS) < {
-        "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-    }  # fmt: skip
+        "#000000",
+        "#E69F00",
+        "#56B4E9",
+        "#009E73",
+        "#F0E442",
+        "#0072B2",
+        "#D55E00",
+        "#CC79A7",
+    }
     assert len({tuple(plotting.colour(i).values()) for i in range(15)}) == 15
 
 
@@ -83,8 +90,11 @@ def test_step_costs(path, tmp_path):
     page = step_cost.write_report([r | {"step_ms": 2.0 * r["rows"]} for r in records], tmp_path, "command")
     assert "| float32 | 32 | 8 | 16.00 | 8.00 |" in page
     assert {path.name for path in tmp_path.iterdir()} == {
-        "step-cost.jsonl", "step-cost.md", "step-cost.png", "step-cost.svg",
-    }  # fmt: skip
+        "step-cost.jsonl",
+        "step-cost.md",
+        "step-cost.png",
+        "step-cost.svg",
+    }
 
 
 class Words:
@@ -114,8 +124,8 @@ def test_the_first_word_is_a_model_or_a_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--workload", "nothing"], "unknown workload 'nothing'; known are humaneval"),
-        (["--method", "nothing", "--limit", "1"], "unknown method 'nothing'"),
+        (["--workload", "nothing"], "a workload must be stdlib or the path of a JSON-lines file"),
+        (["--method", "nothing", "--limit", "1"], "got 'nothing'"),
         (["step-cost", "--rows", "a"], "--rows must be whole numbers"),
     ],
 )
@@ -134,8 +144,18 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
 
     model = ModelUnderTest.of(LLM(tiny_model(), Words()))
     monkeypatch.setattr(bench, "load_model", lambda *args, **keywords: model)
-    words = ["--method", "hf-greedy,lookahead:4,3,4", "--limit", 2, "--max-new-tokens", 12, "--repeats", 1,
-             "--out", tmp_path]  # fmt: skip
+    words = [
+        "--method",
+        "prompt-lookup,lookahead:4,3,4",
+        "--limit",
+        2,
+        "--max-new-tokens",
+        12,
+        "--repeats",
+        1,
+        "--out",
+        tmp_path,
+    ]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert "lookahead:4,3,4" in done.output
@@ -166,3 +186,41 @@ def test_pages_show_no_path_of_this_machine(monkeypatch):
     ]
     monkeypatch.setattr("sys.argv", words)
     assert command_line() == "lookahead bench --data data --workload=gsm8k=x.jsonl --method 'a b'"
+
+
+@pytest.mark.parametrize(
+    "command", [["--limit", "1", "--max-new-tokens", "8", "--repeats", "1"], ["step-cost"]]
+)
+def test_without_matplotlib_the_plots_alone_are_left_out(command, tmp_path, monkeypatch):
+    """One line before anything is measured, and the command succeeds."""
+    from lookahead import bench
+
+    model = ModelUnderTest.of(LLM(tiny_model(), Words()))
+    monkeypatch.setattr(bench, "load_model", lambda *args, **keywords: model)
+    monkeypatch.setattr(plotting, "can_draw", lambda: False)
+    if command == ["step-cost"]:
+        command = [*command, "--contexts", "16", "--rows", "1,4", "--dtype", "float32"]
+    else:
+        command = [*command, "--method", "prompt-lookup"]
+    done = invoke(*command, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "plots are left out: they need matplotlib (pip install matplotlib)" in " ".join(
+        done.output.split()
+    )
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names & {"summary.md", "step-cost.md"}
+    assert not {name for name in names if name.endswith((".png", ".svg"))}
+
+
+def test_bench_decodes_in_the_dtype_that_other_commands_choose(monkeypatch, tmp_path):
+    from lookahead import bench
+
+    asked = []
+
+    def load(*args, **keywords):
+        asked.append(keywords)
+        return ModelUnderTest("fake", FakeTarget(16))
+
+    monkeypatch.setattr(bench, "load_model", load)
+    invoke("--method", "nothing", "--limit", "1", "--out", tmp_path)
+    assert asked[0].get("dtype", "auto") == "auto"

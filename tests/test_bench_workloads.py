@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from lookahead.bench import KNOWN, Prompt, load_workload
-from lookahead.bench.workloads import SOURCES
+from benchmarks.datasets import SOURCES, load_workload
+from lookahead.bench import Prompt
+from lookahead.bench import load_workload as load_any
 from lookahead.core import SettingsError
 
 ROWS = {
@@ -27,7 +28,7 @@ def lines(path, *rows):
 
 
 def test_every_known_data_set_has_a_loader_and_a_row_here():
-    assert set(ROWS) == set(SOURCES) == set(KNOWN) - {"stdlib"}
+    assert set(ROWS) == set(SOURCES)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -38,9 +39,13 @@ def test_loaders(name, tmp_path):
     assert prompt.turns
     assert prompt.plain
     expected = {
-        "humaneval": "    pass", "gsm8k": "#### 4", "mbpp": "x", "mt-bench": None,
-        "classeval": "class A: pass", "spec-bench": "Hello",
-    }  # fmt: skip
+        "humaneval": "    pass",
+        "gsm8k": "#### 4",
+        "mbpp": "x",
+        "mt-bench": None,
+        "classeval": "class A: pass",
+        "spec-bench": "Hello",
+    }
     assert prompt.reference == expected.get(name, "Short.")
     assert len(prompt.turns) == (2 if name == "mt-bench" else 1)
 
@@ -69,14 +74,15 @@ def test_few_prompts_cover_all_categories(tmp_path):
     assert [p.id for p in load_workload(f"spec-bench={path}", 4)] == ["3", "0", "4", "1"]
 
 
-def test_a_file_of_ones_own(tmp_path):
+def test_any_json_lines_file(tmp_path):
     path = lines(
         tmp_path / "mine.jsonl",
         {"prompt": "one", "id": "a"},
         {"prompt": "two {x}\n"},
         {"turns": ["four", "five"], "reference": ["x", "y"]},
     )
-    a, b, c = load_workload(str(path))
+    a, b, c = load_any(str(path))
+    assert load_workload(str(path)) == [a, b, c]
     assert (a.id, a.workload, a.turns) == ("a", "mine", ("one",))
     assert (b.id, b.turns, b.plain) == ("1", ("two {x}\n",), None)
     assert c.turns == ("four", "five")
@@ -127,10 +133,10 @@ def test_the_standard_library_is_a_workload():
         ('{"question": "a", "answer": "b"}\n{"question": \n', r"file\.jsonl, line 2: not JSON"),
         (
             '{"question": "a", "answer": "b"}\n\n[1]\n',
-            r"file\.jsonl, line 3: an object with question, answer",
+            r"file\.jsonl, line 3: a row must be an object with question, answer",
         ),
-        ('{"question": "a"}\n', r"line 1: a row of gsm8k must have question, answer .*this one has question"),
-        ('[{"question": "a", "answer": "b"}, 3]', r"file\.jsonl, entry 2: an object"),
+        ('{"question": "a"}\n', r"line 1: a row of gsm8k must have question, answer .*this row has question"),
+        ('[{"question": "a", "answer": "b"}, 3]', r"file\.jsonl, entry 2: a row must be an object"),
         ('[{"question":\n "a" "b"}]', r"file\.jsonl, line 2: not JSON"),
         ("", "holds no rows"),
     ],
@@ -151,7 +157,7 @@ def test_malformed_lines_are_named(text, message, tmp_path):
         ({"nothing": 1}, "must have prompt or turns"),
     ],
 )
-def test_malformed_rows_of_ones_own_file(row, message, tmp_path):
+def test_malformed_rows_of_any_file(row, message, tmp_path):
     path = lines(tmp_path / "mine.jsonl", {"prompt": "good"}, row)
     with pytest.raises(SettingsError, match=rf"mine\.jsonl, line 2: .*{message}"):
         load_workload(str(path))
@@ -159,7 +165,7 @@ def test_malformed_rows_of_ones_own_file(row, message, tmp_path):
 
 def test_two_rows_of_one_id(tmp_path):
     path = lines(tmp_path / "mine.jsonl", {"prompt": "a", "id": 1}, {"prompt": "b", "id": 1})
-    with pytest.raises(SettingsError, match=r"line 2: the id '1' is also that of .*line 1"):
+    with pytest.raises(SettingsError, match=r"line 2: the id '1' is already used at .*line 1"):
         load_workload(str(path))
 
 
@@ -179,14 +185,16 @@ def test_an_unknown_workload_lists_the_known_ones():
 
 def test_a_missing_file_says_where_to_put_it_and_where_it_comes_from(tmp_path):
     with pytest.raises(
-        SettingsError, match=r"nothing for spec-bench lies in .*--data as spec-bench/.*Spec-Bench"
+        SettingsError, match=r"there is nothing for spec-bench in .*--data as spec-bench/.*Spec-Bench"
     ):
         load_workload("spec-bench", data=tmp_path)
     with pytest.raises(
-        SettingsError, match=r"^put the file of gsm8k .*--workload gsm8k=PATH; it comes from https://github"
+        SettingsError, match=r"^put the file of gsm8k .*give gsm8k=PATH; it comes from https://github"
     ):
         load_workload("gsm8k")
     with pytest.raises(SettingsError, match="there is no file"):
         load_workload(f"gsm8k={tmp_path / 'absent.jsonl'}")
+    with pytest.raises(SettingsError, match="a workload must be stdlib or the path of a JSON-lines file"):
+        load_any("gsm8k")
     with pytest.raises(SettingsError, match=r"data folder .* does not exist"):
         load_workload("gsm8k", data=tmp_path / "absent")

@@ -77,10 +77,10 @@ def without_time(records):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_generate_prints_the_text_alone_on_stdout(model, llm, method):
-    code, out, err = call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 30, "--method", method)
-    expected = llm.generate(PROMPT, max_new_tokens=30, method="autoregressive")
+    code, out, err = call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 30, "--drafter", method)
+    expected = llm.generate(PROMPT, max_new_tokens=30, drafter="off")
     assert (code, out) == (0, expected.text + "\n")
-    assert f"{len(expected.tokens)} tokens in " in err
+    assert f"{len(expected.tokens)} tokens, {len(expected.tokens) - 1} of them in " in err
     assert method in err
 
 
@@ -92,10 +92,10 @@ def test_settings_reach_the_drafter(model):
         record = json.loads(out)
         return record["output_ids"], record["rows"]
 
-    one = steps("--lookahead", "3,4,2")
+    one = steps("--drafter", "3,4,2")
     two = steps("--window-size", 3, "--ngram-size", 4, "--guess-set-size", 2)
-    preset = steps("--preset", "7b")
-    off = steps("--preset", "off")
+    preset = steps("--drafter", "7b")
+    off = steps("--drafter", "off")
     assert one == two
     assert one[0] == preset[0] == off[0]
     assert off[1] == 39 < one[1] < preset[1]
@@ -143,7 +143,7 @@ def test_prompt_from_a_file_and_from_stdin(model, llm, tmp_path):
 
 def test_compare(model, accept_a_wrong_node):
     code, _, err = call(
-        "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--lookahead", "5,4,7"
+        "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--drafter", "5,4,7"
     )
     assert code == 1
     assert re.search(
@@ -184,14 +184,14 @@ def test_demo(model, llm, tmp_path):
     assert f"1-one: def add(a, b):\n{texts[0]}\n" in out
     assert f"2-two: hello\n{texts[1]}\n" in out
     rows = [line.split() for line in out.splitlines() if line.endswith("yes")]
-    assert [(row[0], len(row)) for row in rows] == [("1-one", 7), ("2-two", 7)]
-    assert all(float(cell) > 0 for row in rows for cell in row[1:4])
-    assert err.index("the first time in a dtype its code is compiled") < err.index("ready after")
+    assert [(row[0], len(row)) for row in rows] == [("1-one", 6), ("2-two", 6)]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:3])
+    assert err.index("its first use in a dtype compiles code") < err.index("ready after")
     refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
-    drafting = lookahead.load(model, config={"budget": False})
+    drafting = lookahead.load(model, drafter=lookahead.Adaptive(budget=False))
     monkeypatch.setattr(sys.modules["lookahead.cli.demo"], "load_model", lambda load: drafting)
     (tmp_path / "p.txt").write_text(PROMPT)
     code, out, _ = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 40, "--dtype", "float32")
@@ -219,7 +219,7 @@ def test_batch(model, llm, tmp_path):
     given = [PROMPT, [5, 6, 7, 5, 6], [{"role": "user", "content": "hi"}], "x"]
     for record, prompt in zip(records, given, strict=True):
         assert set(record) == FIELDS
-        plain = llm.generate(prompt, max_new_tokens=20, method="autoregressive")
+        plain = llm.generate(prompt, max_new_tokens=20, drafter="off")
         assert (record["output_ids"], record["text"]) == (plain.tokens, plain.text)
         assert record["new_tokens"] == len(plain.tokens)
         assert record["finish_reason"] == plain.finish_reason
@@ -256,7 +256,7 @@ def test_bad_lines_get_an_error_line_and_the_run_goes_on(model, tmp_path):
 def test_several_at_once_give_the_same(model, tmp_path):
     source = prompts(tmp_path / "in.jsonl", *[{"id": i, "prompt": PROMPT[i:]} for i in range(7)])
     outputs = []
-    for number, options in enumerate(([], ["--batch-size", 3], ["--method", "autoregressive"])):
+    for number, options in enumerate(([], ["--batch-size", 3], ["--drafter", "plain"])):
         out = tmp_path / f"{number}.jsonl"
         base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 15)
         assert call(*base, "--temperature", 1, "--seed", 5, *options)[0] == 0
@@ -285,6 +285,30 @@ def test_resume_drops_a_torn_line_and_gives_what_one_run_gives(model, tmp_path):
     out.unlink()
     call(*base, "--output", out, "--resume")
     assert len(lines(out)) == 6
+
+
+def test_resume_refuses_other_settings_by_name(model, tmp_path):
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": "x"})
+    out = tmp_path / "out.jsonl"
+    base = ("generate", model, "--input", source, "--output", out)
+    assert call(*base, "--max-new-tokens", 5, "--temperature", 1, "--seed", 1)[0] == 0
+    first = out.read_text().splitlines(keepends=True)[0]
+    out.write_text(first)
+    other = ("--max-new-tokens", 6, "--temperature", 1, "--stop", "z", "--resume")
+    refused(
+        r"--resume needs the settings of the earlier run: --max-new-tokens was 5 and is 6, --seed was 1 and is not "
+        r"given, --stop was not given and is \['z'\]; give the same, or --mix-settings",
+        *base,
+        *other,
+    )
+    assert out.read_text() == first
+    assert call(*base, *other, "--mix-settings")[0] == 0
+    assert lines(out)[0]["new_tokens"] == 5
+    assert len(lines(out)) == 2
+    out.write_text(first)
+    # What no result depends on may differ, and the settings of the newest run count from now on.
+    assert call(*base, *other, "--threads", 1)[0] == 0
+    refused("--mix-settings goes with --resume", *base, "--mix-settings")
 
 
 def test_results_are_not_overwritten_unasked(model, tmp_path):
@@ -360,29 +384,38 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--output", "y"], "--output goes with --input"),
         (["--prompt", "x", "--resume"], "--resume goes with --input"),
         (["--prompt", "x", "--batch-size", 2], "--batch-size goes with --input"),
+        (["--input", "x", "--output", "y", "--mix-settings"], "--mix-settings goes with --resume"),
         (["--input", "x", "--resume"], "--resume goes on with an --output"),
         (["--input", "x", "--output", "y", "--resume", "--overwrite"], "--resume and --overwrite"),
         (["--input", "x", "--color"], "--color and --input"),
         (["--input", "x", "--json"], "--json and --input"),
         (["--prompt", "x", "--json", "--color"], "--color and --json"),
-        (["--prompt", "x", "--lookahead", "5,5,5", "--window-size", 3], "--lookahead and --window-size"),
-        (["--prompt", "x", "--lookahead", "5,5,5", "--preset", "7b"], "--lookahead and --preset"),
-        (["--prompt", "x", "--lookahead", "5,5"], "W,N,G"),
-        (["--prompt", "x", "--lookahead", "5,600,5"], "ngram_size must be between 2 and 512, got 600"),
-        (["--prompt", "x", "--window-size", 0], "window_size must be between 1 and 512, got 0"),
-        (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
-        (["--prompt", "x", "--preset", "poetry"], "--preset must be one of 7b"),
-        (["--prompt", "x", "--method", "medusa"], "--method must be one of lookahead"),
+        (["--prompt", "x", "--drafter", "5,5,5", "--preset", "7b"], "one drafter must be given"),
+        (["--prompt", "x", "--drafter", "5,5"], "W,N,G"),
         (
-            ["--prompt", "x", "--method", "autoregressive", "--lookahead", "5,5,5"],
-            "--lookahead has no effect",
+            ["--prompt", "x", "--drafter", "5,600,5"],
+            "ngram_size must be a whole number between 2 and 512, got 600",
         ),
-        (["--prompt", "x", "--method", "jacobi", "--ngram-size", 4], "--ngram-size has no effect"),
-        (["--prompt", "x", "--max-rows", 5, "--preset", "7b"], "--max-rows has no effect .*lookahead"),
-        (["--prompt", "x", "--method", "adaptive", "--guess-set-size", 4], "use --method lookahead"),
+        (
+            ["--prompt", "x", "--window-size", 0],
+            "window_size must be a whole number between 1 and 512, got 0",
+        ),
+        (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
+        (["--prompt", "x", "--preset", "poetry"], "drafter must be one of .* got 'poetry'"),
+        (["--prompt", "x", "--drafter", "medusa"], "drafter must be one of lookahead"),
+        (
+            ["--prompt", "x", "--drafter", "plain", "--window-size", 5],
+            "plain has no setting 'window_size'; it has none",
+        ),
+        (["--prompt", "x", "--drafter", "jacobi", "--ngram-size", 4], "jacobi has no setting 'ngram_size'"),
+        (["--prompt", "x", "--max-rows", 5, "--drafter", "7b"], "lookahead has no setting 'max_rows'"),
+        (
+            ["--prompt", "x", "--drafter", "adaptive", "--guess-set-size", 4],
+            "no setting 'guess_set_size'",
+        ),
         (["--prompt", "x", "--max-rows", 0], "max_rows must be a whole number between 1 and 512, got 0"),
         (["--prompt", "x", "--sources", "suffix,stars"], "unknown sources stars; known are suffix"),
-        (["--prompt", "x", "--method", "autoregressive", "--compare"], "--compare"),
+        (["--prompt", "x", "--drafter", "plain", "--compare"], "--compare"),
         (["--prompt", "x", "--max-new-tokens", 0], "max_new_tokens .* at least 1, got 0"),
         (["--prompt", "x", "--max-new-tokens", -3], "got -3"),
         (["--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens.*valid integer"),
@@ -456,7 +489,7 @@ def test_a_model_without_trees_says_so_in_one_line(tmp_path):
     code, out, err = call("generate", tmp_path, "--input", source, "--max-new-tokens", 5)
     record = json.loads(out)
     assert (code, record["steps"], record["rows"], record["text"]) == (0, 4, 4, "")
-    assert sum("decoding one row a step" in line for line in err.splitlines()) == 1
+    assert sum("decoding one row per step" in line for line in err.splitlines()) == 1
     assert not any("Warning" in line for line in err.splitlines())
 
 
@@ -505,22 +538,26 @@ def test_doctor(model):
     assert report["machine"]["torch_capability"]
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
     assert report["model"]["path"] == lookahead.load(model).path
+    seconds = report["seconds_of_a_start"]
+    assert list(seconds)[-3:] == ["load the model", "first 8 tokens", "next 8 tokens"]
+    assert all(value >= 0 for value in seconds.values())
     code, out, _ = call("doctor", model)
     assert code == 0
     assert "probe reason" in out
+    assert "seconds of a start" in out
 
 
 def test_chat_keeps_the_conversation(model, llm):
     code, out, err = call(
         "chat", model, "--max-new-tokens", 8, "--system", "s",
-        stdin="hello\n\n/stats\nmore\n/nonsense\n/reset\nhello\n/quit\nnot read\n",
+        stdin="hello\n\n/stats\nmore\n/nonsense\n/help\n/reset\nhello\n/exit\nnot read\n",
     )  # fmt: skip
     system, first = {"role": "system", "content": "s"}, {"role": "user", "content": "hello"}
     one = llm.generate([system, first], max_new_tokens=8).text
     history = [system, first, {"role": "assistant", "content": one}, {"role": "user", "content": "more"}]
     two = llm.generate(history, max_new_tokens=8).text
     assert (code, out) == (0, f"{one}\n{two}\n{one}\n")
-    assert "8 tokens in " in err
+    assert "8 tokens, 7 of them in " in err
     assert "unknown command '/nonsense'" in err
 
 
@@ -599,7 +636,7 @@ def test_every_option_of_the_python_api_that_text_can_say_is_in_help():
 def test_the_command_itself_in_a_process():
     """As a user runs it: an error without a traceback, and a reader that leaves early."""
     command = [sys.executable, "-m", "lookahead", "generate"]
-    wrong = subprocess.run([*command, "--prompt", "x", "--lookahead", "1,2"], capture_output=True, text=True)
+    wrong = subprocess.run([*command, "--prompt", "x", "--drafter", "1,2"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")
     assert wrong.stderr.count("\n") == 1
@@ -657,8 +694,8 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     refused("no saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
     refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
     refused(
-        "--warm has no effect with --method lookahead",
-        "generate", model, "--prompt", "x", "--preset", "7b", "--warm", file,
+        "--warm keeps what adaptive learns",
+        "generate", model, "--prompt", "x", "--drafter", "7b", "--warm", file,
     )  # fmt: skip
 
 

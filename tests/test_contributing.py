@@ -1,12 +1,13 @@
 """The worked examples of CONTRIBUTING.md run, and its links lead somewhere; CHANGELOG.md's too."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lookahead.bench.workloads import SOURCES
-from lookahead.drafters import METHODS
+from benchmarks.datasets import SOURCES
 from lookahead.targets.cpu import REGISTRY
 
 ROOT = Path(__file__).parent.parent
@@ -24,15 +25,34 @@ def test_every_kind_of_contribution_has_an_example():
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
 def test_worked_examples_run(title, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    registries = (METHODS, SOURCES, REGISTRY)
+    registries = (SOURCES, REGISTRY)
     before = [dict(registry) for registry in registries]
     try:
         exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), {"__name__": "documentation"})
-        assert before != [dict(registry) for registry in registries], "an example registers something"
+        changed = before != [dict(registry) for registry in registries]
+        assert changed == (title != "A drafter"), (
+            "an example registers something, but for drafters, which are passed"
+        )
     finally:
         for registry, known in zip(registries, before, strict=True):
             registry.clear()
             registry.update(known)
+
+
+def test_the_example_drafter_passes_the_linters_as_a_file_of_the_library(tmp_path):
+    (code,) = [code for title, code in EXAMPLES if title == "A drafter"]
+    file = ROOT / "src" / "lookahead" / "drafters" / "bigram.py"
+    (tmp_path / "bigram.py").write_text(code)
+    programs = [
+        ["ruff", "check", "--stdin-filename", str(file), "-"],
+        ["ruff", "format", "--check", "--stdin-filename", str(file), "-"],
+        ["mypy", str(tmp_path / "bigram.py")],
+    ]
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, "-m", *program], input=code, cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])

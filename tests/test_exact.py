@@ -137,7 +137,7 @@ def same_text(family, dtype):
     target = make_target(model_of(family, dtype), path="transformers", exact=True)
     assert isinstance(target, ExactTarget)
     prompts = PROMPTS[:1] if family == "llama-dynamic-ntk" else PROMPTS  # one rotary base for a whole pass
-    generations = assert_same_as_autoregressive(target, prompts, "lookahead", (5, 4, 7), 40)
+    generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 40)
     assert sum(generation.stats.accepted for generation in generations) > 0
 
 
@@ -177,14 +177,16 @@ class DependsOnPlace(nn.Linear):
 def test_a_model_whose_rows_are_not_independent_is_refused_by_name(kind):
     model = tiny_model("llama").to(torch.bfloat16)
     model.model.layers[1].mlp.up_proj.__class__ = kind
-    with pytest.raises(SettingsError, match=r"exact=True is not there.*model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(SettingsError, match=r"exact=True is not available.*model\.layers\.1\.mlp\.up_proj"):
         make_target(model, path="transformers", exact=True)
 
 
 def test_what_is_not_there_is_said():
-    with pytest.raises(SettingsError, match=r"exact=True is not there.*does not take attention functions"):
+    with pytest.raises(
+        SettingsError, match=r"exact=True is not available.*does not accept attention functions"
+    ):
         make_target(tiny_model("bloom"), exact=True)
-    with pytest.raises(SettingsError, match="exact=True is not there on the path 'cuda-graph'"):
+    with pytest.raises(SettingsError, match="exact=True is not available on the path 'cuda-graph'"):
         make_target(tiny_model("llama"), path="cuda-graph", exact=True)
     assert make_target(tiny_model("mamba"), exact=True).path == "plain"
     assert (
@@ -203,8 +205,8 @@ def test_the_option_everywhere():
 
     model = tiny_model("gpt-neox", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path
     llm = LLM(model, exact=True)
-    drafted = llm.generate(PROMPTS, max_new_tokens=30, method="lookahead", temperature=1.0, seed=3)
-    plain = [llm.generate(p, max_new_tokens=30, method="autoregressive", temperature=1.0, seed=3 + i)
+    drafted = llm.generate(PROMPTS, max_new_tokens=30, drafter="lookahead", temperature=1.0, seed=3)
+    plain = [llm.generate(p, max_new_tokens=30, drafter="off", temperature=1.0, seed=3 + i)
              for i, p in enumerate(PROMPTS)]  # fmt: skip
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert {one.stats.path for one in drafted} == {"exact"}
@@ -216,7 +218,7 @@ def test_the_option_everywhere():
     assert ours.tolist() == as_dict.sequences.tolist()
     assert as_dict.past_key_values.get_seq_length() == ours.shape[1] - 1
     assert [one.path for one in stats] == ["exact", "exact"]
-    with pytest.raises(SettingsError, match="exact=True is not there"):
+    with pytest.raises(SettingsError, match="exact=True is not available"):
         LLM(tiny_model("bloom"), exact=True)
 
 
@@ -294,7 +296,7 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
 def test_captured_texts_are_those_of_plain_decoding(graphs):
     model = tiny_model("gemma2", initializer_range=0.1).to(torch.float16)
     target = make_target(model, path="transformers", exact=True)
-    generations = assert_same_as_autoregressive(target, PROMPTS, "lookahead", (5, 4, 7), 40)
+    generations = assert_same_as_autoregressive(target, PROMPTS, (5, 4, 7), 40)
     assert sum(generation.stats.accepted for generation in generations) > 0
     arena = target.arena
     del target

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lookahead.drafters import METHODS
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = ["tiny"]  # drop_in.py, which gives it to transformers, takes it by itself
 
@@ -23,10 +21,7 @@ def run(monkeypatch, capsys):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
-    known = dict(METHODS)
-    yield program
-    METHODS.clear()  # one of them registers a method
-    METHODS.update(known)
+    return program
 
 
 def test_every_example_is_run_here():
@@ -37,6 +32,12 @@ def test_every_example_is_run_here():
 @pytest.mark.parametrize("name", ["drop_in.py", "own_drafter.py"])
 def test_a_comparison_with_plain_decoding_says_equal(name, run):
     assert "equal: True" in run(name, *MODEL[name == "drop_in.py" :])
+
+
+@pytest.mark.parametrize("name", ["batch_file.py", "warm_state.py"])
+def test_without_its_arguments_an_example_shows_how_it_is_used(name, run):
+    with pytest.raises(SystemExit, match=f"usage: python examples/{name}"):
+        run(name)
 
 
 def test_chat_answers_every_message(run):

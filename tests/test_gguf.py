@@ -10,6 +10,7 @@ import torch
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.engine import gguf as ours
+from lookahead.targets.cpu.packed_model import PackedModel
 from lookahead.testing import tiny_model
 from toy import CHAT, VOCABULARY, tokenizer
 
@@ -102,17 +103,16 @@ def test_weights_tokenizer_and_template_come_from_the_file(model, plain, capfd):
     assert llm.encode(PROMPT) == tokenizer()(PROMPT).input_ids
     assert llm.encode([{"role": "user", "content": "hi"}]) == llm.encode("user: hi\nassistant:")
     drafted, alone = (
-        llm.generate(PROMPT, max_new_tokens=30, method=method) for method in ("lookahead", "autoregressive")
+        llm.generate(PROMPT, max_new_tokens=30, drafter=method) for method in ("lookahead", "autoregressive")
     )
     assert drafted.tokens == alone.tokens
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("asked", ["auto", "float32"])
-def test_quantised_weights_are_multiplied_out(model, tmp_path, asked):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, tmp_path, dtype):
     read_back = write(tmp_path / "small.gguf", model, KIND.Q8_0)
-    llm = lookahead.load(tmp_path, dtype=asked)  # a folder that holds one
-    dtype = torch.bfloat16 if asked == "auto" else torch.float32
+    llm = lookahead.load(tmp_path, dtype=dtype)  # a folder that holds one
     assert llm.model.dtype is dtype
     assert llm.name == str(tmp_path / "small.gguf")
     state = llm.model.state_dict()
@@ -120,6 +120,17 @@ def test_quantised_weights_are_multiplied_out(model, tmp_path, asked):
     for key, weight in read_back.items():
         assert torch.equal(state[key], weight.to(dtype)), key
         assert not torch.equal(weight, model.state_dict()[key])
+
+
+def test_quantised_weights_stay_packed_by_default(model, tmp_path):
+    write(tmp_path / "small.gguf", model, KIND.Q8_0)
+    llm = lookahead.load(tmp_path)
+    assert isinstance(llm.model, PackedModel)
+    assert (llm.dtype, llm.path, llm.name) == ("Q8_0", "cpu", str(tmp_path / "small.gguf"))
+    assert llm.encode(PROMPT) == tokenizer()(PROMPT).input_ids
+    assert llm.encode([{"role": "user", "content": "hi"}]) == llm.encode("user: hi\nassistant:")
+    drafted, alone = (llm.generate(PROMPT, max_new_tokens=30, drafter=name) for name in ("7,5,7", "off"))
+    assert drafted.tokens == alone.tokens
 
 
 def test_transformers_is_as_it_was_afterwards(plain):
@@ -139,7 +150,7 @@ def test_metadata_is_what_transformers_reads_without_us(plain):
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     expected = theirs.load_gguf_checkpoint(str(plain))
-    with ours.GGUFFile(plain).reading():
+    with ours.GGUFCheckpoint(plain).reading():
         assert theirs.load_gguf_checkpoint(str(plain)) == expected
     assert expected["tokenizer"]["tokens"][:3] == ["<pad>", "<s>", "</s>"]
 
@@ -192,4 +203,4 @@ def test_without_a_tokenizer_token_ids_work(model, tmp_path):
 
 def test_a_package_that_is_missing(plain, monkeypatch):
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
-    refused(r"gguf and accelerate must be installed.*pip install 'lookahead-decoding\[gguf\]'", plain)
+    refused(r"gguf and accelerate must be installed.*pip install gguf accelerate", plain)

@@ -1,6 +1,7 @@
 """The drop-in: whatever model.generate returns, this returns; what cannot work is refused by name."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from transformers import (
 
 from families import tiny_model
 from lookahead.core import NGramPool, SettingsError
+from lookahead.engine.progress import said_where_slow
 from lookahead.hf import generate
 from lookahead.sampling import GeneratorNoise, RowNoise
+from lookahead.targets.factory import make_target
 
 
 @functools.cache
@@ -173,6 +176,110 @@ def test_scores_where_a_row_ended_long_before_the_longest(seed):
         torch.testing.assert_close(b, a, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("wanted", ["output_scores", "output_logits"])
+def test_scores_where_padding_is_the_end_token(family, wanted):
+    """The usual setting of models without a padding token: a row that has ended goes on over end tokens."""
+    options = {"return_dict_in_generate": True, wanted: True, "eos_token_id": [2, 5, 9, 30, 40, 50, 60]}
+    plain, ours = both(prompts(3), model_of(family), pad_token_id=2, **options)
+    ends = [
+        next((i for i, t in enumerate([*row, 2]) if t in options["eos_token_id"]), 0)
+        for row in plain.sequences[:, 14:].tolist()
+    ]
+    assert len(set(ends)) > 1
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    name = wanted.removeprefix("output_")
+    for a, b in zip(getattr(plain, name), getattr(ours, name), strict=True):
+        torch.testing.assert_close(b, a, atol=2e-4, rtol=1e-4)
+
+
+def path_of(model, **options):
+    stats = []
+    model.generate(**prompts(1), max_new_tokens=8, custom_generate=generate, stats=stats, **options)
+    return stats[0].path
+
+
+def test_the_compiled_path_serves_scores_and_caches_and_stays_after_outputs_were_captured():
+    model = tiny_model("llama", initializer_range=0.1)
+    everything = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    assert path_of(model) == path_of(model, **everything) == "cpu"
+    compiled = make_target(model).compiled
+    # transformers leaves hooks on the layers, which do nothing from then on.
+    model.generate(
+        **prompts(1),
+        max_new_tokens=2,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+        output_attentions=True,
+    )
+    assert any(module._forward_hooks for module in model.modules())
+    assert path_of(model) == "cpu"
+    assert make_target(model).compiled is compiled, "the model was compiled again"
+
+
+def test_leaving_the_compiled_path_is_warned_about_once_by_name():
+    model = tiny_model("llama", initializer_range=0.1)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *given: None)
+    with pytest.warns(UserWarning, match="slower transformers path: .* has hooks"):
+        assert path_of(model) == "transformers"
+    assert path_of(model) == "transformers"  # warnings are errors here
+    handle.remove()
+    assert path_of(model) == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt2"])
+def test_the_compiled_path_hands_back_the_models_own_cache(family, dtype):
+    model = tiny_model(family, initializer_range=0.1, eos_token_id=None).to(dtype)
+    out = model.generate(
+        **prompts(1), max_new_tokens=9, custom_generate=generate, return_dict_in_generate=True
+    )
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=out.sequences[:, :-1], past_key_values=theirs)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.06}
+    for mine, layer in zip(out.past_key_values.layers, theirs.layers, strict=True):
+        assert mine.keys.dtype == dtype
+        torch.testing.assert_close(mine.keys, layer.keys, **tolerance)
+        torch.testing.assert_close(mine.values, layer.values, **tolerance)
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llama", 1), ("llama", 4), ("gpt-neox", 0), ("phi", 2)])
+def test_a_text_in_bf16_does_not_depend_on_earlier_calls(family, seed):
+    """Rows of a larger pass round otherwise, so step times that were learnt before must not choose its size."""
+    model = tiny_model(family, seed=seed, initializer_range=0.1, eos_token_id=None).to(torch.bfloat16)
+    inputs = {"input_ids": torch.randint(10, 96, (1, 14), generator=torch.Generator().manual_seed(seed))}
+    texts = {
+        tuple(model.generate(
+            **inputs, max_new_tokens=60, do_sample=False, return_dict_in_generate=True, custom_generate=generate
+        ).sequences[0].tolist())
+        for _ in range(4)
+    }  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_what_takes_long_says_so(capfd):
+    with said_where_slow("compiling", seconds=0.01, always=True):
+        time.sleep(0.2)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == "lookahead: compiling ..."
+    assert second.startswith("lookahead: done after 0 s")
+    with said_where_slow("compiling", seconds=10, always=True):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_an_exception_of_the_callers_own_code_is_raised_as_it_is():
+    class Failing(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise ZeroDivisionError("of the caller")
+
+    with pytest.raises(ZeroDivisionError, match="of the caller"):
+        model_of().generate(
+            **prompts(2), max_new_tokens=5, custom_generate=generate, stopping_criteria=[Failing()]
+        )
+
+
 def test_the_noise_of_a_batch_is_given_up_once_no_row_wants_it():
     stream = GeneratorNoise(2, 5, torch.device("cpu"))
     torch.manual_seed(3)
@@ -260,6 +367,21 @@ def letter_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_stop_strings_with_a_tokenizer(letter_tokenizer, bound):
+    """transformers takes the tokenizer out of the keywords before it looks for those of a callable."""
+    model, options = model_of(), {"max_new_tokens": 48, "eos_token_id": None}
+    whole = model.generate(**prompts(1), **options)[0, 14:].tolist()
+    stop = letter_tokenizer.decode(whole[20:22])
+    options |= {"stop_strings": ["never there", stop], "tokenizer": letter_tokenizer}
+    ours = functools.partial(generate, stats=[]) if bound else generate
+    plain, fast = (
+        model.generate(**prompts(1), **options, **extra) for extra in ({}, {"custom_generate": ours})
+    )
+    assert fast.tolist() == plain.tolist()
+    assert plain.shape[1] < 14 + 48
+
+
 def test_prefix_allowed_tokens_knows_the_row():
     def allowed(batch_id, ids):
         return list(range(10 + 20 * batch_id, 40 + 20 * batch_id))
@@ -308,9 +430,7 @@ def test_single_sizes_are_settings_of_adaptive_too():
     for more in ({}, {"lookahead_config": {"max_rows": 16, "budget": False}}):
         plain, ours = both(drafted={"method": "adaptive", "window_size": 4, **more})
         assert ours.tolist() == plain.tolist()
-    with pytest.raises(
-        SettingsError, match="window_size and lookahead_config cannot be given together to adaptive"
-    ):
+    with pytest.raises(SettingsError, match="adaptive takes no settings of lookahead, got lookahead:4,4,7"):
         both(drafted={"method": "adaptive", "window_size": 4, "lookahead_config": "5,4,7"})
 
 
@@ -337,7 +457,7 @@ REFUSED = {
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "cache_implementation": {"cache_implementation": "offloaded"},
-    "method must be one of": {"method": "beam"},
+    "drafter must be one of": {"method": "beam"},
     "window_size must be": {"window_size": 0},
 }
 

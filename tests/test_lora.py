@@ -9,6 +9,8 @@ from lookahead.testing import tiny_model
 
 peft = pytest.importorskip("peft")
 
+# An adapter that is not merged is no part of a compiled pass.
+pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 9, 11]])
 GREEDY = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 40, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8}
@@ -105,7 +107,7 @@ def test_a_loaded_model_with_an_adapter(model, folders):
     adapted = peft.PeftModel.from_pretrained(model, folders[0]).eval()
     llm = lookahead.LLM(model)
     for method in ("adaptive", "lookahead", "autoregressive"):
-        tokens = llm.generate(PROMPT[0].tolist(), max_new_tokens=40, method=method).tokens
+        tokens = llm.generate(PROMPT[0].tolist(), max_new_tokens=40, drafter=method).tokens
         assert tuple(PROMPT[0].tolist() + tokens) == text(adapted)
 
 

@@ -4,25 +4,37 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import ablation, end_to_end, parallel, sampling_quality, scaling_law, settings, study
+from benchmarks.paper import (
+    ablation,
+    committed,
+    end_to_end,
+    parallel,
+    sampling_quality,
+    scaling_law,
+    settings,
+    study,
+)
 from benchmarks.paper.sampling_quality import (
     chi_square,
     chi_square_two,
     exact_distribution,
     joint_distribution,
+    mean_rouge,
     rouge,
 )
 from benchmarks.paper.scaling_law import compression_ratio, expected_tokens, expected_tokens_batched, fit
 from benchmarks.paper.study import Study
 from benchmarks.paper.variants import VariantDrafter
 from lookahead.bench import ModelUnderTest, RunOptions
-from lookahead.bench import pictures as plotting
-from lookahead.core import LookaheadConfig, Request, SettingsError, decode
-from lookahead.drafters import make_drafter
+from lookahead.bench import plots as plotting
+from lookahead.bench.report import plain_of
+from lookahead.core import Request, SettingsError, decode
+from lookahead.drafters import Lookahead, Plain
 from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, repetitive_text, tiny_model
 from test_bench_results import Words, clipped_texts
@@ -106,9 +118,10 @@ def test_the_joint_distribution_of_several_tokens():
 
 def test_rouge_where_references_exist():
     pytest.importorskip("rouge_score")
-    scores = rouge([{"reference": "the cat sat", "text": "the cat sat"}, {"reference": None, "text": "x"}])
-    assert scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-    assert rouge([{"text": "x"}]) == {}
+    whole = rouge("the cat sat", "the cat sat")
+    assert whole == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+    assert mean_rouge([{"rouge": whole}, {"rouge": dict.fromkeys(whole, 0.5)}, {}])["rouge1"] == 0.75
+    assert mean_rouge([{}]) == {}
 
 
 def test_how_the_order_of_the_ablation_differs():
@@ -134,14 +147,88 @@ def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
     for name, some in (("mt-bench", rows), ("spec-bench", rows + others)):
         lines = [{"question_id": i, "category": kind, "turns": [turn]} for i, (turn, kind) in enumerate(some)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = Study(
-        None, (), tmp_path, 3, RunOptions(), tmp_path, tmp_path, "", lambda *told: None, lambda line: None
-    )
+    given = Study(None, (), tmp_path, 3, RunOptions(), tmp_path, lambda *told: None)
     found = end_to_end.prompts_of(given, ["spec-bench", "mt-bench"])
     assert len({prompt.turns for prompt in found}) == len(found) == 3 + 6 * 3
     workloads = Counter(prompt.workload for prompt in found)
     kinds = [f"spec-bench {kind}" for kind in (end_to_end.MULTI_TURN, *end_to_end.SPEC_BENCH)]
     assert workloads == dict.fromkeys(["mt-bench", *kinds], 3)
+
+
+# ---------------------------------------------------------------- pages and records
+
+ROOT = Path(__file__).parent.parent
+COMMITTED = sorted((ROOT / "docs/results/records").glob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
+def test_every_figure_of_a_page_is_what_its_records_say(path):
+    """Page and figures are computed again from the committed records, text by text."""
+    name = path.name.removesuffix(".jsonl.gz")
+    head, records = committed.read(path)
+    page = paper.module_of(name).page(head, records)
+    folder = path.parent.parent
+    assert study.page_text(name, head, records, page) == (folder / f"{name}.md").read_text()
+    assert study.page_facts(head, records, page) == (folder / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
+def test_committed_records_are_whole(path):
+    """Equality is what the hashes of the texts say, and no text of a data set is committed."""
+    head, records = committed.read(path)
+    assert {"command", "parameters"} <= head.keys()
+    plain = plain_of(records)
+    for record in records:
+        key = tuple(record[name] for name in ("workload", "prompt", "turn", "repeat"))
+        same = record["tokens_hash"] == plain[*key, record["options"]["temperature"]]["tokens_hash"]
+        assert record["equal"] in (None, same)
+        assert not {"text", "tokens", "reference"} & record.keys()
+    enough = 20 if name_of(path) == "scaling-law" else 10
+    for workload in {record["workload"] for record in records}:
+        assert len({r["prompt"] for r in records if r["workload"] == workload}) >= enough, workload
+
+
+def name_of(path):
+    return path.name.removesuffix(".jsonl.gz")
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    records = [{"workload": "w", "tokens": [1, 2], "text": "secret", "decode_seconds": 0.1234567}]
+    for file in ("a", "b"):
+        committed.write(tmp_path / file, {"command": "c"}, records)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    head, (record,) = committed.read(tmp_path / "a")
+    assert head == {"command": "c"}
+    assert record.keys() == {"workload", "decode_seconds", "tokens_hash"}
+    assert record["decode_seconds"] == 0.12346
+
+
+def test_what_differs_is_computed():
+    """Every sentence follows its figures; none is fixed."""
+    paper_s = [1.0, 1.5, 2.0]
+    assert ablation.differences(paper_s, paper_s, paper_s, 3) == []
+    higher, lower, loops = ablation.differences([1.0, 1.8, 1.5], paper_s, [1.0, 1.45, 1.5], 3)
+    assert higher == "Row with higher S than in the paper: 2 (1.80 against 1.50)."
+    assert lower == "Row with lower S than in the paper: 3 (1.50 against 2.00)."
+    assert loops.endswith("On the loop-free texts S falls in row 2, so loops explain what stands higher.")
+    loops = ablation.differences([1.0, 1.8, 2.0], paper_s, [1.0, 1.9, 2.0], 3)[-1]
+    assert "S rises in row 2, so loops of a small model do not explain row 2" in loops
+    found = scaling_law.Fit(0.4, 3.0, 0.9)
+    reversed_n = " ".join(
+        scaling_law.differences({(2, 3): 1.5, (2, 5): 1.4, (4, 3): 1.6, (4, 5): 1.7}, found)
+    )
+    assert "at W = 2, N = 5 gives 1.40 and N = 3 gives 1.50" in reversed_n
+    assert "a larger window never lowers S" in reversed_n
+    rows = [{"temperature": t, "method": "lookahead", "S": s} for t, s in ((0.0, 2.0), (1.0, 1.5))]
+    (sentence,) = sampling_quality.differences(rows)
+    assert "S falls by 25 % (from 2.00 to 1.50); in the paper it falls by 5 %" in sentence
+    order = end_to_end.differences({"mt-bench": 2.5, "humaneval": 2.0})[-1]
+    assert "Reversed here: in the paper humaneval is above mt-bench." in order
+    assert "hardly grows" in parallel.differences({"humaneval": {1: 2.0, 8: 2.02}})[0]
+    assert (
+        "grows with the window (from 2.00 on 1 rank to 2.60 on 8)"
+        in parallel.differences({"x": {1: 2.0, 8: 2.6}})[0]
+    )
 
 
 # ---------------------------------------------------------------- the commands
@@ -165,9 +252,18 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
     pytest.importorskip("rouge_score")
     drawn = []
     save = plotting.save
-    monkeypatch.setattr(study, "save", lambda figure, *rest: drawn.append(figure) or save(figure, *rest))
-    words = [name, "--limit", "1", "--max-new-tokens", "16", "--out", str(tmp_path / "out"), "--records",
-             str(tmp_path / "records")]  # fmt: skip
+    monkeypatch.setattr(paper, "save", lambda figure, *rest: drawn.append(figure) or save(figure, *rest))
+    words = [
+        name,
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "16",
+        "--out",
+        str(tmp_path / "out"),
+        "--records",
+        str(tmp_path / "records"),
+    ]
     assert paper.main(words) == 0
     text = (tmp_path / "out" / f"{name}.md").read_text()
     for part in (
@@ -181,11 +277,16 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
         assert part in text, part
     assert str(tmp_path) not in text
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {f"{name}.{kind}" for kind in ("md", "json", "png", "svg")}
+    assert written == {"records", *(f"{name}.{kind}" for kind in ("md", "json", "png", "svg"))}
     assert not clipped_texts(drawn[0])
     lines = (tmp_path / "records" / "records.jsonl").read_bytes()
-    assert paper.main(words) == 0  # from the records alone
+    assert paper.main(words) == 0  # finished records are not measured again
     assert (tmp_path / "records" / "records.jsonl").read_bytes() == lines
+    (tmp_path / "out" / f"{name}.md").unlink()
+    monkeypatch.setattr(paper, "load_model", None)
+    assert paper.main([name, "--page", "--out", str(tmp_path / "out")]) == 0
+    if name != "parallel":  # whose t(k) is measured anew by every run
+        assert (tmp_path / "out" / f"{name}.md").read_text() == text
 
 
 def test_settings_are_compared_one_at_a_time(tiny, capsys):
@@ -209,7 +310,7 @@ def test_a_mistake_is_one_line(words, message, tiny, capsys):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-# ---------------------------------------------------------------- the settings that lost
+# ---------------------------------------------------------------- settings that were tried
 
 PROMPT = [1, 2, 3, 4, 5, 6, 5, 6]
 
@@ -223,31 +324,31 @@ def trees(target, drafter, new=40):
 @pytest.mark.parametrize("verify_window", [False, True])
 def test_every_variant_gives_the_text_of_plain_decoding(slide, window_init, verify_window):
     target = FakeTarget(24, repetitive_text(24, 3))
-    plain = [t for step in trees(target, make_drafter("autoregressive")) for t in step.tokens]
-    drafter = VariantDrafter(LookaheadConfig(5, 4, 5), 24, slide, window_init, verify_window)
+    plain = [t for step in trees(target, Plain()) for t in step.tokens]
+    drafter = VariantDrafter(5, 4, 5, slide=slide, window_init=window_init, verify_window=verify_window)
     steps = trees(target, drafter)
     assert [t for step in steps for t in step.tokens] == plain
     assert len(steps) < len(plain)
 
 
 def test_each_setting_changes_the_trees_in_its_own_way():
-    target, config = FakeTarget(24, repetitive_text(24, 3)), LookaheadConfig(5, 4, 5)
-    default = trees(target, VariantDrafter(config, 24))
-    library = trees(target, make_drafter("lookahead", config, 24))
+    target = FakeTarget(24, repetitive_text(24, 3))
+    default = trees(target, VariantDrafter(5, 4, 5))
+    library = trees(target, Lookahead(5, 4, 5))
     assert [step.tree.tokens for step in default] == [step.tree.tokens for step in library]
-    first = trees(target, VariantDrafter(config, 24, window_init="vocabulary"))[0].tree
+    first = trees(target, VariantDrafter(5, 4, 5, window_init="vocabulary"))[0].tree
     assert set(first.tokens[1:]) - {*PROMPT, first.tokens[0]}
     assert not set(default[0].tree.tokens[1:]) - {*PROMPT, default[0].tree.tokens[0]}
-    verified = trees(target, VariantDrafter(config, 24, verify_window=True))
+    verified = trees(target, VariantDrafter(5, 4, 5, verify_window=True))
     assert all(all(step.tree.needs_logits) for step in verified)
     assert not all(all(step.tree.needs_logits) for step in default)
     for other in ({"slide": "emitted"}, {"window_init": "pool"}):
-        steps = trees(target, VariantDrafter(config, 24, **other))
+        steps = trees(target, VariantDrafter(5, 4, 5, **other))
         assert [step.tree.tokens for step in steps] != [step.tree.tokens for step in default], other
 
 
 def test_what_a_variant_may_be():
     with pytest.raises(SettingsError, match="slide must be 'column' or 'emitted', got 'fast'"):
-        VariantDrafter(LookaheadConfig(), 24, slide="fast")
+        VariantDrafter(slide="fast")
     with pytest.raises(SettingsError, match="window_init must be"):
-        VariantDrafter(LookaheadConfig(), 24, window_init="zeros")
+        VariantDrafter(window_init="zeros")

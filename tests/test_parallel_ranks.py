@@ -24,7 +24,9 @@ def test_a_device_without_index_is_the_ranks_own(four_gpus, monkeypatch):
     assert local_device("cuda:1") == "cuda:1"
     assert local_device("cpu") == "cpu"
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(SettingsError, match="local rank 4 finds 4; start at most 4 processes per node"):
+    with pytest.raises(
+        SettingsError, match="has 4, too few for local rank 4; start at most 4 processes per node"
+    ):
         local_device("cuda")
 
 
@@ -32,7 +34,7 @@ def test_without_a_gpu_a_rank_is_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert local_device() == "cpu"
-    with pytest.raises(SettingsError, match="local rank 0 finds 0"):
+    with pytest.raises(SettingsError, match="has 0, too few for local rank 0"):
         local_device("cuda")
 
 

@@ -1,13 +1,16 @@
 """Which rows go to which rank, and how they travel: no process is started here."""
 
+import importlib
 import random
+import re
 from functools import reduce
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import LookaheadConfig, OutOfMemory, TokenTree
+from lookahead import Lookahead
+from lookahead.core import OutOfMemory, TokenTree
 from lookahead.drafters import Window
 from lookahead.parallel.executor import RankExecutor, below
 from lookahead.parallel.shard import _branches, shard
@@ -77,7 +80,7 @@ def test_no_cut_of_the_same_order_is_narrower(tree, ranks):
 @pytest.mark.parametrize("triple", [(15, 5, 15), (15, 5, 0), (7, 3, 2), (60, 5, 60)])
 def test_shards_of_the_papers_tree_are_even(triple, ranks):
     tree = window_tree(*triple)
-    assert len(tree) == LookaheadConfig(*triple).max_rows
+    assert len(tree) == Lookahead(*triple).max_step_rows
     widths = [len(rows) for rows in shard(tree, ranks).rows]
     # A branch is not divided, so the widest may exceed the mean by about one branch and its chain.
     chain = triple[0] + triple[1]
@@ -212,3 +215,17 @@ def test_token_ids_of_another_library_travel_too():
         patch.setattr("lookahead.parallel.wire.dist", Wire())
         link.send("forward", trees=[(0, [np.int64(5), 7], [-1, 0], [np.bool_(True), False])])
         assert link.receive()["trees"] == [[0, [5, 7], [-1, 0], [1, False]]]
+
+
+def test_the_shards_drawn_in_the_docstring():
+    tree = TokenTree(1)
+    names, parents = ["r", "a1", "a2", "b0", "b1", "b2", "c0", "c1"], [0, 1, 0, 1, 2]
+    for number, parent in enumerate(parents):
+        tree.add(10 + number, parent, needs_logits=number >= 2)
+    tree.add_candidate([20, 21])
+    shards = shard(tree, 2)
+    lines = importlib.import_module("lookahead.parallel.shard").__doc__
+    for rank, rows in enumerate(shards.rows):
+        drawn = re.search(rf"rank {rank} \((\d) rows\): ((?:\w+ ?)+)", lines)
+        assert int(drawn[1]) == len(rows)
+        assert set(drawn[2].split()) == {names[row] for row in rows}

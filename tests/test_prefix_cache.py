@@ -5,10 +5,11 @@ import torch
 
 import lookahead
 from families import tiny_model
+from lookahead.cli.chat import Conversation
 from lookahead.core import NumericalError, Request
-from lookahead.drafters import make_drafter
-from lookahead.engine.chat import Conversation
-from lookahead.engine.prefix_cache import PrefixCache, PrefixTarget
+from lookahead.drafters import Lookahead
+from lookahead.engine.engine import Engine
+from lookahead.engine.prefix_cache import PrefixTarget
 from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, run
 from toy import VOCABULARY, tokenizer
@@ -34,7 +35,7 @@ class Counting:
 
 
 def decode(target, *prompts, new=12):
-    requests = [Request(prompt, make_drafter("lookahead", (3, 3, 2)), new) for prompt in prompts]
+    requests = [Request(prompt, Lookahead(3, 3, 2), new) for prompt in prompts]
     return [generation.tokens for generation in run(target, requests)]
 
 
@@ -208,11 +209,7 @@ def test_a_turn_does_not_read_the_whole_conversation_again(llm):
     assert len(counted[0].rows) == 3
 
 
-def test_targets_that_cannot_keep_are_lent_as_they_are():
-    cache = PrefixCache(FakeTarget, 2, lambda: 0)
-    with cache.lend() as one, cache.lend() as other:
-        assert isinstance(one, FakeTarget)
-        assert one is not other
+def test_targets_that_cannot_keep_are_used_as_they_are():
+    assert isinstance(Engine(FakeTarget, prefix_cache=2).close(), FakeTarget)
     rope = tiny_model("llama-dynamic-ntk", initializer_range=0.1)
-    with PrefixCache(lambda: make_target(rope), 2, lambda: 0).lend() as target:
-        assert not isinstance(target, PrefixTarget)
+    assert not isinstance(Engine(lambda: make_target(rope), prefix_cache=2).close(), PrefixTarget)

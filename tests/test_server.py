@@ -6,12 +6,15 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import EntryPoint
 
 import httpx
 import openai
 import pytest
 
 import lookahead
+from lookahead.drafters import PromptLookup, parse
+from lookahead.drafters.prompt_lookup import PromptLookupDraftState
 from serving import serving
 from toy import save
 
@@ -56,7 +59,7 @@ def text_of(answer):
 
 
 def plain(served, prompt=PROMPT, **options):
-    return served.llm.generate(prompt, method="autoregressive", **options)
+    return served.llm.generate(prompt, drafter="off", **options)
 
 
 # ------------------------------------------------------------------------------------------ texts
@@ -363,16 +366,23 @@ def test_tools_that_must_be_called(client):
         ({"n": 1000}, "n"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [1, 2, 99999]}, "token ids"),
-        ({"prompt": "x " * 3000}, "context"),
+        ({"prompt": "x " * 3000}, "this server's limit of 1024"),
         ({"stop": [""]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"lookahead": {"method": "magic"}}, "lookahead.method"),
+        ({"lookahead": {"drafter": "magic"}}, "lookahead: drafter must be one of"),
+        ({"lookahead": {"drafter": "prompt-lookup", "window_size": 3}}, "has no setting 'window_size'"),
         ({"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}}, "rows"),
         ({"lookahead": {"color": "blue"}}, "lookahead.color"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": ...}, "prompt"),
+        ({"lookahead": {"trace": True}}, "lookahead.trace"),
+        (
+            {"prediction": {"type": "content", "content": "x"}, "lookahead": {"drafter": "plain"}},
+            "prediction",
+        ),
+        ({"store": True}, "store"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ],
 )
@@ -440,7 +450,7 @@ def test_tokens_and_back(served):
 
 
 def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
-    decoder, metrics = served.server.loop._decoder, served.server.metrics
+    decoder, metrics = served.server.loop.engine._decoder, served.server.metrics
     step = decoder.step
     monkeypatch.setattr(
         decoder, "step", lambda: (time.sleep(0.005), step())[1]
@@ -461,8 +471,8 @@ def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
 def test_a_full_queue_says_when_to_come_back(llm):
     with serving(llm, max_concurrent=1, max_queue=1) as served:
         gate = threading.Event()
-        step = served.server.loop._decoder.step
-        served.server.loop._decoder.step = lambda: (gate.wait(20), step())[1]
+        step = served.server.loop.engine._decoder.step
+        served.server.loop.engine._decoder.step = lambda: (gate.wait(20), step())[1]
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(post, served, max_tokens=4) for _ in range(2)]
             served.wait(lambda: sum(served.server.loop.load_state) == 2)
@@ -474,30 +484,75 @@ def test_a_full_queue_says_when_to_come_back(llm):
         assert reply.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_a_fault_of_one_request_harms_no_other(served):
+class BrokenState(PromptLookupDraftState):
+    def observe(self, *args):
+        raise RuntimeError("broken on purpose")
+
+
+class Broken(PromptLookup):
+    """A drafter of another package, with a bug."""
+
+    def start(self, sequence):
+        return BrokenState(self, sequence)
+
+
+def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
     """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
-    from lookahead.drafters import METHODS, PromptLookupDrafter
-
-    class Broken(PromptLookupDrafter):
-        def observe(self, *args):
-            raise RuntimeError("broken on purpose")
-
-    METHODS["broken"] = lambda config, vocabulary, pool: Broken()
-    try:
-        with ThreadPoolExecutor(6) as pool:
-            good = [pool.submit(post, served, max_tokens=60) for _ in range(4)]
-            bad = pool.submit(post, served, status=500, lookahead={"method": "broken"})
-            assert bad.result()["error"]["type"] == "server_error"
-            assert len({text_of(future.result())[0] for future in good}) == 1
-    finally:
-        del METHODS["broken"]
+    points = [EntryPoint("broken", f"{__name__}:Broken", parse.GROUP)]
+    monkeypatch.setattr(
+        parse, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
+    )
+    with ThreadPoolExecutor(6) as pool:
+        good = [pool.submit(post, served, max_tokens=60) for _ in range(4)]
+        bad = pool.submit(post, served, status=500, lookahead={"drafter": "broken"})
+        assert bad.result()["error"]["type"] == "server_error"
+        assert len({text_of(future.result())[0] for future in good}) == 1
 
     def failing():
         raise RuntimeError("a pass that fails")
 
-    served.server.loop._decoder.step = failing
+    served.server.loop.engine._decoder.step = failing
     assert post(served, status=500)["error"]["code"] == "step_failed"
     assert text_of(post(served)) == [plain(served, max_new_tokens=12).text]
+
+
+def test_adaptive_is_told_how_many_sequences_share_the_pass(served, monkeypatch):
+    """Step times differ from batch to batch, so a drafter that sees a batch of 1 chooses by wrong times."""
+    from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
+
+    seen, draft = [], AdaptiveDraftState.draft
+
+    def watched(self, max_depth, max_rows=1, batch=1):
+        seen.append(batch)
+        return draft(self, max_depth, max_rows, batch)
+
+    monkeypatch.setattr(AdaptiveDraftState, "draft", watched)
+    post(served, n=4, temperature=1, seed=1, max_tokens=20)
+    assert max(seen) == 4
+
+
+def test_fields_that_are_right_to_ignore(served):
+    """OpenAI's clients send these unasked."""
+    plainly = text_of(post(served))
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    assert text_of(post(served, **fields)) == plainly
+    answer = chat(served, reasoning_effort="low", **fields)
+    assert answer["choices"][0]["message"]["content"] == chat(served)["choices"][0]["message"]["content"]
+
+
+def test_a_prompt_over_the_servers_limit_is_told_that_limit(llm):
+    with serving(llm, max_model_len=64) as served:
+        message = post(served, status=400, prompt="x " * 3000)["error"]["message"]
+        assert "limit of 64 tokens" in message
+        assert "--max-model-len" in message
+
+
+def test_strict_tools_need_a_call_that_must_be_made(served):
+    tool = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    assert "strict" in chat(served, status=400, tools=[tool])["error"]["message"]
+    assert chat(served, tools=[tool], tool_choice="none")["choices"]
+    called = chat(served, tools=[tool], tool_choice="required", max_tokens=200, temperature=1, seed=1)
+    assert called["choices"][0]["message"]["tool_calls"]
 
 
 def test_time_limits_and_the_end(llm):
@@ -541,7 +596,11 @@ def test_the_example_of_the_page_runs(served, capsys):
         .partition("```")[0]
         .replace("http://127.0.0.1:8000", served.url)
     )
-    example = example.replace("stream=True,", "stream=True, temperature=0, max_tokens=8,")
-    exec(example, {})
-    expected = plain(served, [{"role": "user", "content": "Add type hints."}], max_new_tokens=8).text
-    assert capsys.readouterr().out == expected
+    example = example.replace("stream=True,", "stream=True, max_tokens=8,")
+    names = {}
+    exec(example, names)
+    question = f"Rewrite in short sentences: {names['text']}"
+    expected = plain(served, [{"role": "user", "content": question}], max_new_tokens=8).text
+    text, _, count = capsys.readouterr().out.rpartition("\n")[0].rpartition("\n")
+    assert text == expected
+    assert count.endswith(" of 8 tokens came from the prediction")

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lookahead.core import Decoder, LookaheadError, Request, SettingsError
-from lookahead.drafters import make_drafter
+from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import Message
 from lookahead.server.tools import CallReader, messages_of, with_tools
@@ -17,11 +17,11 @@ VOCABULARY = 32
 def requests(count, method="lookahead", **more):
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
-    return [Request(prompt, make_drafter(method, None, VOCABULARY), 30, **more) for prompt in prompts]
+    return [Request(prompt, as_drafter(method), 30, **more) for prompt in prompts]
 
 
 def plain_texts(count):
-    return [run(FakeTarget(VOCABULARY), [request])[0].tokens for request in requests(count, "autoregressive")]
+    return [run(FakeTarget(VOCABULARY), [request])[0].tokens for request in requests(count, "plain")]
 
 
 @pytest.mark.parametrize("prompt_rows", [1, 3, 16, 1 << 20])
@@ -39,9 +39,9 @@ def test_texts_do_not_depend_on_pieces_and_budget(prompt_rows, row_budget, metho
 
 def test_a_long_prompt_does_not_stall_the_others():
     decoder = Decoder(FakeTarget(VOCABULARY), prompt_rows=4)
-    short = decoder.add(Request([1], make_drafter("autoregressive"), 100))
+    short = decoder.add(Request([1], Plain(), 100))
     decoder.step()
-    long = decoder.add(Request([2] * 80, make_drafter("autoregressive"), 5))
+    long = decoder.add(Request([2] * 80, Plain(), 5))
     before = len(short.tokens)
     while not long.tokens:
         decoder.step()
@@ -87,7 +87,22 @@ def test_joining_leaving_and_cancelling_between_steps():
     assert decoder.target.committed == {}
 
 
-@pytest.mark.parametrize("place", ["draft", "observe", "reset", "choose", "finished"])
+class Broken(Lookahead):
+    """A drafter that fails in one place."""
+
+    def __init__(self, place, fail):
+        super().__init__()
+        vars(self).update(place=place, fail=fail)
+
+    def start(self, sequence):
+        if self.place == "start":
+            self.fail()
+        state = super().start(sequence)
+        setattr(state, self.place, self.fail)
+        return state
+
+
+@pytest.mark.parametrize("place", ["draft", "observe", "start", "choose", "finished"])
 def test_an_error_of_one_text_ends_that_text_alone(place):
     def fail(*given):
         raise LookaheadError("broken on purpose")
@@ -96,7 +111,7 @@ def test_an_error_of_one_text_ends_that_text_alone(place):
     if place in ("choose", "finished"):
         setattr(made[1], place, fail)
     else:
-        setattr(made[1].drafter, place, fail)
+        made[1].drafter = Broken(place, fail)
     decoder = Decoder(FakeTarget(VOCABULARY), 8, 32)
     generations = [decoder.add(request) for request in made]
     while decoder.busy:
@@ -135,7 +150,7 @@ def test_predicted_tokens_are_counted_along_the_text():
 )
 def test_calls_are_found_in_a_text_that_comes_in_pieces(text, content, names):
     for size in (1, 3, len(text)):
-        reader = CallReader({"f"}, one=False)
+        reader = CallReader({"f"}, first_only=False)
         shown = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
         rest, calls = reader.finish()
         assert (shown + rest).rstrip() == content.rstrip()
@@ -171,8 +186,12 @@ def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
             Settings.read({}, file)
     with pytest.raises(SettingsError, match="exists"):
         Settings.read({}, tmp_path / "nowhere")
-    with pytest.raises(SettingsError, match="method"):
-        Settings.read({"method": "magic"})
+    with pytest.raises(SettingsError, match="drafter must be one of"):
+        Settings.read({"drafter": "magic"})
+    assert Settings.read({"drafter": "code", "max_pool_keys": 5}).drafting() == Lookahead.preset(
+        "code", max_pool_keys=5
+    )
+    assert Settings.read({"method": "lookahead", "lookahead": "7,4,3"}).drafting() == Lookahead(7, 4, 3)
     with pytest.raises(SettingsError) as error:
         Settings.read({"api_key": ["s3cret"]})
     assert "s3cret" not in str(error.value)

@@ -1,4 +1,4 @@
-"""`lookahead bench serve`: its page, that it refuses texts that differ, and another server beside ours."""
+"""`python -m benchmarks.serve`: its page, that it refuses texts that differ, and another server beside ours."""
 
 import json
 import os
@@ -11,9 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 import lookahead
-from lookahead.cli import main
+from benchmarks import serve as load_test
 from lookahead.core import LookaheadError
-from lookahead.server import load_test
 from serving import serving
 from toy import save
 
@@ -43,10 +42,10 @@ class OtherServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
+def test_the_page_of_a_load_test(served, tmp_path, capsys):
     other = ThreadingHTTPServer(("127.0.0.1", 0), OtherServer)
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    words = ["bench", "serve", "--url", served.url, "--clients", "1,3", "--requests", "1", "--repeats", "2"]
+    words = ["--url", served.url, "--clients", "1,3", "--requests", "1", "--repeats", "2"]
     words += [
         "--max-new-tokens",
         "8",
@@ -55,14 +54,11 @@ def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
         "--out",
         str(tmp_path),
     ]
-    monkeypatch.setattr("sys.argv", ["lookahead", *words])
     try:
-        with pytest.raises(SystemExit) as ended:
-            main()
+        assert load_test.main(words) == 0
     finally:
         other.shutdown()
         other.server_close()
-    assert ended.value.code == 0
     shown, page = capsys.readouterr().out.strip(), (tmp_path / "serve.md").read_text()
     assert page.endswith(f"{shown}\n")
     assert "| 3 | adaptive |" in shown
@@ -71,12 +67,12 @@ def test_the_page_of_a_load_test(served, tmp_path, monkeypatch, capsys):
     facts = json.loads((tmp_path / "serve.json").read_text())
     assert "toy in float32" in facts["where"]
     assert "commit" in facts["where"]
-    assert facts["command"].startswith("lookahead bench serve --url")
+    assert facts["command"].startswith("python -m benchmarks.serve --url")
     assert len(facts["figures"]) == 6
     counted = {(one["method"], one["clients"]): one["tokens"] for one in facts["figures"]}
     tokens = len(served.llm.encode("def add(a, b)"))
     assert counted["other", 3] == 12 * tokens, "texts without usage are counted by our tokenizer"
-    assert counted["autoregressive", 3] == 2 * 12 * 8
+    assert counted["plain", 3] == 2 * 12 * 8
 
 
 def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):
@@ -116,10 +112,9 @@ def test_a_load_test_that_is_asked_to_end_takes_its_servers_along(monkeypatch):
 
     monkeypatch.setattr(load_test, "started", started)
     monkeypatch.setattr(load_test, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr("sys.argv", ["lookahead", "bench", "serve"])
     try:
         with pytest.raises(SystemExit) as stopped:
-            main()
+            load_test.main([])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stopped.value.code == 128 + signal.SIGTERM

@@ -34,7 +34,10 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
         "stream": True,
         "logit_bias": {"40": 100},
     }  # one character a token
-    with started(folder, "--method", "prompt-lookup") as (process, url, _):
+    with started(folder, "--method", "prompt-lookup") as (process, url, log):
+        said = [line for line in log() if line[:1] != "{"]
+        assert said[0].startswith(f"listening on {url}; loading and compiling")
+        assert any(line.startswith("ready after ") and line.endswith("toy, float32") for line in said)
         text = ask(url, 8).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -56,7 +59,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
                     process.send_signal(signal.SIGTERM)
         assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
         assert process.wait(60) in (0, -signal.SIGTERM)
-        lines = [json.loads(line) for line in log()[1:]]
+        lines = [json.loads(line) for line in log() if line[:1] == "{"]
         requests = [line for line in lines if line["event"] == "request"]
         assert [line["status"] for line in requests] == [200, 200]
         assert not any("prompts" in line or "texts" in line for line in requests)

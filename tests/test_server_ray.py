@@ -19,7 +19,7 @@ def test_two_replicas_answer_and_stream_the_same_texts(tmp_path, monkeypatch):
     from lookahead.server.ray_app import build
 
     folder = save_tiny(tmp_path / "toy", 512)
-    expected = lookahead.load(folder).generate("def add", max_new_tokens=20, method="autoregressive").text
+    expected = lookahead.load(folder).generate("def add", max_new_tokens=20, drafter="off").text
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, configure_logging=False)
     try:
         serve.start(http_options={"port": 8017})

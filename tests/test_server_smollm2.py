@@ -64,7 +64,7 @@ def test_streams_are_plain_decoding_token_for_token(served):
         with ThreadPoolExecutor(4) as pool:
             answers = dict(zip(kinds, pool.map(lambda one: ask(*one), kinds), strict=True))
     for (kind, method), (text, tokens, stats) in answers.items():
-        plain = llm.generate(turns if kind == "chat" else prompt, max_new_tokens=60, method="autoregressive")
+        plain = llm.generate(turns if kind == "chat" else prompt, max_new_tokens=60, drafter="off")
         assert tokens == [llm.tokenizer.decode([token]) for token in plain.tokens], (kind, method)
         assert text == plain.text
         assert method == "adaptive" or stats["num_draft_tokens"] == 0
@@ -75,19 +75,21 @@ def test_the_readmes_curl_example(served):
         pytest.skip("no curl here (apt-get install curl)")
     url, _ = served
     (block,) = re.findall(r"^```console\n\$ (curl .*?)^```", README, re.S | re.M)
-    command, start, shown = block.partition("\n{\n")
+    command, start, shown = block.partition("\n{...")
     assert ADDRESS in command
     done = subprocess.run(
         ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, text=True, check=True
     )
-    assert doctest.OutputChecker().check_output(start[1:] + shown, done.stdout, doctest.ELLIPSIS), done.stdout
+    answer = f"{done.stdout.rstrip()}\n"
+    assert doctest.OutputChecker().check_output(start[1:] + shown, answer, doctest.ELLIPSIS), done.stdout
 
 
-def test_the_readmes_client_example(served, capsys):
+def test_the_pages_client_example(served, capsys):
     """Its text is what stands there; how many tokens drafting had right depends on the rows that pay here."""
     url, _ = served
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
     ((example, shown),) = re.findall(
-        r"^```python no-run\n(.*?)^```\n\n```text\n(.*?)^```", README, re.S | re.M
+        r"^```python no-run\n(.*?)^```\n.*?\n```text\n(.*?)^```", page, re.S | re.M
     )
     assert ADDRESS in example
     exec(example.replace(ADDRESS, url), {})
@@ -127,6 +129,6 @@ def test_the_llm_tool_streams(served, tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said.decode()
     turns = [{"role": "user", "content": QUESTION}]
-    plain = served_model.generate(turns, max_new_tokens=60, method="autoregressive")
+    plain = served_model.generate(turns, max_new_tokens=60, drafter="off")
     assert b"".join(pieces).decode() == f"{plain.text}\n"
     assert len(pieces) > 2, "it came all at once"

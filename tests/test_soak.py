@@ -54,7 +54,7 @@ def test_a_server_under_load_and_signals():
 
 def test_a_wrong_text_of_a_server_is_found(tmp_path):
     crowd, llm = soak.Crowd("", 0), soak.lookahead.load(soak.toy.save(tmp_path), dtype="float32")
-    plain = llm.generate("x", max_new_tokens=3, method="autoregressive").text
+    plain = llm.generate("x", max_new_tokens=3, drafter="off").text
     crowd.keep(("x", 0, 0, 3), plain)
     assert crowd.differences(llm) == []
     crowd.keep(("x", 0, 0, 3), f"{plain}y")

@@ -1,19 +1,22 @@
 """The cache that commits in place, the masks, and a probe that catches silent errors."""
 
-import warnings
-
 import pytest
 import torch
 
 import lookahead.targets.transformers as target_module
 from families import tiny_model
-from lookahead.core import Decoder, Request, SettingsError, TokenTree
-from lookahead.drafters import make_drafter
+from lookahead.core import Decoder, OutOfMemory, Request, SettingsError, TokenTree
+from lookahead.core.target import PROMISES
+from lookahead.drafters import Lookahead, Plain, as_drafter
+from lookahead.targets import masks
 from lookahead.targets.batch_rows import BatchRowsTarget
-from lookahead.targets.cache import TreeCache
+from lookahead.targets.cpu.target import CpuTarget
+from lookahead.targets.cuda_graphs import CudaGraphTarget
+from lookahead.targets.exact import ExactTarget
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
-from lookahead.targets.transformers import TransformersTarget
+from lookahead.targets.transformers import PlainTarget, TransformersTarget
+from lookahead.targets.tree_cache import TreeCache
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
@@ -32,6 +35,32 @@ def test_bits_equal_the_trees_own_mask():
     assert not bits[0, :6, 6:].any()
     assert bits[1, 0].tolist() == [True] + [False] * 6
     assert bits[:, :, 0].all()  # padding sees the root, so no row is empty
+
+
+def drawn(text, columns):
+    """Rows of the drawing in a docstring that begin with a row's name and hold one character per column."""
+    lines = [line.split()[: columns + 1] for line in text.splitlines()]
+    return {name: marks for name, *marks in filter(None, lines) if len(marks) == columns}
+
+
+def test_the_mask_drawn_in_the_docstring_is_that_of_a_lookahead_step():
+    tree = TokenTree(1)
+    a1 = tree.add(11, 0)
+    a2 = tree.add(12, a1)
+    for number, parent in enumerate((0, a1, a2)):
+        tree.add(20 + number, parent, needs_logits=True)
+    tree.add_candidate([30, 31])
+    _, positions = stack_rows([tree], [2], len(tree))
+    mask = attention_masks(
+        LayerKinds(("full_attention",), 0, 0), [tree], [2], positions, torch.float32, torch.device("cpu")
+    )
+    rows = drawn(masks.__doc__, len(tree))
+    names = ["r", "a1", "a2", "b0", "b1", "b2", "c0", "c1"]
+    assert [rows[name] for name in names] == [
+        ["#" if value == 0 else "." for value in row] for row in mask[0, 0, :, 2:].tolist()
+    ]
+    assert rows["row"] == names
+    assert list(map(int, rows["depth"])) == tree.depths
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
@@ -93,12 +122,12 @@ def test_nothing_is_moved_where_the_path_lies_in_place(monkeypatch):
         cache.move(0, 0, [0, 2])
 
 
-@pytest.mark.parametrize("method", ["lookahead", "jacobi", "prompt-lookup"])
+@pytest.mark.parametrize("drafter", ["4,4,4", "jacobi:block_size=4", "prompt-lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
-def test_many_sequences_in_one_pass(family, method):
+def test_many_sequences_in_one_pass(family, drafter):
     target = make_target(tiny_model(family, initializer_range=0.1), 16, path="transformers")
     prompts = [[3, 4, 5, 3, 4, 5, 3], [9] * 11, [20, 21], [7, 8, 7, 8, 7]]
-    assert_same_as_autoregressive(target, prompts, method, (4, 4, 4), 40, frozenset({2}), vocabulary=96)
+    assert_same_as_autoregressive(target, prompts, drafter, 40, frozenset({2}))
     assert target.lengths == {}
 
 
@@ -110,22 +139,23 @@ def test_sequences_that_join_late_and_leave_gaps(path):
     limits = [50, 4, 30]
     joined = []
     for prompt, limit in zip(prompts, limits, strict=True):
-        joined.append(decoder.add(Request(prompt, make_drafter("lookahead", (4, 4, 4)), limit)))
+        joined.append(decoder.add(Request(prompt, Lookahead(4, 4, 4), limit)))
         decoder.step()
         decoder.step()
     while decoder.busy:
         decoder.step()
     for generation, prompt, limit in zip(joined, prompts, limits, strict=True):
-        (plain,) = run(make_target(model), [Request(prompt, make_drafter("autoregressive"), limit)])
+        (plain,) = run(make_target(model), [Request(prompt, Plain(), limit)])
         assert generation.tokens == plain.tokens
 
 
 def test_the_models_last_position_is_used_and_not_passed():
     target = make_target(tiny_model("gpt2", n_positions=32))
-    (ours,) = assert_same_as_autoregressive(target, [[3, 4, 3, 4, 3]], "lookahead", (7, 5, 7), 27)
+    (ours,) = assert_same_as_autoregressive(target, [[3, 4, 3, 4, 3]], (7, 5, 7), 27)
     assert len(ours.tokens) == 27
 
 
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
 def test_a_rotary_base_that_changes_with_length():
     """Rows on both sides of the change cannot share a pass; trees stop before it."""
     for family, extra in (
@@ -144,7 +174,7 @@ def test_a_rotary_base_that_changes_with_length():
         ours = model.generate(prompt, max_new_tokens=60, eos_token_id=None, custom_generate=generate)
         assert ours.tolist() == plain.tolist()
         target = make_target(model)
-        requests = [Request([5, 6, 7] * n, make_drafter("lookahead"), 60) for n in (3, 13)]
+        requests = [Request([5, 6, 7] * n, Lookahead(), 60) for n in (3, 13)]
         with pytest.raises(SettingsError, match="one at a time"):
             run(target, requests)
 
@@ -163,7 +193,7 @@ def test_a_text_does_not_depend_on_a_longer_one_before_it(path):
     target = make_target(model, path=path)
     for method in ("lookahead", "autoregressive", "lookahead"):
         model.generate(torch.ones(1, 90, dtype=torch.long), max_new_tokens=30, eos_token_id=None)
-        (ours,) = run(target, [Request(prompt, make_drafter(method), 60)])
+        (ours,) = run(target, [Request(prompt, as_drafter(method), 60)])
         assert ours.tokens == first
 
 
@@ -173,7 +203,7 @@ def test_the_lm_head_runs_only_on_rows_that_are_read():
     model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     target = make_target(model, path="transformers")
     seen.clear()
-    (ours,) = run(target, [Request([3, 4, 5] * 4, make_drafter("lookahead", (10, 5, 3)), 20)])
+    (ours,) = run(target, [Request([3, 4, 5] * 4, Lookahead(10, 5, 3), 20)])
     assert max(seen) < max(ours.stats.rows_per_step)
 
 
@@ -257,14 +287,21 @@ def test_running_out_of_memory_is_survived(monkeypatch):
 
     monkeypatch.setattr(TransformersTarget, "_pass", small)
     with pytest.warns(RuntimeWarning, match="did not fit"):
-        (ours,) = run(target, [Request([3, 4, 5] * 3, make_drafter("lookahead"), 40)])
+        (ours,) = run(target, [Request([3, 4, 5] * 3, Lookahead(), 40)])
     monkeypatch.undo()
-    (plain,) = run(make_target(model), [Request([3, 4, 5] * 3, make_drafter("autoregressive"), 40)])
+    (plain,) = run(make_target(model), [Request([3, 4, 5] * 3, Plain(), 40)])
     assert ours.tokens == plain.tokens
 
 
 def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
     target = make_target(tiny_model("llama"), path="transformers")
     monkeypatch.setattr(target.model, "forward", lambda **k: (_ for _ in ()).throw(RuntimeError("shape")))
-    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shape"):
-        run(target, [Request([3, 4], make_drafter("lookahead"), 4)])
+    (generation,) = run(target, [Request([3, 4], Lookahead(), 4)])
+    assert generation.finish_reason == "error"
+    assert not isinstance(generation.error, OutOfMemory)
+    assert "RuntimeError: shape" in str(generation.error)
+
+
+def test_every_path_of_a_target_has_its_promise():
+    kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
+    assert {kind.path for kind in kinds} == set(PROMISES)

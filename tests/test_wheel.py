@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
 def test_it_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lookahead", "lookahead_decoding"}
-    assert "lookahead/py.typed" in names
+    assert {"lookahead/py.typed", "lookahead/cli/demo_prompts/1-write.txt"} <= set(names)
     assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
 
 
@@ -35,7 +35,7 @@ def test_it_imports_in_an_empty_environment(wheel, tmp_path):
     subprocess.run([*pip, wheel], check=True, cwd=tmp_path)
     code = (
         "import lookahead, lookahead.core as core, lookahead.drafters as drafters, lookahead.testing as testing;"
-        "request = core.Request([1, 2, 3, 1, 2], drafters.make_drafter('lookahead', (3, 3, 3)), 12);"
+        "request = core.Request([1, 2, 3, 1, 2], drafters.as_drafter('3,3,3'), 12);"
         "[generation] = testing.run(testing.FakeTarget(), [request]);"
         "print(lookahead.__version__, len(generation.tokens))"
     )

@@ -35,6 +35,25 @@ def test_an_end_token_is_harvested_and_replaced():
     assert 2 not in window.levels[0]
 
 
+@given(st.integers(1, 6), st.integers(2, 6), st.lists(st.integers(0, 9), min_size=12, max_size=24))
+def test_the_window_narrows_and_reopens(width, ngram_size, limits):
+    """Whatever the room of each step, its shape is right; with room for all, it is whole after N - 1 steps."""
+    window = counting_window(width, ngram_size)
+    for columns in [*limits, *[99] * ngram_size]:
+        window.narrow(columns)
+        window.widen(columns)
+        assert window.columns <= columns
+        tree = TokenTree(1)
+        window.add_to(tree)
+        new = [50 + i for i, _ in enumerate(window.newest_nodes())]
+        assert len(new) == window.columns
+        for ngram in window.advance(1, new, frozenset()):
+            assert 2 <= len(ngram) <= ngram_size
+    assert window.full
+    window.widen(99)
+    assert [len(level) for level in window.levels] == [width - 1] + [width] * (ngram_size - 2)
+
+
 @given(st.integers(1, 6), st.integers(2, 6), st.lists(st.integers(0, 7), min_size=1, max_size=12))
 def test_the_window_survives_any_narrowing(width, ngram_size, limits):
     window = counting_window(width, ngram_size)

@@ -1,27 +1,31 @@
-"""The command line of the paper's laboratory; see the package."""
+"""The command line of the paper's results; see the package."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from lookahead.bench import RunOptions, load_model
-from lookahead.cli.bench import command_line
+from lookahead.bench.plots import can_draw, save
+from lookahead.bench.record import describe
+from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
 from . import __doc__ as about
-from . import ablation, end_to_end, parallel, sampling_quality, scaling_law, settings
-from .study import Study
+from . import committed, settings
+from .study import Study, page_facts, page_text
 
-STUDIES: dict[str, Callable[[Study], Path]] = {
-    "scaling-law": scaling_law.scaling_law,
-    "ablation": ablation.ablation,
-    "sampling-quality": sampling_quality.sampling_quality,
-    "end-to-end": end_to_end.end_to_end,
-    "parallel": parallel.parallel,
-}
+STUDIES = ("scaling-law", "ablation", "sampling-quality", "end-to-end", "parallel")
+PAGES = Path("docs/results")
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a study: ``measure`` and ``page``."""
+    return import_module(f"{__package__}.{name.replace('-', '_')}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,69 +35,82 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("name", choices=[*STUDIES, "settings"])
     add = made.add_argument
-    add("--model", help="a directory or a hub id; the bundled model if not given")
+    add("--page", action="store_true", help="only the page again, from the committed records")
+    add("--model", help="a directory, a GGUF file or a hub id; the default model if not given")
     add(
         "--workload",
         action="append",
         default=[],
-        help="in place of the result's own choice; several times for several",
+        help="in place of the study's own choice; repeat for several",
     )
-    add("--data", type=Path, help="folder that holds data sets by name")
+    add("--data", type=Path, help="folder of data sets by name")
     add("--limit", type=int, help="prompts per workload; 0 for all")
-    add("--out", type=Path, default=Path("docs/results"), help="folder for the page and its picture")
-    add("--records", type=Path, help="folder for the records; bench/NAME if not given")
+    add("--out", type=Path, default=PAGES, help="folder for the page, its plot and its records")
+    add("--records", type=Path, help="folder for the whole records; bench/NAME if not given")
     add("--max-new-tokens", type=int, default=128, help="most tokens per text")
-    add("--repeats", type=int, default=1, help="every prompt so many times")
+    add("--repeats", type=int, default=1, help="how often each prompt is decoded")
     add("--temperature", type=float, default=0.0, help="of `settings`; 0 is greedy")
-    add("--seed", type=int, default=0, help="of the draws, and of the choice from the standard library")
-    add("--dtype", default="float32")
+    add("--seed", type=int, default=0, help="of the samples, and of the functions of the standard library")
+    add("--dtype", default="auto")
     add("--device")
     add("--threads", type=int)
-    add("--path", default="auto", help="what evaluates our steps: auto, cpu or transformers")
+    add("--path", default="auto", help="what evaluates the steps: auto, cpu or transformers")
     return made
 
 
 def progress(done: int, total: int, what: str) -> None:
-    """One line on stderr that is written over."""
+    """One line on stderr, overwritten."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{done}/{total} {what}", end="" if what else "\n", file=sys.stderr, flush=True)
+
+
+def write_page(name: str, out: Path) -> Path:
+    """Compute the page, its figures and its plot from the records in ``out``. Returns the page."""
+    head, records = committed.read(out / "records" / f"{name}.jsonl.gz")
+    page = module_of(name).page(head, records)
+    path = out / f"{name}.md"
+    path.write_text(page_text(name, head, records, page), encoding="utf-8")
+    path.with_suffix(".json").write_text(page_facts(head, records, page), encoding="utf-8")
+    if page.draw is not None and can_draw():
+        save(page.draw(), out / name, describe(records[-1]))
+    return path
 
 
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     given = parser().parse_args(words)
+    if not can_draw():
+        print(NO_PLOTS, file=sys.stderr)
     try:
         if given.limit is not None and given.limit < 0:
             raise SettingsError(f"--limit must be at least 0, got {given.limit}")
-        options = RunOptions(
-            given.max_new_tokens,
-            given.temperature if given.name == "settings" else 0.0,
-            seed=given.seed,
-            repeats=given.repeats,
-        )
-        model = load_model(
-            given.model, path=given.path, dtype=given.dtype, threads=given.threads, device=given.device
-        )
-        study = Study(
-            model,
-            tuple(given.workload),
-            given.data,
-            given.limit,
-            options,
-            given.out,
-            given.records or Path("bench") / given.name,
-            command_line(list(words), "python -m benchmarks.paper"),
-            progress,
-            print,
-        )
-        if given.name == "settings":
-            settings.settings(study)
-        else:
-            print(f"\n{STUDIES[given.name](study)}")
+        if not given.page:
+            study = _study(given)
+            if given.name == "settings":
+                settings.settings(study)
+                return 0
+            records, measured = module_of(given.name).measure(study)
+            head = study.head(command_line(list(words), "python -m benchmarks.paper"), **measured)
+            committed.write(given.out / "records" / f"{given.name}.jsonl.gz", head, records)
+        print(write_page(given.name, given.out))
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _study(given: argparse.Namespace) -> Study:
+    options = RunOptions(
+        given.max_new_tokens,
+        given.temperature if given.name == "settings" else 0.0,
+        seed=given.seed,
+        repeats=given.repeats,
+    )
+    model = load_model(
+        given.model, path=given.path, dtype=given.dtype, threads=given.threads, device=given.device
+    )
+    records = given.records or Path("bench") / given.name
+    return Study(model, tuple(given.workload), given.data, given.limit, options, records, progress)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,60 @@
-"""What lookahead parallelism gives (figures 6 and 7), from one process: shards of real steps, modelled time.
+"""Figures 6 and 7 of the paper: what lookahead parallelism gives, from one process.
 
-Steps are recorded while one process decodes; then their trees are cut for R ranks as the ranks would cut
-them, recomputed rows included. With t(k), the time of a k-row step, a step on R ranks takes
+The steps of real decoding are recorded, and their trees are cut for R ranks as the ranks would cut them, recomputed
+rows included. With t(k), the time of a step of k rows, a step on R ranks takes
 
     t(rows of the widest shard) + exchange
 
-Strong scaling grows (W, N, G) with R: more ranks evaluate a larger window in the same time, and S grows with
-the logarithm of the window (paper, section 4).
+Strong scaling grows (W, N, G) with R: more ranks evaluate a larger window in the same time, and S grows with the
+logarithm of the window (section 4).
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from math import inf
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-from lookahead.bench.model import ModelUnderTest
-from lookahead.bench.pictures import colour, label, new_figure, powers_of_two
-from lookahead.bench.step_cost import step_seconds
-from lookahead.bench.workloads import find_file
-from lookahead.core import LookaheadConfig, Request, Target, TokenTree, decode
-from lookahead.drafters import make_drafter
+from lookahead.bench.methods import Drafted, ModelUnderTest, Outcome, RunOptions, make_request
+from lookahead.bench.plots import colour, label, new_figure, powers_of_two
+from lookahead.bench.record import Record
+from lookahead.bench.report import markdown_table, number
+from lookahead.core import Request, Stats, Target, TokenTree, decode
+from lookahead.drafters import Lookahead, as_drafter
+from lookahead.drafters.adaptive.measure import measure_times
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
 
-from .study import Study
+from .committed import Head
+from .study import Page, Study, model_and_machine
 
 RANKS = (1, 2, 4, 8)
 BASE = (15, 5, 15)
 #: Rows that cost as much as one on a device bound by memory: the flat model of the page.
 FLAT_ROWS = 128
-#: Steps whose exchange is timed, after as many that are not.
+#: Steps whose exchange is timed, after the same number that is not.
 EXCHANGES = 200
-#: Workloads of the paper's figures 6 and 7, where they are at hand.
+#: Workloads of figures 6 and 7.
 WORKLOADS = ("mt-bench", "humaneval", "classeval")
+#: Figures 6 and 7, 7B, FlashAttention on both sides: workload -> ranks -> speed-up over autoregressive decoding
+PAPER = {
+    "mt-bench": {1: "1.8"},
+    "humaneval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
+    "classeval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
+}
+#: S counts as flat if it grows by less than this factor from 1 rank to the most.
+FLAT_S = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """One tree sequence cut for R ranks; means over its steps.
+    """The trees of one text cut for R ranks; means over its steps.
 
     Attributes:
         ranks: R.
@@ -65,7 +76,7 @@ class Shares:
 
 
 def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> Shares:
-    """Cut the steps (tree, path) of one sequence as R ranks would."""
+    """Cut the steps (tree, path) of one text as R ranks would."""
     missing = [0] * ranks
     widths, evaluated, recomputed, sent = [], [], [], []
     for tree, path in steps:
@@ -90,21 +101,60 @@ def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> S
 def record(
     target: Target, prompts: Sequence[Sequence[int]], config: Any, new_tokens: int, eos: frozenset[int]
 ) -> list[list[tuple[TokenTree, list[int]]]]:
-    """Decode each prompt with lookahead; the (tree, path) of its steps."""
+    """Decode each prompt with lookahead; returns the (tree, path) of the steps of each."""
     sequences = []
     for prompt in prompts:
-        drafter = make_drafter("lookahead", config, target.vocabulary)
+        drafter = as_drafter(config)
         steps = decode(target, [Request(prompt, drafter, new_tokens, eos=eos)])
         sequences.append([(step.tree, step.path) for step in steps if step.tree is not None])
     return sequences
 
 
-def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> Callable[[float], float]:
-    """t(k) in seconds, measured on this target at the given rows and interpolated between them."""
-    import numpy as np
+class Sharded(Drafted):
+    """Lookahead whose trees are cut for some numbers of ranks; the records get the widths and the rest.
 
-    times = [step_seconds(model.target, context, count, model.model.device) for count in rows]
-    return lambda k: float(np.interp(k, list(rows), times))
+    Args:
+        drafter: with its (W, N, G).
+        ranks: numbers of ranks.
+    """
+
+    def __init__(self, drafter: Lookahead, ranks: Sequence[int]) -> None:
+        super().__init__(drafter, str(drafter), "cold")
+        self.ranks = tuple(ranks)
+        self.settings = self.settings | {"ranks": list(self.ranks)}
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        outcome, steps, last = Outcome([], Stats(), 0, 0.0), [], perf_counter()
+        for step in decode(model.target, [make_request(model, prompt, self.drafter, options)]):
+            now = perf_counter()
+            if step.tree is None:
+                generation = step.generation
+                outcome = Outcome(generation.tokens, generation.stats, len(step.tokens), now - last)
+            else:
+                steps.append((step.tree, step.path))
+                outcome.step_tokens.append(len(step.tokens))
+                outcome.step_rows.append(step.rows)
+                outcome.step_seconds.append(now - last)
+            last = now
+        for ranks in self.ranks:
+            shares = share_out(steps, ranks)
+            outcome.stats.drafter[f"shards_{ranks}"] = {
+                "recomputed": round(shares.recomputed, 4),
+                "bytes": round(shares.bytes, 1),
+                "widths": {str(width): count for width, count in sorted(Counter(shares.widths).items())},
+            }
+        return outcome
+
+
+def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> dict[int, float]:
+    """t(k) in seconds, measured on this target at the given rows."""
+    times: dict[int, float] = {}
+
+    def keep(batch: int, context: int, count: int, seconds: float) -> None:
+        times[count] = seconds
+
+    measure_times(model.target, model.target.vocabulary, rows, (context,), progress=keep, patience=inf)
+    return times
 
 
 def exchange_seconds(steps: int) -> float:
@@ -142,94 +192,196 @@ def _exchange(rank: int, folder: str, steps: int) -> list[float]:
     return spent
 
 
-def parallel(study: Study) -> Path:
-    """Figures 6 and 7: what lookahead parallelism gives."""
-    configs = {ranks: (BASE[0] * ranks, BASE[1], BASE[2] * ranks) for ranks in RANKS}
-    names = {ranks: "lookahead:" + ",".join(map(str, config)) for ranks, config in configs.items()}
-    at_hand = [name for name in WORKLOADS if find_file(name, study.data) is not None]
-    prompts = study.prompts(4, at_hand or ("stdlib",))
-    exchange_time = exchange_seconds(EXCHANGES)
-    records = study.run(list(names.values()), prompts, replace(study.options, warm=False))
-    model = study.model
-    target = model.target
-    largest = LookaheadConfig(*configs[RANKS[-1]]).max_rows
-    t = step_times(model, [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest])
-    lines = [
-        "| ranks | W, N, G | S (measured) | rows (measured) | widest shard, grown (computed) "
-        "| widest shard, (15, 5, 15) (computed) | recomputed rows per rank (computed) | bytes per step (computed) "
-        "| speed-up, grown (modelled, measured t(k)) | the same (modelled, assumed flat t(k)) "
-        "| speed-up, (15, 5, 15) (modelled, measured t(k)) |",
-        "| ---: " * 11 + "|",
-    ]
-    new_tokens = study.options.max_new_tokens
-    tokens = [prompt.tokens(model.tokenizer) for prompt in prompts]
-    tokens = [ids for ids in tokens if len(ids) + new_tokens <= model.max_positions]
-    curves: dict[str, list[float]] = {"t(k) of this machine": [], f"flat up to {FLAT_ROWS} rows": []}
-    base: list[list[tuple[TokenTree, list[int]]]] = []
-    for ranks, config in configs.items():
-        mine = [r for r in records if r["method"] == names[ranks] and "skipped" not in r]
-        ratio = sum(r["new_tokens"] - 1 for r in mine) / max(1, sum(r["steps"] for r in mine))
-        steps = record(target, tokens, config, new_tokens, model.eos)
-        base = base or steps
-        grown, fixed = _together(steps, ranks), _together(base, ranks)
-        base_ratio = _ratio(base)
-        exchange = exchange_time if ranks > 1 else 0.0
-        own = ratio * t(1) / (fmean(map(t, grown.widths)) + exchange)
-        flat = ratio / fmean(max(1.0, width / FLAT_ROWS) for width in grown.widths)
-        strong = base_ratio * t(1) / (fmean(map(t, fixed.widths)) + exchange)
-        curves["t(k) of this machine"].append(own)
-        curves[f"flat up to {FLAT_ROWS} rows"].append(flat)
-        sizes = f"{grown.rows:.0f} | {grown.widest:.1f} | {fixed.widest:.1f} | {grown.recomputed:.2f} "
-        sizes += f"| {grown.bytes:.0f}"
-        triple = ", ".join(map(str, config))
-        lines.append(
-            f"| {ranks} | {triple} | {ratio:.2f} | {sizes} | {own:.2f} | {flat:.2f} | {strong:.2f} |"
-        )
-    body = [
-        *lines, "",
-        f"**Measured**: S, rows and t(k) in one process; the exchange of a step, {exchange_time * 1e6:.0f} us, "
-        "between two processes of this machine by gloo. **Computed** from the measured steps: shards, recomputed "
-        "rows, bytes (of all ranks together), means over steps. **Modelled**: speed-ups over plain decoding, "
-        "S t(1) / (t(widest shard) + exchange), the exchange being that of two ranks for any number of them. "
-        f"**Assumed**, in the column that says so: up to {FLAT_ROWS} rows cost as much as one, the exchange nothing. "
-        f"No speed-up was measured on several devices. Sending keys and values in place of computing missing rows "
-        f"again would take {_kv_bytes(model)} bytes per row.",
-    ]  # fmt: skip
-    differs = [
-        study.size(),
-        "One process decodes and the shards are those that R ranks would get; the paper measures 1 to 8 A100.",
-    ]
-    return study.page(
-        "parallel", "Lookahead parallelism (figures 6 and 7)", body, differs, _figure(curves), records
+def triple_of(ranks: int) -> tuple[int, int, int]:
+    """(W, N, G) that grows with the ranks."""
+    return BASE[0] * ranks, BASE[1], BASE[2] * ranks
+
+
+def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
+    """Lookahead with (W, N, G) for each number of ranks, t(k), and the exchange between two processes."""
+    prompts = study.prompts(10, WORKLOADS)
+    exchange = exchange_seconds(EXCHANGES)
+    methods = [Sharded(Lookahead(*triple_of(r)), RANKS if r == 1 else (r,)) for r in RANKS]
+    records = study.run(methods, prompts, replace(study.options, warm=False))
+    largest = Lookahead(*triple_of(RANKS[-1])).max_step_rows
+    assert largest is not None
+    counts = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest]
+    times = {str(k): seconds for k, seconds in step_times(study.model, counts).items()}
+    measured = {"exchange_seconds": exchange, "step_seconds": times, "kv_bytes": _kv_bytes(study.model)}
+    return records, measured
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """One workload on R ranks.
+
+    Attributes:
+        s: S with (W, N, G) grown R times.
+        rows: rows of a step.
+        widest, recomputed, bytes: of the widest shard with the grown settings.
+        fixed_widest: rows of the widest shard with (15, 5, 15).
+        grown, flat, fixed: modelled speed-ups: grown settings; the same with t(k) flat; (15, 5, 15).
+    """
+
+    s: float
+    rows: float
+    widest: float
+    recomputed: float
+    bytes: float
+    fixed_widest: float
+    grown: float
+    flat: float
+    fixed: float
+
+
+def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], exchange: float) -> Scaling:
+    """The model of one workload on R ranks.
+
+    Args:
+        records: of one workload.
+        t: seconds of a step of k rows.
+        exchange: seconds of the messages of a step between two ranks or more.
+    """
+    grown, base = (
+        [r for r in records if r["method"] == f"lookahead:{w},{n},{g}" and "skipped" not in r]
+        for w, n, g in (triple_of(ranks), BASE)
+    )
+    wait = exchange if ranks > 1 else 0.0
+
+    def s_of(texts: Sequence[Record]) -> float:
+        return sum(r["new_tokens"] - 1 for r in texts) / max(1, sum(r["steps"] for r in texts))
+
+    def shards(texts: Sequence[Record]) -> list[dict[str, Any]]:
+        return [r["drafter"][f"shards_{ranks}"] for r in texts]
+
+    def widths(texts: Sequence[Record]) -> list[tuple[int, int]]:
+        return [(int(w), count) for x in shards(texts) for w, count in x["widths"].items()]
+
+    def mean(texts: Sequence[Record], value: Callable[[int], float]) -> float:
+        pairs = widths(texts)
+        return sum(value(w) * count for w, count in pairs) / max(1, sum(count for _, count in pairs))
+
+    steps = max(1, sum(r["steps"] for r in grown))
+    recomputed, sent = (
+        sum(x[name] * r["steps"] for x, r in zip(shards(grown), grown, strict=True)) / steps
+        for name in ("recomputed", "bytes")
+    )
+    return Scaling(
+        s=s_of(grown),
+        rows=sum(r["rows"] for r in grown) / steps,
+        widest=mean(grown, float),
+        recomputed=recomputed,
+        bytes=sent,
+        fixed_widest=mean(base, float),
+        grown=s_of(grown) * t(1) / (mean(grown, t) + wait),
+        flat=s_of(grown) / mean(grown, lambda width: max(1.0, width / FLAT_ROWS)),
+        fixed=s_of(base) * t(1) / (mean(base, t) + wait),
     )
 
 
-def _together(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]], ranks: int) -> Shares:
-    """Means over the steps of all sequences, each with missing rows of its own."""
-    parts = [share_out(steps, ranks) for steps in sequences if steps]
-    weights = [len(part.widths) for part in parts]
+def page(head: Head, records: Sequence[Record]) -> Page:
+    """The page of these records."""
+    import numpy as np
 
-    def mean(name: str) -> float:
-        total = sum(getattr(p, name) * w for p, w in zip(parts, weights, strict=True))
-        return float(total / max(1, sum(weights)))
+    counts = [int(k) for k in head["step_seconds"]]
+    seconds = list(head["step_seconds"].values())
 
-    names = ("rows", "widest", "evaluated", "recomputed", "bytes")
-    widths = [width for part in parts for width in part.widths]
-    rows, widest, evaluated, recomputed, sent = map(mean, names)
-    return Shares(ranks, rows, widest, evaluated, recomputed, sent, widths)
+    def t(k: float) -> float:
+        return float(np.interp(k, counts, seconds))
+
+    workloads = list(dict.fromkeys(r["workload"] for r in records if "skipped" not in r))
+    found = {
+        (w, ranks): scaling([r for r in records if r["workload"] == w], ranks, t, head["exchange_seconds"])
+        for w in workloads
+        for ranks in RANKS
+    }
+    headings = [
+        "workload",
+        "ranks",
+        "W, N, G",
+        "S",
+        "rows",
+        "widest shard, grown",
+        "widest shard, (15, 5, 15)",
+    ]
+    headings += ["recomputed rows per rank", "bytes per step", "speed-up, grown, measured t(k)"]
+    headings += ["the same, assumed flat t(k)", "speed-up, (15, 5, 15), measured t(k)", "the paper's (7B)"]
+    rows = [
+        [
+            workload,
+            str(ranks),
+            ", ".join(map(str, triple_of(ranks))),
+            number(x.s),
+            number(x.rows, 0),
+            number(x.widest, 1),
+            number(x.fixed_widest, 1),
+            number(x.recomputed),
+            number(x.bytes, 0),
+            *(number(value) for value in (x.grown, x.flat, x.fixed)),
+            PAPER.get(workload, {}).get(ranks, "–"),
+        ]
+        for (workload, ranks), x in found.items()
+    ]
+    body = [
+        markdown_table(headings, rows),
+        "",
+        f"**Measured**: S, rows and t(k) in one process; the exchange of a step, "
+        f"{head['exchange_seconds'] * 1e6:.0f} us, between two processes of this machine by gloo. **Computed** from "
+        "the measured steps: shards, recomputed rows, bytes (of all ranks together), means over steps. "
+        "**Modelled**: speed-ups over plain decoding, S t(1) / (t(widest shard) + exchange), with the exchange of "
+        "two ranks for any number of them. **Assumed**, in the column that says so: up to "
+        f"{FLAT_ROWS} rows cost as much as one row, the exchange nothing. No speed-up was measured on several "
+        "devices. Sending keys and values in place of computing missing rows again would take "
+        f"{head['kv_bytes'] or 'more'} bytes per row.",
+    ]
+    differs = [
+        model_and_machine(head, records),
+        *differences({w: {ranks: found[w, ranks].s for ranks in RANKS} for w in workloads}),
+        "One process decodes and the shards are those that R ranks would get; the paper measures 1 to 8 A100, with "
+        "FlashAttention on both sides. There tensor and pipeline parallelism slow a single text down (0.71 to 0.82).",
+    ]
+    names = {"t(k) of this machine": "grown", f"flat up to {FLAT_ROWS} rows": "flat"}
+    curves = {
+        f"{workload}, {what}": [getattr(found[workload, ranks], name) for ranks in RANKS]
+        for workload in workloads
+        for what, name in names.items()
+    }
+    title = "Lookahead parallelism (figures 6 and 7)"
+    facts = [{"workload": w, "ranks": r, **_as_dict(x)} for (w, r), x in found.items()]
+    return Page(title, body, differs, lambda: _figure(curves), facts)
 
 
-def _ratio(sequences: Sequence[Sequence[tuple[TokenTree, Sequence[int]]]]) -> float:
-    steps = sum(map(len, sequences))
-    return sum(len(path) for sequence in sequences for _, path in sequence) / max(1, steps)
+def _as_dict(x: Scaling) -> dict[str, float]:
+    return {name: getattr(x, name) for name in Scaling.__slots__}
 
 
-def _kv_bytes(model: Any) -> str:
+def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """How S grows with the window, by workload.
+
+    Args:
+        ratios: workload -> ranks -> S.
+    """
+    sentences = []
+    for workload, by_ranks in ratios.items():
+        first, last = by_ranks[min(by_ranks)], by_ranks[max(by_ranks)]
+        change = f"from {first:.2f} on {min(by_ranks)} rank to {last:.2f} on {max(by_ranks)}"
+        if first and last / first < FLAT_S:
+            sentences.append(
+                f"On {workload} S hardly grows with the window ({change}), so more ranks bring nothing there; the "
+                "paper's throughput grows with them."
+            )
+        else:
+            sentences.append(f"On {workload} S grows with the window ({change}), as in the paper.")
+    return sentences
+
+
+def _kv_bytes(model: ModelUnderTest) -> int | None:
+    """Bytes of the keys and values of one row; None if the target does not say."""
     facts = getattr(model.target, "facts", None)
     if facts is None:
-        return "more"
+        return None
     item = facts.dtype.itemsize
-    return str(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
+    return int(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
 
 
 def _bytes(rows: int) -> int:
@@ -237,7 +389,7 @@ def _bytes(rows: int) -> int:
     return max(FRAME, 12 * rows)
 
 
-def _figure(curves: dict[str, list[float]]) -> Any:
+def _figure(curves: Mapping[str, Sequence[float]]) -> Any:
     figure, axes = new_figure()
     for index, (name, values) in enumerate(curves.items()):
         axes.plot(RANKS, values, label=name, **colour(index))

@@ -1,9 +1,9 @@
-"""Is sampling with lookahead the same as without? Three questions, from the strongest to the weakest.
+"""Table 2 of the paper: is sampling with lookahead the same as without? From the strongest test to the weakest:
 
-same seed, same tokens    of every text, lookahead against plain decoding: equality, no statistics
-the joint distribution    of the first tokens, lookahead's draws against plain sampling and against the
+same seed, same tokens    every text of lookahead against plain decoding: equality, no statistics
+the joint distribution    of the first tokens, lookahead's samples against plain sampling and against the
                           exact distribution that is enumerated from the model (chi-square)
-ROUGE                     of texts against references, as in the paper's table 2
+ROUGE                     of texts against references, as in the paper
 """
 
 from __future__ import annotations
@@ -13,40 +13,60 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from lookahead.bench.method import RunOptions
-from lookahead.bench.methods import Drafted, make_methods
-from lookahead.bench.model import ModelUnderTest
-from lookahead.bench.pictures import COLOURS, label, new_figure
+from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, make_methods
+from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
-from lookahead.bench.summary import figures, number, plain_of
-from lookahead.bench.workloads import Prompt, find_file, load_workload
+from lookahead.bench.report import figures, number, plain_of
+from lookahead.bench.workloads import Prompt
 from lookahead.core import SettingsError
 
-from .study import Study
+from ..datasets import find_file, load_workload
+from .committed import Head
+from .study import Page, Study, model_and_machine
 
 Cell = tuple[int, ...]
 Distribution = dict[Cell, float]
-#: Texts drawn for the test of the joint distribution.
+METHOD = "lookahead:15,5,15"
+TEMPERATURES = (0.0, 0.5, 1.0)
+#: Table 2: data set -> temperature -> (S, speed-up)
+PAPER = {
+    "CNN/Daily Mail": {0.0: (1.72, 1.57), 1.0: (1.64, 1.46)},
+    "XSum": {0.0: (1.77, 1.60), 1.0: (1.67, 1.50)},
+}
+#: Table 2, CNN/Daily Mail: temperature -> ROUGE-1, -2 and -L of autoregressive decoding, then of lookahead
+PAPER_ROUGE: dict[float, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    0.0: ((37.79, 14.59, 23.96), (37.79, 14.59, 23.96)),
+    1.0: ((36.55, 13.20, 22.68), (36.53, 13.27, 22.71)),
+}
+#: Texts sampled for the test of the joint distribution.
 DRAWS = 1000
-#: Tokens of a prompt that these texts go on from: each draw reads them again.
+#: Tokens of a prompt that these texts continue: each of them reads the tokens again.
 BEGINNING = 32
+KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
 
-def rouge(records: Sequence[Record]) -> dict[str, float]:
-    """Mean ROUGE-1, -2 and -L (F measure) of texts that have a reference. Empty where none has one."""
+def rouge(text: str, reference: str) -> dict[str, float]:
+    """ROUGE-1, -2 and -L (F measure) of a text.
+
+    Raises:
+        SettingsError: rouge-score is not installed.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
     except ImportError:
-        raise SettingsError('ROUGE needs rouge-score: pip install "lookahead-decoding[bench]"') from None
-    kinds = ["rouge1", "rouge2", "rougeL"]
-    scorer = RougeScorer(kinds, use_stemmer=True)
-    scores = [scorer.score(r["reference"], r["text"]) for r in records if r.get("reference")]
-    if not scores:
-        return {}
-    return {kind: sum(score[kind].fmeasure for score in scores) / len(scores) for kind in kinds}
+        raise SettingsError(
+            "ROUGE needs rouge-score, which is not installed: pip install rouge-score"
+        ) from None
+    scores = RougeScorer(list(KINDS), use_stemmer=True).score(reference, text)
+    return {kind: round(scores[kind].fmeasure, 6) for kind in KINDS}
+
+
+def mean_rouge(records: Sequence[Record]) -> dict[str, float]:
+    """Means over the texts that have a reference. Empty if none has."""
+    scores = [record["rouge"] for record in records if record.get("rouge")]
+    return {kind: sum(score[kind] for score in scores) / len(scores) for kind in KINDS} if scores else {}
 
 
 def exact_distribution(
@@ -56,11 +76,11 @@ def exact_distribution(
     options: RunOptions,
     temperature: float | None = None,
 ) -> Distribution:
-    """The joint distribution of the first ``depth`` tokens, enumerated; a text that ends earlier is a cell too.
+    """The joint distribution of the first ``depth`` tokens, enumerated. A text that ends earlier is a cell too.
 
     Args:
-        options: ``top_k`` must be set, or the tree of texts is too large.
-        temperature: in place of that of the options.
+        options: ``top_k`` must be set: without it there are too many texts.
+        temperature: in place of the temperature of the options.
     """
     import torch
 
@@ -90,7 +110,7 @@ def entropy(distribution: Distribution) -> float:
 
 
 def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float, int]:
-    """(p value, cells) of counts against a distribution; cells with fewer than 5 expected are joined into one."""
+    """(p value, cells) of counts against a distribution; cells with an expected count below 5 are merged."""
     from scipy.stats import chisquare  # type: ignore[import-untyped]
 
     total = sum(counts.values())
@@ -105,7 +125,7 @@ def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float
 
 
 def chi_square_two(a: Counter[Cell], b: Counter[Cell]) -> tuple[float, int]:
-    """(p value, cells) that two sets of draws have one distribution; cells with fewer than 10 draws are joined."""
+    """(p value, cells) of two sets of samples having one distribution; cells with under 10 samples are merged."""
     from scipy.stats import chi2_contingency
 
     cells = [cell for cell in set(a) | set(b) if a[cell] + b[cell] >= 10]
@@ -123,10 +143,13 @@ class JointDistribution:
     """The chi-square tests of one prompt.
 
     Attributes:
-        draws, depth, cells: texts drawn, tokens of each that count, cells of the exact distribution.
-        compression_ratio: S of lookahead's draws; above 1, or nothing was tested.
-        p_exact: lookahead against the exact distribution. p_plain: lookahead against transformers' plain sampling.
-        p_wrong: lookahead against the exact distribution at another temperature; near 0, or the test sees nothing.
+        draws: texts sampled.
+        depth: tokens of each text that are compared.
+        cells: of the exact distribution.
+        compression_ratio: S of lookahead's samples; at 1, no draft was accepted and nothing was tested.
+        p_exact: lookahead against the exact distribution.
+        p_plain: lookahead against transformers' plain sampling.
+        p_wrong: lookahead against the exact distribution at another temperature; near 0 if the test has power.
     """
 
     draws: int
@@ -148,9 +171,9 @@ def joint_distribution(
     temperature: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> JointDistribution:
-    """Test the joint distribution of the first tokens after that prompt whose distribution has the largest entropy.
+    """Test the joint distribution of the first tokens after the prompt whose distribution has the largest entropy.
 
-    The method keeps its n-grams from draw to draw, so that drafts are there to be accepted.
+    The method keeps its n-grams from text to text, so that there are drafts to accept.
     """
     options = RunOptions(max_new_tokens=depth + 2, temperature=temperature, top_k=top_k)
     distributions = [exact_distribution(model, prompt, depth, options) for prompt in prompts]
@@ -161,7 +184,7 @@ def joint_distribution(
     steps = tokens = 0
     show = progress or (lambda done, total, what: None)
     for seed in range(draws):
-        show(seed, draws, "draws for the joint distribution")
+        show(seed, draws, "samples for the joint distribution")
         outcome = drafted.decode(model, prompt, replace(options, seed=seed))
         counts[tuple(outcome.tokens[:depth])] += 1
         steps += len(outcome.step_tokens)
@@ -183,15 +206,20 @@ def joint_distribution(
 def _plain_draws(
     model: ModelUnderTest, prompt: Sequence[int], depth: int, options: RunOptions, draws: int
 ) -> Counter[Cell]:
-    """Texts of transformers' own sampling, many at a time."""
+    """First tokens of transformers' own sampling, many texts at a time."""
     import torch
     from transformers import GenerationConfig
 
     eos = sorted(model.eos) or None
     config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=depth, do_sample=True, temperature=float(options.temperature), top_k=options.top_k, top_p=1.0,
-        eos_token_id=eos, pad_token_id=eos[0] if eos else 0,
-    )  # fmt: skip
+        max_new_tokens=depth,
+        do_sample=True,
+        temperature=float(options.temperature),
+        top_k=options.top_k,
+        top_p=1.0,
+        eos_token_id=eos,
+        pad_token_id=eos[0] if eos else 0,
+    )
     ids = torch.tensor([list(prompt)], device=model.model.device)
     torch.manual_seed(options.seed + 1)
     counts: Counter[Cell] = Counter()
@@ -204,106 +232,159 @@ def _plain_draws(
     return counts
 
 
-def same_tokens(records: Sequence[Record]) -> tuple[int, int]:
-    """(texts equal to plain decoding with the same seed, texts compared)."""
-    compared = [record for record in records if record.get("equal") is not None]
-    return sum(record["equal"] for record in compared), len(compared)
+def summaries(study: Study) -> list[Prompt]:
+    """Prompts of the paper's data sets if they are in the data folder, else Spec-Bench's summaries of CNN/Daily Mail,
+    else functions of the standard library."""
+    sets = ("cnn-dailymail", "xsum")
+    present = any(find_file(name, study.data) is not None for name in sets)
+    if study.workloads or present or find_file("spec-bench", study.data) is None:
+        return study.prompts(20, sets)
+    prompts = load_workload("spec-bench", None, study.options.seed, study.data)
+    count = 20 if study.limit is None else study.limit or None
+    return [p for p in prompts if p.category == "summarization"][:count]
 
 
-def groups(records: Sequence[Record]) -> list[tuple[tuple[float, str, str], list[Record]]]:
-    """Measured records by (temperature, method, state)."""
+def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
+    """Plain decoding and lookahead at three temperatures, then the test of the joint distribution."""
+    prompts = summaries(study)
+    records: list[Record] = []
+    for temperature in TEMPERATURES:
+        options = replace(study.options, temperature=temperature, repeats=1, warm=False)
+        records += study.run([METHOD], prompts, options)
+    return with_rouge(records), {"joint_distribution": measure_joint(study.model, prompts, study.progress)}
 
-    def key(record: Record) -> tuple[float, str, str]:
-        return record["options"]["temperature"], record["method"], record["state"]
 
-    measured = sorted((r for r in records if "skipped" not in r), key=key)
-    return [(name, list(group)) for name, group in itertools.groupby(measured, key)]
+def with_rouge(records: Sequence[Record]) -> list[Record]:
+    """The records with the ROUGE of each text that has a reference."""
+    return [
+        record | ({"rouge": rouge(record["text"], record["reference"])} if record.get("reference") else {})
+        for record in records
+    ]
+
+
+def measure_joint(
+    model: ModelUnderTest, prompts: Sequence[Prompt], progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, Any]:
+    """The test of the joint distribution after the beginnings of some prompts, for the head of the records."""
+    texts = [prompt.tokens(model.tokenizer)[:BEGINNING] for prompt in prompts[:8]]
+    tests = joint_distribution(model, texts, draws=DRAWS, progress=progress)
+    return asdict(tests) | {"dtype": model.dtype, "path": model.target.path}
 
 
 def as_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Rows of the page's table: temperature, method, cold or warm, ROUGE, S, speed-up, equality."""
-    rows = []
-    plain = plain_of(r for r in records if "skipped" not in r)
-    for (temperature, method, state), group in groups(records):
-        x = figures(group, plain)
+    """Rows of the page's table: temperature, method, ROUGE, S, speed-up, equality."""
+    measured = [record for record in records if "skipped" not in record]
+    plain, rows = plain_of(measured), []
+
+    def key(record: Record) -> tuple[float, bool, str]:
+        return record["options"]["temperature"], record["method"] != PLAIN, record["method"]
+
+    for (temperature, _, method), group in itertools.groupby(sorted(measured, key=key), key):
+        texts = list(group)
+        x = figures(texts, plain)
         rows.append(
-            {"temperature": temperature, "method": method, "state": state, "texts": len(group), **rouge(group),
-             "S": x.s_steps, "speed_up": x.total, "equal": x.equal, "compared": x.compared}
-        )  # fmt: skip
+            {
+                "temperature": temperature,
+                "method": method,
+                "texts": len(texts),
+                **mean_rouge(texts),
+                "S": x.s_steps,
+                "speed_up": x.total,
+                "equal": x.equal,
+                "compared": x.compared,
+            }
+        )
     return rows
 
 
-def summaries(study: Study) -> list[Prompt]:
-    """Prompts of the data sets of the paper's table 2 that are at hand, else of Spec-Bench's summaries, else code."""
-    at_hand = [name for name in ("cnn-dailymail", "xsum") if find_file(name, study.data) is not None]
-    if study.workloads or at_hand or find_file("spec-bench", study.data) is None:
-        return study.prompts(16, at_hand or ("stdlib",))
-    prompts = load_workload("spec-bench", None, study.options.seed, study.data)
-    return [p for p in prompts if p.category == "summarization"][
-        : 16 if study.limit is None else study.limit or None
-    ]
-
-
-def sampling_quality(study: Study) -> Path:
-    """Table 2: temperatures 0, 0.5 and 1, plain against lookahead; and tests that can fail."""
-    method = "lookahead:15,5,15"
-    prompts = summaries(study)
-    records: list[Record] = []
-    for temperature in (0.0, 0.5, 1.0):
-        options = replace(study.options, temperature=temperature, repeats=1)
-        records += study.run(["hf-greedy" if not temperature else "hf-sample", method], prompts, options)
-    model = study.model
-    texts = [p.tokens(model.tokenizer)[:BEGINNING] for p in prompts[:8]]
-    tests = joint_distribution(model, texts, draws=DRAWS, progress=study.progress)
+def page(head: Head, records: Sequence[Record]) -> Page:
+    """The page of these records."""
     rows = as_rows(records)
     body = [
-        "| temperature | method | n-grams of earlier prompts | texts | ROUGE-1 | ROUGE-2 | ROUGE-L | S | speed-up "
-        "| equal to plain decoding, same seed |",
-        "| ---: | --- | --- |" + " ---: |" * 7,
+        "| temperature | method | texts | ROUGE-1 | ROUGE-2 | ROUGE-L | the paper's ROUGE-1, -2, -L (CNN/Daily Mail) "
+        "| S | the paper's S (CNN/Daily Mail, XSum) | speed-up | the paper's | equal to plain decoding, same seed |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | --- | ---: | --- | ---: | --- | ---: |",
     ]
     for row in rows:
-        scores = " | ".join(
-            number(row.get(kind, float("nan")) * 100) for kind in ("rouge1", "rouge2", "rougeL")
-        )
-        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "another stream"
+        temperature, is_plain = row["temperature"], row["method"] == PLAIN
+        scores = " | ".join(number(row.get(kind, math.nan) * 100) for kind in KINDS)
+        paper_rouge = PAPER_ROUGE.get(temperature, ((), ()))[not is_plain]
+        known = [] if is_plain else [PAPER[name][temperature] for name in PAPER if temperature in PAPER[name]]
+        paper_s, paper_speed = (", ".join(f"{values[i]:.2f}" for values in known) or "–" for i in (0, 1))
         body.append(
-            f"| {row['temperature']} | `{row['method']}` | {row['state'] or '–'} | {row['texts']} | {scores} "
-            f"| {number(row['S'])} | {number(row['speed_up'])} | {same} |"
+            f"| {temperature} | `{row['method']}` | {row['texts']} | {scores} "
+            f"| {', '.join(f'{x:.2f}' for x in paper_rouge) or '–'} | {number(row['S'])} | {paper_s} "
+            f"| {number(row['speed_up'])} | {paper_speed} | {row['equal']}/{row['compared']} |"
         )
-    equal, compared = same_tokens([r for r in records if r["method"] == method])
-    body += [
-        "", f"**Same seed, same tokens**: {equal} of {compared} texts.", "",
-        f"**The joint distribution of the first {tests.depth} tokens** behind the first {BEGINNING} of a prompt, "
-        f"{tests.draws} draws at temperature 1 among the 4 likeliest, {tests.cells} cells, "
-        f"S = {tests.compression_ratio:.2f} in these draws (n-grams kept from draw to draw):", "",
-        "| lookahead's draws against | chi-square p value |", "| --- | ---: |",
-        f"| the exact distribution, enumerated from the model | {tests.p_exact:.3f} |",
-        f"| transformers' plain sampling, as many draws | {tests.p_plain:.3f} |",
-        f"| the exact one at temperature 1.2 (must be near 0, or the test sees nothing) | {tests.p_wrong:.2g} |",
-    ]  # fmt: skip
+    drafted = [r for r in rows if r["method"] != PLAIN]
+    equal, compared = (sum(row[name] for row in drafted) for name in ("equal", "compared"))
+    body += ["", f"**Same seed, same tokens**: {equal} of {compared} texts.", ""]
+    tests = head.get("joint_distribution")
+    if tests:
+        body += _joint_lines(tests)
+    differs = [
+        model_and_machine(head, records),
+        *differences(rows),
+        "The paper scores summaries of CNN/Daily Mail and XSum with LLaMA-2 7B and the prompts of its appendix D. "
+        + _prompts(records)
+        + " A low ROUGE says that the model is small; what counts is that it is the same with and without lookahead.",
+        "The speed-up is over our own plain decoding in the same run.",
+        "Equality of tokens is stronger than the paper's comparison of scores: if all texts are equal, so is every "
+        "score.",
+    ]
+    facts = {"texts": rows, "joint_distribution": tests}
+    return Page("Sampling quality (table 2)", body, differs, lambda: _figure(rows), facts)
+
+
+def _prompts(records: Sequence[Record]) -> str:
+    workloads = {record["workload"] for record in records}
+    if workloads == {"spec-bench"}:
+        return 'Here they are Spec-Bench\'s summaries of CNN/Daily Mail articles, with its prompt "Summarize: ...".'
+    return f"Here they are those of {' and '.join(sorted(workloads))} (see benchmarks/datasets.py)."
+
+
+def _joint_lines(tests: dict[str, Any]) -> list[str]:
+    return [
+        f"**The joint distribution of the first {tests['depth']} tokens** after the first {BEGINNING} tokens of a "
+        f"prompt, {tests['draws']} texts sampled at temperature 1 among the 4 most likely tokens in "
+        f"{tests['dtype']}, {tests['cells']} cells, S = {tests['compression_ratio']:.2f} in these texts (n-grams "
+        "kept from text to text):",
+        "",
+        "| lookahead's samples against | chi-square p value |",
+        "| --- | ---: |",
+        f"| the exact distribution, enumerated from the model | {tests['p_exact']:.3f} |",
+        f"| transformers' plain sampling, as many texts | {tests['p_plain']:.3f} |",
+        f"| the exact distribution at temperature 1.2 (near 0 if the test has power) | {tests['p_wrong']:.2g} |",
+    ]
+
+
+def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How S changes with the temperature, here and in the paper."""
+    ours = {row["temperature"]: row["S"] for row in rows if row["method"] != PLAIN}
+    if not {0.0, 1.0} <= ours.keys():
+        return []
+    change = 100 * (ours[1.0] / ours[0.0] - 1)
+    paper = PAPER["CNN/Daily Mail"]
+    theirs = 100 * (paper[1.0][0] / paper[0.0][0] - 1)
+    word = "falls" if change < 0 else "rises"
+    return [
+        f"From temperature 0 to 1, S {word} by {abs(change):.0f} % (from {ours[0.0]:.2f} to {ours[1.0]:.2f}); in the "
+        f"paper it falls by {abs(theirs):.0f} % (from {paper[0.0][0]:.2f} to {paper[1.0][0]:.2f} on CNN/Daily Mail)."
+    ]
+
+
+def _figure(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = new_figure(8.0, 4.8)
-    kinds = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
     for index, row in enumerate(rows):
-        places = [place + (index - (len(rows) - 1) / 2) * 0.9 / len(rows) for place in range(3)]
-        heights = [row.get(kind, 0.0) * 100 for kind in kinds]
+        offset = (index - (len(rows) - 1) / 2) * 0.9 / len(rows)
         axes.bar(
-            places,
-            heights,
+            [place + offset for place in range(len(KINDS))],
+            [row.get(kind, 0.0) * 100 for kind in KINDS],
             0.85 / len(rows),
             color=COLOURS[index % len(COLOURS)],
-            label=f"T = {row['temperature']:g}, {row['method']} {row['state']}".rstrip(),
+            label=f"T = {row['temperature']:g}, {row['method']}",
         )
-    axes.set_xticks(range(3), list(kinds.values()))
+    axes.set_xticks(range(len(KINDS)), list(KINDS.values()))
     axes.grid(False, axis="x")
     label(axes, "Text quality, plain against lookahead", "measure", "F measure (%)")
-    differs = [
-        study.size(),
-        "The paper scores summaries of CNN/Daily Mail and XSum with LLaMA-2 7B. ROUGE is here against the references "
-        "of the workload above, where it has any (for stdlib, the function's real body); it must be equal, not high.",
-        "The speed-up is over our own plain decoding in the same run. Warm: with the n-grams of the earlier prompts.",
-        "`hf-sample` draws from transformers' own stream, so its texts differ; its ROUGE may differ by chance.",
-        "Equality of tokens is stronger than the paper's comparison of scores: where all texts are equal, so is "
-        "every score.",
-    ]
-    facts = {"texts": rows, "joint_distribution": asdict(tests)}
-    return study.page("sampling-quality", "Sampling quality (table 2)", body, differs, figure, records, facts)
+    return figure

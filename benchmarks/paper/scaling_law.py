@@ -6,17 +6,20 @@ b, speculations verified at a time (G = W here); f, steps per good speculation; 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from pathlib import Path
 from typing import Any
 
-from lookahead.bench.pictures import COLOURS, colour, label, new_figure, powers_of_two
-from lookahead.bench.summary import figures
-from lookahead.core import LookaheadConfig, SettingsError
+from lookahead.bench.plots import COLOURS, colour, label, new_figure, powers_of_two
+from lookahead.bench.record import Record
+from lookahead.bench.report import figures
+from lookahead.core import SettingsError
+from lookahead.drafters import Lookahead
 
-from .study import WINDOW_ONLY, Study, loop_free_texts, ratios
+from .committed import Head
+from .study import WINDOW_ONLY, Page, Study, in_words, loop_free_texts, model_and_machine, ratios
 
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
 
@@ -45,7 +48,7 @@ def compression_ratio(alpha: float, f: float, gamma: int, b: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """alpha and f of least squares, and the share of the variance that they explain."""
+    """alpha and f by least squares, and the share of the variance that they explain."""
 
     alpha: float
     f: float
@@ -63,12 +66,12 @@ def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
     try:
         from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
-        raise SettingsError('the fit needs scipy: pip install "lookahead-decoding[bench]"') from None
+        raise SettingsError("the fit needs scipy, which is not installed: pip install scipy") from None
 
     def residuals(x: Sequence[float]) -> list[float]:
         return [compression_ratio(x[0], x[1], n - 1, w) - s for w, n, s in points]
 
-    # The surface has flat parts, so several starts; the best one counts.
+    # The surface has flat parts: the best of several starts counts.
     starts = [(alpha, f) for alpha in (0.1, 0.3, 0.6) for f in (1.5, 3.0, 8.0)]
     best = min(
         (least_squares(residuals, start, bounds=([1e-6, 1.0], [1 - 1e-6, 1e4])) for start in starts),
@@ -86,69 +89,129 @@ PAPER = Fit(0.425, 3.106, nan)
 EXTRA = (("7B", (15, 5, 15), 120), ("13B", (10, 5, 10), 80), ("34B", (7, 5, 7), 56))
 
 
-def scaling_law(study: Study) -> Path:
-    """Section 4, figures 4a and 4b: S for W = G and N, and equation 7 fitted to it."""
-    methods = {(w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS}
-    options = replace(study.options, warm=False)
-    records = study.run(list(methods.values()), study.prompts(8), options)
+def methods() -> dict[tuple[int, int], str]:
+    """(W = G, N) -> method."""
+    return {(w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS}
+
+
+def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
+    """S of every W = G and N on the first turns of MT-Bench."""
+    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in study.prompts(20, ["mt-bench"])]
+    return study.run(list(methods().values()), prompts, replace(study.options, warm=False)), {}
+
+
+def page(head: Head, records: Sequence[Record]) -> Page:
+    """The page of these records."""
+    free, texts = loop_free_texts(records)
     rows = {
         size: figures([r for r in records if r["method"] == name and "skipped" not in r], {}).rows
-        for size, name in methods.items()
+        for size, name in methods().items()
     }
-    straight, texts = loop_free_texts(records)
-    body, curves = [], []
-    for what, loop_free in (
-        (f"all {texts} texts", False),
-        (f"the {straight} loop-free texts of {texts}", True),
-    ):
+    body: list[str] = []
+    fits: dict[bool, tuple[list[tuple[int, int, float]], Fit]] = {}
+    for loop_free, what in ((False, f"All {texts} texts"), (True, f"The {free} loop-free texts of {texts}")):
         measured = ratios(records, loop_free)
-        points = [(w, n, measured[name]) for (w, n), name in methods.items() if measured.get(name, nan) > 0]
+        points = [(w, n, measured[name]) for (w, n), name in methods().items() if measured.get(name, nan) > 0]
         if len(points) < 3:
             body += [f"{what}: too few to fit.", ""]
             continue
-        found = fit(points)
-        curves.append((points, found))
-        body += [
-            f"**{what}**: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f} "
-            f"(the paper: alpha = {PAPER.alpha}, f = {PAPER.f})", "",
-            "| N | " + " | ".join(f"W = G = {w}" for w in WINDOWS) + " |", "| --- |" + " ---: |" * len(WINDOWS),
-        ]  # fmt: skip
-        for n in NGRAMS:
-            cells = [
-                f"{measured[methods[w, n]]:.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f}; "
-                f"{compression_ratio(PAPER.alpha, PAPER.f, n - 1, w):.3f})"
-                for w in WINDOWS
-            ]
-            body.append(f"| {n} | " + " | ".join(cells) + " |")
-        body += [
-            "",
-            "Measured S, and in brackets equation 7 as fitted here and with the paper's alpha and f.",
-            "",
-        ]
-    if not curves:
+        fits[loop_free] = points, fit(points)
+        by_size = {size: measured.get(name, nan) for size, name in methods().items()}
+        body += _table(what, by_size, fits[loop_free][1])
+    if not fits:
         raise SettingsError(
             "no prompt gave a text with steps to measure; use more prompts or another workload"
         )
-    points, found = curves[0]
+    points, found = next(iter(fits.values()))
     body += [
         f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
-        f"{1 / (1 - found.alpha):.2f} tokens per step, however long it is.", "",
+        f"{1 / (1 - found.alpha):.2f} tokens per step, whatever its length.",
+        "",
         "| the paper's model | (W, N, G) | (W + G)(N - 1), extra operations (paper) | rows of our largest step |",
         "| --- | --- | ---: | ---: |",
         *(
-            f"| {size} | {triple} | {extra} | {LookaheadConfig(*triple).max_rows} |" for size, triple, extra in EXTRA
+            f"| {size} | {triple} | {extra} | {Lookahead(*triple).max_step_rows} |"
+            for size, triple, extra in EXTRA
         ),
-    ]  # fmt: skip
+    ]
     differs = [
-        study.size(),
-        "The paper measures MT-Bench with LLaMA-2-Chat 7B. A small model repeats itself more, which flatters "
-        "n-grams; so the loop-free texts are fitted too.",
-        "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill "
-        "the pool.",
-        "Operations of a step are counted in rows: each costs two per parameter; attention comes to little here.",
+        model_and_machine(head, records),
+        *differences({(w, n): s for w, n, s in points}, found),
+        "The paper measures MT-Bench with LLaMA-2-Chat 7B; here only the first turns are decoded. A small model "
+        "repeats itself more, which favours n-grams; so the loop-free texts are fitted too.",
+        "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill the "
+        "pool.",
+        "The operations of a step are counted in rows: each costs two per parameter; attention adds little here.",
     ]
     title = "Scaling law (section 4, figures 4a and 4b)"
-    return study.page("scaling-law", title, body, differs, _figure(points, found, rows), records)
+    return Page(title, body, differs, lambda: _figure(points, found, rows))
+
+
+def _table(what: str, measured: Mapping[tuple[int, int], float], found: Fit) -> list[str]:
+    lines = [
+        f"**{what}**: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f} "
+        f"(the paper: alpha = {PAPER.alpha}, f = {PAPER.f})",
+        "",
+        "| N | " + " | ".join(f"W = G = {w}" for w in WINDOWS) + " |",
+        "| --- |" + " ---: |" * len(WINDOWS),
+    ]
+    for n in NGRAMS:
+        cells = [
+            f"{measured.get((w, n), nan):.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f}; "
+            f"{compression_ratio(PAPER.alpha, PAPER.f, n - 1, w):.3f})"
+            for w in WINDOWS
+        ]
+        lines.append(f"| {n} | " + " | ".join(cells) + " |")
+    return [
+        *lines,
+        "",
+        "Measured S, and in brackets equation 7 as fitted here and with the paper's alpha and f.",
+        "",
+    ]
+
+
+def differences(measured: Mapping[tuple[int, int], float], found: Fit) -> list[str]:
+    """Sentences on where the measurement departs from the paper's equation 7.
+
+    Args:
+        measured: S by (W = G, N).
+        found: equation 7 as fitted to it.
+    """
+    sentences = [
+        f"alpha is {found.alpha:.3f} against the paper's {PAPER.alpha}, f is {found.f:.2f} against {PAPER.f}; "
+        f"the fit explains {100 * found.r2:.0f} % of the variance."
+    ]
+    ngrams = sorted({n for _, n in measured})
+    reversed_pairs = [
+        f"at W = {w}, N = {large} gives {measured[w, large]:.2f} and N = {small} gives {measured[w, small]:.2f}"
+        for w in sorted({w for w, _ in measured})
+        for small, large in itertools.pairwise(ngrams)
+        if (w, small) in measured and (w, large) in measured and measured[w, large] < measured[w, small]
+    ]
+    if reversed_pairs:
+        sentences.append(
+            f"By equation 7 a longer n-gram never lowers S. Here it does: {'; '.join(reversed_pairs)}."
+        )
+    else:
+        sentences.append("As by equation 7, a longer n-gram never lowers S.")
+    falling = [
+        f"at N = {n} from W = {a} to {b}"
+        for n in ngrams
+        for a, b in itertools.pairwise(sorted(w for w, size in measured if size == n))
+        if measured[b, n] < measured[a, n]
+    ]
+    sentences.append(
+        f"A larger window lowers S {in_words(falling)}, which equation 7 excludes."
+        if falling
+        else "As by equation 7, a larger window never lowers S."
+    )
+    largest = max(measured)
+    paper = compression_ratio(PAPER.alpha, PAPER.f, largest[1] - 1, largest[0])
+    sentences.append(
+        f"At the largest point, W = G = {largest[0]} and N = {largest[1]}, S is {measured[largest]:.2f}; equation 7 "
+        f"with the paper's alpha and f gives {paper:.2f}."
+    )
+    return sentences
 
 
 def _figure(

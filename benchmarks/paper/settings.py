@@ -1,4 +1,4 @@
-"""Which settings pay: S of lookahead decoding by one setting at a time.
+"""S of lookahead decoding by one setting at a time: which settings pay?
 
     python -m benchmarks.paper settings --data DIR --workload humaneval --workload gsm8k --limit 40
 
@@ -8,14 +8,12 @@ compared with plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from lookahead.bench.methods import make_request, timed_decode
-from lookahead.core import Drafter, LookaheadConfig
-from lookahead.drafters import make_drafter
+from lookahead.core import Drafter
+from lookahead.drafters import Plain
 
 from .study import Study
 from .variants import VariantDrafter
@@ -31,13 +29,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pool_from_output: no": ({"pool_from_output": False}, {}),
     "neither": ({"pool_from_prompt": False, "pool_from_output": False}, {}),
     "verify_window: yes": ({}, {"verify_window": True}),
-    **{f"W,N,G = {w},{n},{g}": ({"W": w, "N": n, "G": g}, {}) for w, n, g in TRIPLES},
+    **{
+        f"W,N,G = {w},{n},{g}": ({"window_size": w, "ngram_size": n, "guess_set_size": g}, {})
+        for w, n, g in TRIPLES
+    },
 }
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over texts: tokens after the first one, steps, rows, and how many texts equal plain decoding."""
+    """Sums over texts: tokens after the first, steps, rows, and texts equal to plain decoding."""
 
     tokens: int = 0
     steps: int = 0
@@ -46,12 +47,9 @@ class Totals:
     texts: int = 0
 
 
-def variants(vocabulary: int) -> dict[str, Callable[[], Drafter]]:
-    """Name -> maker of a fresh drafter."""
-    return {
-        name: partial(VariantDrafter, LookaheadConfig.of(None, **own), vocabulary, **lost)
-        for name, (own, lost) in VARIANTS.items()
-    }
+def variants() -> dict[str, Drafter]:
+    """Name -> drafter."""
+    return {name: VariantDrafter(**own, **lost) for name, (own, lost) in VARIANTS.items()}
 
 
 def settings(study: Study) -> dict[str, dict[str, Totals]]:
@@ -64,18 +62,15 @@ def settings(study: Study) -> dict[str, dict[str, Totals]]:
     def decode(ids: list[int], drafter: Drafter) -> Any:
         return timed_decode(model.target, make_request(model, ids, drafter, study.options))
 
-    plain = {
-        name: [decode(ids, make_drafter("autoregressive")).tokens for ids in prompts]
-        for name, prompts in sets.items()
-    }
-    study.say(f"{'setting':<26}" + "".join(f"{name + ' S':>16}{'rows':>7}{'equal':>9}" for name in sets))
-    found: dict[str, dict[str, Totals]] = {}
-    for label, make in variants(model.target.vocabulary).items():
-        line, found[label] = f"{label:<26}", {}
+    plain = {name: [decode(ids, Plain()).tokens for ids in prompts] for name, prompts in sets.items()}
+    print(f"{'setting':<26}" + "".join(f"{name + ' S':>16}{'rows':>7}{'equal':>9}" for name in sets))
+    totals_by_label: dict[str, dict[str, Totals]] = {}
+    for label, drafter in variants().items():
+        line, totals_by_label[label] = f"{label:<26}", {}
         for name, prompts in sets.items():
-            totals = found[label][name] = Totals()
+            totals = totals_by_label[label][name] = Totals()
             for ids, expected in zip(prompts, plain[name], strict=True):
-                outcome = decode(ids, make())
+                outcome = decode(ids, drafter)
                 totals.tokens += outcome.stats.new_tokens - 1
                 totals.steps += outcome.stats.steps
                 totals.rows += outcome.stats.rows
@@ -83,5 +78,5 @@ def settings(study: Study) -> dict[str, dict[str, Totals]]:
                 totals.texts += 1
             steps = max(1, totals.steps)
             line += f"{totals.tokens / steps:>16.3f}{totals.rows / steps:>7.0f}{totals.equal:>5}/{totals.texts:<3}"
-        study.say(line)
-    return found
+        print(line)
+    return totals_by_label

@@ -1,4 +1,4 @@
-"""What every reproduction of a result works with, and the page that it writes."""
+"""What the reproductions of the paper's results share: what they measure with, and the page computed from records."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lookahead.bench.method import RunOptions
-from lookahead.bench.methods import PLAIN
-from lookahead.bench.model import ModelUnderTest
-from lookahead.bench.pictures import save
+from lookahead.bench.methods import PLAIN, Method, ModelUnderTest, RunOptions
 from lookahead.bench.record import Record, Records, describe, was_busy
+from lookahead.bench.report import figures, summarise, unequal_text
 from lookahead.bench.run import Progress, run
-from lookahead.bench.summary import figures, summarise, unequal_text
-from lookahead.bench.workloads import Prompt, load_workload
-from lookahead.core.records import finite
+from lookahead.bench.workloads import Prompt
+from lookahead.files.records import finite
+
+from ..datasets import find_file, load_workload
+from ..peers import make_methods
+from .committed import Head
 
 #: N-grams from the window alone, as in the paper's algorithm.
 WINDOW_ONLY = "pool_from_prompt=0:pool_from_output=0"
@@ -25,19 +26,16 @@ WINDOW_ONLY = "pool_from_prompt=0:pool_from_output=0"
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a reproduction works with.
+    """What a reproduction measures with.
 
     Attributes:
         model: under test.
         workloads: names; empty for the study's own choice.
-        data: folder with data sets, or None.
-        limit: prompts per workload; None for the study's own choice.
+        data: folder of data sets, or None.
+        limit: prompts per workload; None for the study's own choice, 0 for all.
         options: how to decode.
-        out: folder for the page and its figure.
-        records: folder for the records, so that an interrupt loses nothing.
-        command: as it was typed.
-        progress: told how far it is.
-        say: prints a line.
+        records: folder for the whole records, so that an interrupt loses nothing.
+        progress: called with (records finished, records in all, what comes next).
     """
 
     model: ModelUnderTest
@@ -45,81 +43,127 @@ class Study:
     data: Path | None
     limit: int | None
     options: RunOptions
-    out: Path
     records: Path
-    command: str
     progress: Progress
-    say: Callable[[str], None]
 
-    def prompts(self, limit: int, workloads: Sequence[str] = ("stdlib",)) -> list[Prompt]:
-        """The prompts of the study; so many of each workload unless the user says otherwise."""
-        names = self.workloads or tuple(workloads)
-        many = limit if self.limit is None else self.limit or None
-        return [p for name in names for p in load_workload(name, many, self.options.seed, self.data)]
-
-    def run(self, methods: Sequence[str], prompts: Sequence[Prompt], options: RunOptions) -> list[Record]:
-        """Measure, with the records kept."""
-        return run(methods, prompts, self.model, options, Records(self.records), self.progress)
-
-    def page(
-        self,
-        name: str,
-        title: str,
-        body: Sequence[str],
-        differs: Sequence[str],
-        figure: Any,
-        records: Sequence[Record],
-        facts: Any = None,
-    ) -> Path:
-        """Write ``name``.md, .json, .png and .svg. Returns the page.
+    def prompts(self, limit: int, workloads: Sequence[str] = ()) -> list[Prompt]:
+        """The prompts of the study: ``limit`` of each workload unless the user says otherwise.
 
         Args:
-            body: lines of the page. differs: what differs from the paper.
-            facts: the page's figures for machines; the summary of the records where None.
+            workloads: the data sets of the paper; those in the data folder are taken, or stdlib if none is there.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
-        where = describe(records[-1])
-        workloads = ", ".join(dict.fromkeys(r["workload"] for r in records))
-        prompts = len({(r["workload"], r["prompt"]) for r in records if "skipped" not in r})
-        size = f"{prompts} prompts of {workloads}, at most {self.options.max_new_tokens} new tokens each"
-        lines = [f"# {title}", "", f"`{self.command}`", "", f"{where}. {size}.", ""]
-        if figure is not None:
-            save(figure, self.out / name, where)
-            lines += [f"![{title}]({name}.png)", ""]
-        summary = summarise(records)
-        lines += [*body, "", was_busy(records)]
-        lines += [
-            f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
-        ]
-        lines += [unequal_text(record) for record in summary.unequal] or [
-            "Every compared text is equal to plain decoding."
-        ]
-        lines += ["", "## What differs from the paper", "", *(f"- {text}" for text in differs), ""]
-        path = self.out / f"{name}.md"
-        path.write_text("\n".join(lines), encoding="utf-8")
-        table = [asdict(line) for line in summary.lines] if facts is None else facts
-        text = json.dumps({"command": self.command, "where": where, "figures": finite(table)}, indent=1)
-        (self.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-        self.say("\n".join(body))
-        return path
+        present = [name for name in workloads if find_file(name, self.data) is not None]
+        names = self.workloads or present or ["stdlib"]
+        count = limit if self.limit is None else self.limit or None
+        return [p for name in names for p in load_workload(name, count, self.options.seed, self.data)]
 
-    def size(self) -> str:
-        """The model and the machine against the paper's, for the pages."""
-        millions = sum(p.numel() for p in self.model.model.parameters()) / 1e6
-        return (
-            f"The model is {self.model.name} with {millions:.0f} million parameters in {self.model.dtype}, on "
-            "the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 billion parameters in "
-            "float16 on A100 and RTX 3090 cards."
-        )
+    def run(
+        self, methods: Sequence[str | Method], prompts: Sequence[Prompt], options: RunOptions
+    ) -> list[Record]:
+        """Measure; records are kept in the folder."""
+        records = Records(self.records)
+        return run(methods, prompts, self.model, options, records, self.progress, make_methods)
+
+    def head(self, command: str, **measured: Any) -> Head:
+        """The head of the committed records.
+
+        Args:
+            command: as it was typed.
+            measured: what was measured once for the whole page.
+        """
+        parameters = sum(p.numel() for p in self.model.model.parameters())
+        return {"command": command, "parameters": parameters, **measured}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a study says, computed from its records alone.
+
+    Attributes:
+        title: heading.
+        body: lines of Markdown.
+        differs: what differs from the paper, a sentence or more each.
+        draw: draws the figure; None for a page without one.
+        facts: figures for machines; the summary of the records if None.
+    """
+
+    title: str
+    body: Sequence[str]
+    differs: Sequence[str]
+    draw: Callable[[], Any] | None = None
+    facts: Any = None
+
+
+class Reproduction(Protocol):
+    """A module of this package that reproduces a result of the paper."""
+
+    def measure(self, study: Study) -> tuple[list[Record], dict[str, Any]]:
+        """(records, what was measured once)."""
+
+    def page(self, head: Head, records: Sequence[Record]) -> Page:
+        """The page of these records."""
+
+
+def where_and_size(head: Head, records: Sequence[Record]) -> str:
+    """One line: machine, versions, model, and how many texts."""
+    measured = [r for r in records if "skipped" not in r]
+    prompts = {(r["workload"], r["prompt"]) for r in measured}
+    by_workload = [
+        f"{sum(w == workload for w, _ in prompts)} prompts of {workload}"
+        for workload in dict.fromkeys(r["workload"] for r in measured)
+    ]
+    texts = len({(r["workload"], r["prompt"], r["turn"]) for r in measured})
+    turns = f" ({texts} turns)" if texts != len(prompts) else ""
+    longest = records[-1]["options"]["max_new_tokens"]
+    return f"{describe(records[-1])}. {', '.join(by_workload)}{turns}, at most {longest} new tokens each."
+
+
+def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> str:
+    """The page as Markdown."""
+    summary = summarise(records)
+    lines = [f"# {page.title}", "", f"`{head['command']}`", "", where_and_size(head, records), ""]
+    lines += [f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz).", ""]
+    if page.draw is not None:
+        lines += [f"![{page.title}]({name}.png)", ""]
+    notes = [head.get("note", ""), was_busy(records)]
+    notes += [
+        f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
+    ]
+    notes += [unequal_text(record) for record in summary.unequal] or [
+        "Every compared text is equal to plain decoding."
+    ]
+    lines += [*page.body, "", *filter(None, notes)]
+    return "\n".join(
+        [*lines, "", "## What differs from the paper", "", *(f"- {t}" for t in page.differs), ""]
+    )
+
+
+def page_facts(head: Head, records: Sequence[Record], page: Page) -> str:
+    """The page's figures as JSON."""
+    table = [asdict(line) for line in summarise(records).lines] if page.facts is None else page.facts
+    facts = {"command": head["command"], "where": describe(records[-1]), "figures": finite(table)}
+    return json.dumps(facts, indent=1) + "\n"
+
+
+# ----------------------------------------------------------------------------------- what several pages say
+
+
+def model_and_machine(head: Head, records: Sequence[Record]) -> str:
+    """The model and the machine against the paper's."""
+    return (
+        f"The model is {records[-1]['model']} with {head['parameters'] / 1e6:.0f} million parameters in "
+        f"{records[-1]['dtype']}, on the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 "
+        "billion parameters in float16 on A100 and RTX 3090 cards."
+    )
 
 
 def pool_figures(records: Sequence[Record]) -> tuple[float, float]:
     """(h, m) of lookahead's records: the share of steps in which the pool had candidates, and how many tokens of
-    the best of them were right, on the mean over those steps; NaN where no step had a pool."""
-    told = [(r["drafter"], r["steps"]) for r in records if "pool_hit_rate" in r.get("drafter", ())]
-    steps = sum(count for _, count in told)
-    hits = sum(figures["pool_hit_rate"] * count for figures, count in told)
-    matched = sum(figures["mean_match_length"] * figures["pool_hit_rate"] * count for figures, count in told)
+    the best of them were right, the mean over those steps; NaN without a pool."""
+    with_pool = [(r["drafter"], r["steps"]) for r in records if "pool_hit_rate" in r.get("drafter", ())]
+    steps = sum(count for _, count in with_pool)
+    hits = sum(figures["pool_hit_rate"] * count for figures, count in with_pool)
+    matched = sum(x["mean_match_length"] * x["pool_hit_rate"] * count for x, count in with_pool)
     return hits / steps if steps else nan, matched / hits if hits else nan
 
 
@@ -129,19 +173,27 @@ def loop_free_texts(records: Sequence[Record]) -> tuple[int, int]:
     return sum(bool(r["loop_free"]) for r in plain), len(plain)
 
 
-def ratios(records: Sequence[Record], loop_free: bool) -> dict[str, float]:
-    """S by method."""
-    straight = {
-        (r["workload"], r["prompt"], r["turn"], r["repeat"])
-        for r in records
-        if r["method"] == PLAIN and r.get("loop_free", False)
-    }
-    kept = [
-        r for r in records
-        if "skipped" not in r
-        and (not loop_free or (r["workload"], r["prompt"], r["turn"], r["repeat"]) in straight)
-    ]  # fmt: skip
+def ratios(records: Sequence[Record], loop_free: bool = False) -> dict[str, float]:
+    """S by method, of all texts or of those whose plain text has no loop."""
+
+    def text_of(record: Record) -> tuple[Any, ...]:
+        return record["workload"], record["prompt"], record["turn"], record["repeat"]
+
+    without_loop = {text_of(r) for r in records if r["method"] == PLAIN and r.get("loop_free", False)}
+    kept = [r for r in records if "skipped" not in r and (not loop_free or text_of(r) in without_loop)]
     return {
         method: figures([r for r in kept if r["method"] == method], {}).s_steps
         for method in dict.fromkeys(r["method"] for r in kept)
     }
+
+
+def in_words(names: Sequence[Any]) -> str:
+    """``1``, ``1 and 2``, ``1, 2 and 3``."""
+    words = [str(name) for name in names]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+
+
+def descending(values: dict[str, float]) -> str:
+    """Names with their values, the largest first."""
+    ranked = sorted(values, key=lambda name: -values[name])
+    return " > ".join(f"{name} ({values[name]:.2f})" for name in ranked)

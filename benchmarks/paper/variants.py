@@ -1,4 +1,4 @@
-"""Lookahead decoding with the settings that lost against the library's own, for the ablation that says so.
+"""Lookahead decoding with settings that were tried and that the library does not have.
 
 slide           the window moves by one ``column`` a step (the library, and the authors' code), or by as many
                 columns as tokens were ``emitted``
@@ -10,57 +10,63 @@ verify_window   verification may descend into the window's rows too, at the pric
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from lookahead.core import LookaheadConfig, Scores, SettingsError, TokenTree
+from lookahead.core import DraftState, Scores, SettingsError, Start, TokenTree
 from lookahead.core.drafter import UNLIMITED_ROWS
-from lookahead.drafters.lookahead import LookaheadDrafter
+from lookahead.drafters.lookahead import Lookahead, LookaheadDraftState
 
 
-class VariantDrafter(LookaheadDrafter):
+@dataclass(frozen=True)
+class VariantDrafter(Lookahead):
     """The paper's method with other choices than the library's.
 
-    Args:
-        config: (W, N, G) and what else the library has; must not be (1, 1, 0).
-        vocabulary: V, for ``window_init="vocabulary"``.
+    Attributes:
         slide, window_init, verify_window: see the module.
     """
 
-    def __init__(
-        self,
-        config: LookaheadConfig,
-        vocabulary: int,
-        slide: str = "column",
-        window_init: str = "prompt",
-        verify_window: bool = False,
-    ) -> None:
-        if slide not in ("column", "emitted"):
-            raise SettingsError(f"slide must be 'column' or 'emitted', got {slide!r}")
-        if window_init not in ("prompt", "vocabulary", "pool"):
-            raise SettingsError(f"window_init must be 'prompt', 'vocabulary' or 'pool', got {window_init!r}")
-        super().__init__(config)
-        self.vocabulary = vocabulary
-        self.slide = slide
-        self.window_init = window_init
-        self.verify_window = verify_window
+    slide: str = "column"
+    window_init: str = "prompt"
+    verify_window: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slide not in ("column", "emitted"):
+            raise SettingsError(f"slide must be 'column' or 'emitted', got {self.slide!r}")
+        if self.window_init not in ("prompt", "vocabulary", "pool"):
+            raise SettingsError(
+                f"window_init must be 'prompt', 'vocabulary' or 'pool', got {self.window_init!r}"
+            )
+
+    def start(self, sequence: Start) -> DraftState:
+        return VariantDraftState(self, sequence)
+
+
+class VariantDraftState(LookaheadDraftState):
+    """One sequence of a variant."""
+
+    def __init__(self, settings: VariantDrafter, sequence: Start) -> None:
+        self.variant, self.vocabulary = settings, sequence.vocabulary
+        super().__init__(settings, sequence)
 
     def _guess(self) -> int:
-        if self.window_init == "vocabulary":
+        if self.variant.window_init == "vocabulary":
             return self._random.randrange(self.vocabulary)
-        if self.window_init == "pool":
+        if self.variant.window_init == "pool":
             candidates = self.pool.get(self._random.choice(self._text))
             if candidates:
                 return candidates[0][0]
         return super()._guess()
 
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        tree = super().draft(max_depth, max_rows)
-        if self.verify_window:
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        tree = super().draft(max_depth, max_rows, batch)
+        if self.variant.verify_window:
             tree.needs_logits = [True] * len(tree)
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         super().observe(tree, scores, path, tokens)
-        columns = len(tokens) - 1 if self.slide == "emitted" else 0
+        columns = len(tokens) - 1 if self.variant.slide == "emitted" else 0
         if columns:
             for level in self._window.levels:
                 kept = level[columns:]

@@ -1,7 +1,7 @@
 """Exact, training-free, draft-free acceleration of LLM decoding (lookahead decoding).
 
     llm = lookahead.load("path-or-hub-id")        # no argument: SmolLM2-135M-Instruct
-    result = llm.generate("def quicksort(a):", max_new_tokens=200)
+    result = llm.generate("def quicksort(a):", max_new_tokens=200, drafter=lookahead.Lookahead(15, 5, 15))
 
     model.generate(**inputs, custom_generate=lookahead.generate)
 
@@ -10,38 +10,57 @@ Importing this package loads neither torch nor transformers; what needs them is 
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core import (
-    PRESETS,
-    LookaheadConfig,
-    LookaheadError,
-    NGramPool,
-    NumericalError,
-    OutOfMemory,
-    SettingsError,
-    Stats,
-)
-from .drafters import METHODS
+from .core import LookaheadError, NGramPool, NumericalError, OutOfMemory, SettingsError, Stats
+from .drafters import Adaptive, Jacobi, Lookahead, Plain, PromptLookup, as_drafter
 
 if TYPE_CHECKING:
-    from .engine import BUNDLED, LLM, Options, Result, load, refresh
+    from .drafters.adaptive.state import AdaptiveState
+    from .engine import BUNDLED, LLM, Options, Result, default_model, load, refresh
     from .hf import generate
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BUNDLED", "LLM", "METHODS", "PRESETS", "LookaheadConfig", "LookaheadError", "NGramPool", "NumericalError",
-    "Options", "OutOfMemory", "Result", "SettingsError", "Stats", "__version__", "generate", "load", "refresh",
-]  # fmt: skip
+    "BUNDLED",
+    "LLM",
+    "Adaptive",
+    "AdaptiveState",
+    "Jacobi",
+    "Lookahead",
+    "LookaheadError",
+    "NGramPool",
+    "NumericalError",
+    "Options",
+    "OutOfMemory",
+    "Plain",
+    "PromptLookup",
+    "Result",
+    "SettingsError",
+    "Stats",
+    "__version__",
+    "as_drafter",
+    "default_model",
+    "generate",
+    "load",
+    "refresh",
+]
+#: Where names come from that are imported when they are asked for; all others are of the engine.
+MODULES = {"generate": "lookahead.hf", "AdaptiveState": "lookahead.drafters.adaptive.state"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "LookaheadConfig":  # of version 0.1
+        warnings.warn(
+            "LookaheadConfig is now Lookahead; use lookahead.Lookahead", DeprecationWarning, stacklevel=2
+        )
+        return Lookahead
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "lookahead.hf" if name == "generate" else "lookahead.engine"
-    value = globals()[name] = getattr(import_module(module), name)
+    value = globals()[name] = getattr(import_module(MODULES.get(name, "lookahead.engine")), name)
     return value
 
 

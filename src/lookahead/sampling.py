@@ -1,9 +1,10 @@
-"""The target's own token, greedy or drawn: one chooser and two noise streams. Knows torch, no model.
+"""The target's own token, greedy or sampled: one chooser and two noise streams. Knows torch, but no model.
 
-A draw is y_p = argmax(s + g_p): s the processed scores under the true prefix, g_p Gumbel noise that does not
-depend on the draft. By the Gumbel-max rule y_p has the probabilities softmax(s). ``SeededNoise`` makes g_p of a seed
-and p, the position in the text (prompt included), so a text continued with the same seed goes on as the whole did;
-``GeneratorNoise`` takes the numbers that ``torch.multinomial`` would take from torch's generator, in its order.
+A sampled token is y_p = argmax(s + g_p), where s are the processed scores after the true prefix and g_p is Gumbel
+noise that does not depend on the draft. By the Gumbel-max trick (Gumbel, 1954), y_p has the probabilities softmax(s).
+``SeededNoise`` computes g_p from a seed and p, the position in the text (prompt included), so continuing a text with
+the same seed gives the same tokens as decoding it in one call. ``GeneratorNoise`` uses the numbers that
+``torch.multinomial`` would draw from torch's generator, in the same order.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _ALL = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch holds."""
+    """A 64-bit pattern as torch's int64."""
     value &= _ALL
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood, 2014) on one number."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), for one number."""
     value = ((value ^ (value >> 30)) * _MIX[0]) & _ALL
     value = ((value ^ (value >> 27)) * _MIX[1]) & _ALL
     return value ^ (value >> 31)
@@ -44,9 +45,14 @@ def _mix(value: int) -> int:
 def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> torch.Tensor:
     """The noise of one position: standard Gumbel, float32, shape (V,).
 
-    Entry i comes from output i of SplitMix64 started at a hash of (seed, position): whole numbers that are the
-    same on every device and in every version of torch (whose own CPU generator keeps 32 bits of its seed only).
-    ``seed`` is taken modulo 2**64; ``position`` is that of the drawn token in the text, prompt included, from 0.
+    Entry i is computed from output i of SplitMix64, started at a hash of (seed, position). These integers are the
+    same on every device and in every version of torch, whose own CPU generator uses only 32 bits of its seed.
+
+    Args:
+        seed: taken modulo 2**64.
+        position: of the sampled token in the text, prompt included, from 0.
+        vocabulary: V.
+        device: of the result; None for the CPU.
     """
     start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
     if torch.device(device or "cpu").type == "cpu":
@@ -55,7 +61,12 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
 
 
 def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callable[[Any, int], Any]) -> Any:
-    """52 bits of outputs x = 1, 2, ... from ``start``, in place, in a library's own 64-bit ``number``."""
+    """52 bits of the outputs x = 1, 2, ... of the generator at ``start``, computed in place.
+
+    Args:
+        number: converts a 64-bit pattern to the library's integers.
+        shifted: shifts right without copying the sign.
+    """
     x *= number(_GOLDEN)
     x += number(start)
     for shift, factor in zip((30, 27), _MIX, strict=True):
@@ -66,10 +77,10 @@ def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callabl
 
 
 def _on_cpu(start: int, vocabulary: int) -> Any:
-    """Numpy takes half of torch's time on one thread, and has unsigned numbers."""
+    """Gumbel noise by numpy, which has unsigned integers and takes half of torch's time on one thread."""
     x = np.arange(1, vocabulary + 1, dtype=np.uint64)
     uniform = _splitmix(x, start, lambda value: value, lambda x, by: x >> by).astype(np.float64)
-    # 52 bits and a half lie strictly between 0 and 1, so that both logarithms are finite.
+    # Adding a half before scaling keeps the numbers strictly between 0 and 1, so both logarithms are finite.
     uniform += 0.5
     uniform *= 2.0**-52
     for _ in range(2):
@@ -78,7 +89,7 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
 
 
 def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
-    """The same in torch's signed numbers: arithmetic wraps, but a shift to the right must not copy the sign."""
+    """Gumbel noise by torch's signed integers: their arithmetic wraps, but a right shift must not copy the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
     bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
@@ -87,15 +98,15 @@ def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
 
 @dataclass
 class SeededNoise:
-    """The noise of one sequence's draws, known ahead. Fulfils ``lookahead.core.drafter.Noise``.
+    """The noise of one sequence, which can be computed ahead. Fulfils ``lookahead.core.drafter.Noise``.
 
     Attributes:
         seed: of the sequence.
-        start: position of the first drawn token, which is the length of the prompt.
+        start: position of the first sampled token: the length of the prompt.
         vocabulary: V.
         temperature: by which logits are divided before the noise is added.
-        device: where the scores are; None for the CPU.
-        overlaps: whether noise may be drawn while the device evaluates a step, at no cost.
+        device: of the scores; None for the CPU.
+        overlaps: whether noise can be computed while the device evaluates a step, at no cost.
     """
 
     seed: int
@@ -108,56 +119,57 @@ class SeededNoise:
     _stream: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.overlaps = torch.device(self.device or "cpu").type != "cpu"
-        if (
-            torch.device(self.device or "cpu").type == "cuda"
-        ):  # on the step's own stream noise would wait for the step
+        kind = torch.device(self.device or "cpu").type
+        self.overlaps = kind != "cpu"
+        if kind == "cuda":  # on the step's own stream the noise would wait for the step
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def prepare(self, index: int) -> None:
-        """Draw the noise of emitted token ``index``, beside what the device does now."""
+        """Compute the noise of emitted token ``index``, concurrently with the device's current work."""
         if index in self._known:
             return
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             self._known[index] = gumbel(self.seed, self.start + index, self.vocabulary, self.device)
 
     def at(self, index: int) -> torch.Tensor:
-        """Noise (V,) of emitted token ``index``, 0 being the prefill's."""
+        """Noise (V,) of emitted token ``index``; index 0 is the token after the prompt."""
         self.prepare(index)
         noise = self._known[index]
         if self._stream is not None:
             now = torch.cuda.current_stream(self.device)
             now.wait_stream(self._stream)
-            noise.record_stream(now)  # its memory is not given to others before this stream has read it
+            noise.record_stream(now)  # its memory is not reused before this stream has read it
         return noise
 
     def __call__(self, index: int) -> Any:
-        """The same as a numpy array, for drafters."""
+        """``at`` as a numpy array, for drafters."""
         return self.at(index).cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest value of scores (V,) under the noise, and its token."""
+        """The largest value of scores (V,) plus noise, and its token."""
         return (scores + self.at(index)).max(dim=-1)
 
     def forget(self, index: int) -> None:
-        """Nobody will ask for what is before ``index`` again."""
+        """Drop the noise before ``index``, which is not needed again."""
         _drop_before(index, self._known)
 
 
-def _drop_before(index: int, kept: dict[int, torch.Tensor]) -> None:
-    for old in [key for key in kept if key < index]:
-        del kept[old]
+def _drop_before(index: int, by_index: dict[int, torch.Tensor]) -> None:
+    for old in [key for key in by_index if key < index]:
+        del by_index[old]
 
 
 class GeneratorNoise:
-    """The random numbers of ``torch.multinomial`` for a batch, drawn in time order from torch's generator.
+    """The random numbers of ``torch.multinomial`` for a batch, drawn from torch's generator in order of time steps.
 
-    torch.multinomial(p, 1) is argmax(p / q) with q exponential noise of p's shape. Rows of a batch reach a time
-    step in different forward passes, and a drafter may look ahead; the generator still ends where plain sampling
-    would have left it.
+    torch.multinomial(p, 1) is argmax(p / q) with exponential noise q of p's shape. Rows of a batch reach a time step
+    in different forward passes, and a drafter may ask for noise ahead; at the end the generator is still in the state
+    in which plain sampling would have left it.
 
     Args:
-        batch: B. vocabulary: V. device: of the noise.
+        batch: B, the rows of the batch.
+        vocabulary: V.
+        device: of the noise.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
@@ -168,27 +180,27 @@ class GeneratorNoise:
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generator = torch.cuda.default_generators[index]
         self._noise: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's draw
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before the draw of each time step
         self._drawn = 0
 
     def at(self, step: int) -> torch.Tensor:
-        """Exponential noise (B, V) of time step ``step``, which counts from the batch's first new token."""
+        """Exponential noise (B, V) of time step ``step``, counted from the batch's first new token."""
         while self._drawn <= step:
             self._states[self._drawn] = self._generator.get_state()
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            with one_thread:  # the numbers do not depend on the threads
+            with one_thread:  # the numbers do not depend on the number of threads
                 self._noise[self._drawn] = noise.exponential_(1)
             self._drawn += 1
         return self._noise[step]
 
     def forget(self, step: int, furthest: int) -> None:
-        """No row asks for what is before ``step`` again; ``furthest`` steps have been emitted by some row."""
+        """Drop noise before ``step``, which no row needs again. The longest row has emitted ``furthest`` tokens."""
         _drop_before(step, self._noise)
-        # Plain sampling draws as far as the longest row, so the state there may still be wanted.
+        # Plain sampling draws as far as the longest row, so ``settle`` may still need the state there.
         _drop_before(furthest, self._states)
 
     def settle(self, steps: int) -> None:
-        """Leave the generator as after ``steps`` time steps of plain sampling, if more were drawn ahead."""
+        """Set the generator to its state after ``steps`` time steps of plain sampling, if more were drawn."""
         if steps < self._drawn:
             self._generator.set_state(self._states[steps])
 
@@ -208,36 +220,40 @@ class RowNoise:
         return self.stream.at(self.start + index)[self.row]
 
     def prepare(self, index: int) -> None:
-        """Nothing: it is drawn in time order, when it is needed."""
+        """Does nothing: the generator's numbers are drawn when they are needed, in order."""
 
     def __call__(self, index: int) -> Any:
-        """argmax(p / q) is argmax(log p - log q), so -log q is the Gumbel noise of ``torch.multinomial``."""
+        """``at`` as Gumbel noise, for drafters: argmax(p / q) is argmax(log p - log q), so the noise is -log q."""
         with one_thread:
             return -self.at(index).log().cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As torch.multinomial: the largest p / q (NaN where no token has a probability), and its token."""
+        """As torch.multinomial: the largest p / q (NaN if all tokens are excluded), and its token."""
         return (scores.softmax(dim=-1) / self.at(index)).max(dim=-1)
 
     def forget(self, index: int) -> None:
-        """The stream is shared by all rows: its owner tells it."""
+        """Does nothing: all rows share the stream, whose owner calls its ``forget``."""
 
 
 class Chooser(Choose):
-    """One sequence's ``choose``, for everything that plain greedy is not; it keeps the true prefix itself.
+    """``choose`` of one sequence with logits processors, sampling, or both. It keeps the true prefix itself.
 
     Args:
         prompt: token ids before the first choice.
-        process: logits processors and warpers, applied in fp32 under the true prefix; None for none.
-        noise: draw with this noise; None takes the largest score.
+        process: logits processors and warpers, applied in fp32 with the true prefix; None for none.
+        noise: to sample with; None chooses the largest score.
 
-    Raises, when asked:
+    Calls raise:
         NumericalError: NaN among the scores, or every token excluded by ``process``.
+        SettingsError: ``process`` returns scores of another shape.
     """
 
     def __init__(
-        self, prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        process: Process | None = None,
+        noise: SeededNoise | RowNoise | None = None,
+    ) -> None:
         self.process = process
         self.noise = noise
         self.position = len(prompt)
@@ -245,7 +261,7 @@ class Chooser(Choose):
         self._ids = torch.tensor([list(prompt)]) if process is not None else None
 
     def __call__(self, scores: Scores, node: int) -> int:
-        scores.best(node)  # raises on NaN, with the cure
+        scores.best(node)  # raises on NaN
         index = self.position - self._start
         if self.noise is not None and node == 0:  # drafters have observed the last step
             self.noise.forget(index)
@@ -254,7 +270,7 @@ class Chooser(Choose):
             if self.process is not None:
                 row = self._processed(self.process, row)
             value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
-            # One read of the device for both; floats hold whole numbers up to 2 ** 24.
+            # One copy from the device for both; float32 holds integers up to 2 ** 24.
             largest, token = torch.stack((value.float(), best.float())).tolist()
         if not largest > float("-inf"):
             raise NumericalError(
@@ -265,7 +281,7 @@ class Chooser(Choose):
         return int(token)
 
     def overlap(self, tree: TokenTree) -> None:
-        """Draw the noise of every position that the step may emit, while a device evaluates it."""
+        """Compute the noise of every position that the step may emit, while a device evaluates the step."""
         if self.noise is not None and self.noise.overlaps:
             first = self.position - self._start
             for index in range(first, first + max(tree.depths) + 1):
@@ -274,7 +290,7 @@ class Chooser(Choose):
     def _processed(self, process: Process, row: torch.Tensor) -> torch.Tensor:
         assert self._ids is not None
         self._ids = self._ids.to(row.device)
-        # Processors may write in place, and the row belongs to the step's table.
+        # Processors may write in place, and the row belongs to the step's logits.
         result = process(self._ids[:, : self.position], row[None].clone())
         if result.shape != (1, row.shape[0]):
             raise SettingsError(
@@ -285,7 +301,7 @@ class Chooser(Choose):
 
     def _append(self, token: int) -> None:
         if self._ids is not None:
-            if self._ids.shape[1] == self.position:  # room by doubling
+            if self._ids.shape[1] == self.position:  # double the room
                 self._ids = torch.cat([self._ids, self._ids.new_zeros(1, max(1, self.position))], dim=1)
             self._ids[0, self.position] = token
         self.position += 1
@@ -294,7 +310,7 @@ class Chooser(Choose):
 def make_choose(
     prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None
 ) -> Choose:
-    """``choose`` for one sequence; without processors greedy reads the argmax that the target has taken."""
+    """``choose`` for one sequence. Greedy without processors reads the argmax that the target computed."""
     if process is None and noise is None:
         return greedy
     return Chooser(prompt, process, noise)

@@ -1,6 +1,6 @@
-"""For tests of this library and of code that uses it: a target without a model, tiny models, one assertion.
+"""For tests of this library and of code that uses it: a target without a model, tiny models, an assertion.
 
-``FakeTarget`` is the whole target protocol in plain Python. Nothing here imports torch before it is asked to.
+``FakeTarget`` implements the whole target protocol in plain Python. torch is imported by ``tiny_model`` only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from .core import (
     Choose,
     Decoder,
+    Drafter,
     Generation,
     NumericalError,
     OutOfMemory,
@@ -21,17 +22,17 @@ from .core import (
     first_divergence,
     greedy,
 )
-from .drafters import make_drafter
+from .drafters import Plain, as_drafter
 
 
 def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[Sequence[int]], int]:
-    """A deterministic next-token function of the last ``order`` tokens, with some structure to draft from."""
+    """A deterministic next-token function of the last ``order`` tokens, with patterns that drafters can predict."""
 
     def next_token(prefix: Sequence[int]) -> int:
         state = seed
         for token in prefix[-order:]:
             state = (state * 1_000_003 + token * 7919 + 12345) & 0x7FFFFFFF
-        # Four times out of five the text counts on, which n-gram methods can learn.
+        # In four of five cases the next token is the last one plus 1, which n-gram methods can learn.
         if state % 5:
             return (prefix[-1] + 1) % vocabulary
         return (state >> 8) % vocabulary
@@ -40,7 +41,7 @@ def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[
 
 
 class FakeScores:
-    """Logits of one tree, computed row by row when somebody asks."""
+    """The logits of one tree, computed row by row when they are read."""
 
     def __init__(self, target: FakeTarget, prefix: Sequence[int], tree: TokenTree) -> None:
         self._target = target
@@ -49,7 +50,7 @@ class FakeScores:
 
     def _context(self, node: int) -> list[int]:
         if not self._tree.needs_logits[node]:
-            raise AssertionError(f"row {node} was read, and is not marked as one that needs logits")
+            raise AssertionError(f"row {node} was read, but is not marked as needing logits")
         return self._prefix + self._tree.path_tokens(node)
 
     def best(self, node: int) -> int:
@@ -59,12 +60,12 @@ class FakeScores:
         return token
 
     def row(self, node: int) -> list[float]:
-        """Logits of shape (V,): the best token stands out by 2, the others follow a fixed pattern."""
+        """Logits (V,): 2 for the best token, and a fixed pattern between -1 and 1 for the others."""
         best = self.best(node)
         return [2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)]
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The k best tokens of each row and their log-odds against the best."""
+        """The k best tokens of each row, and their logits minus the row's largest."""
         rows = [self.row(node) for node in nodes]
         ids = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[:k] for row in rows]
         odds = [[row[t] - row[best[0]] for t in best] for row, best in zip(rows, ids, strict=True)]
@@ -74,13 +75,13 @@ class FakeScores:
 class FakeTarget:
     """A target in plain Python: the next token is a function of the true prefix.
 
-    It keeps the protocol honest: slots, parent-closed paths and the pending tree are checked.
+    It checks that callers follow the protocol: free slots, paths from the root, and trees within the depth limit.
 
     Args:
         vocabulary: V.
         next_token: prefix -> token; a negative token stands for NaN logits.
-        max_positions: bounds the depth of trees.
-        max_rows: a wider step raises OutOfMemory.
+        max_positions: of a text, which bounds the depth of trees.
+        max_rows: a step of more rows raises OutOfMemory.
     """
 
     path = "fake"
@@ -141,18 +142,22 @@ def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> An
     """A small random model in fp32, on the CPU, in evaluation mode (vocabulary 96, 2 layers).
 
     Args:
-        model_type: as transformers names it.
+        model_type: transformers' name of the family.
         seed: of the weights.
-        **overrides: config fields, or ``attn_implementation``.
+        **overrides: fields of the config, or ``attn_implementation``.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     sizes = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
     known = AutoConfig.for_model(model_type, **tokens)
     fields = {name: value for name, value in sizes.items() if hasattr(known, name)} | tokens
     attention = overrides.pop("attn_implementation", None)
@@ -174,37 +179,37 @@ def run(target: Any, requests: Sequence[Request]) -> list[Generation]:
 def assert_same_as_autoregressive(
     target: Any,
     prompts: Sequence[Sequence[int]],
-    method: str = "lookahead",
-    config: Any = None,
+    drafter: Any = "15,5,15",
     max_new_tokens: int = 64,
     eos: frozenset[int] = frozenset(),
     choose: Callable[[], Choose] = lambda: greedy,
-    vocabulary: int = 0,
 ) -> list[Generation]:
-    """Decode with ``method`` and plainly, compare token for token, and return the method's generations.
+    """Decode with a drafter and plainly, compare token for token, and return the drafter's generations.
 
     Args:
+        drafter: what ``lookahead.as_drafter`` takes.
         choose: makes a fresh ``choose`` for each sequence; greedy by default.
 
     Raises:
-        AssertionError: naming the first place where the two texts part.
+        AssertionError: the texts differ; the message names the first position.
     """
 
-    def requests(name: str) -> list[Request]:
-        drafters = [make_drafter(name, config, vocabulary) for _ in prompts]
-        return [Request(p, d, max_new_tokens, choose(), eos) for p, d in zip(prompts, drafters, strict=True)]
+    drafter = as_drafter(drafter)
 
-    drafted = run(target, requests(method))
-    for number, (ours, request) in enumerate(zip(drafted, requests("autoregressive"), strict=True)):
+    def requests(by: Drafter) -> list[Request]:
+        return [Request(prompt, by, max_new_tokens, choose(), eos) for prompt in prompts]
+
+    drafted = run(target, requests(drafter))
+    for number, (ours, request) in enumerate(zip(drafted, requests(Plain()), strict=True)):
         (plain,) = run(target, [request])
         place = first_divergence(ours.tokens, plain.tokens)
         if place is not None:
             raise AssertionError(
-                f"{method} differs from plain decoding for prompt {number} at token {place}: "
+                f"{drafter} differs from plain decoding for prompt {number} at token {place}: "
                 f"{ours.tokens[place : place + 5]} instead of {plain.tokens[place : place + 5]}"
             )
         if ours.finish_reason != plain.finish_reason:
             raise AssertionError(
-                f"{method} ended with {ours.finish_reason!r}, plain decoding with {plain.finish_reason!r}"
+                f"{drafter} ended with {ours.finish_reason!r}, plain decoding with {plain.finish_reason!r}"
             )
     return drafted

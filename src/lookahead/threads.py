@@ -1,11 +1,12 @@
-"""Small torch work between steps runs on one thread.
+"""``one_thread``: small torch operations between steps run on one thread.
 
-A parallel region of torch's OpenMP threads would first have to wait for a core that the threads of a compiled step
-(``targets.cpu``) hold on to for the next step, or leave its own threads spinning when that begins: on two cores
-either costs several steps. Between steps there are rows of one vocabulary, which one thread does as quickly.
+The threads of a compiled step (``targets.cpu``) keep their cores for a while to wait for the next step. A parallel
+region of torch's OpenMP threads would wait for a free core, or leave its own threads spinning when the next step
+begins; on two cores either costs several steps. Operations between steps are on rows of one vocabulary, which one
+thread does as fast.
 
-The number of OpenMP threads belongs to the calling thread. ``torch.set_num_threads`` changes it, and beside it the
-number that threads yet to come begin with, which must stay as the user has set it; so OpenMP is asked itself.
+The number of OpenMP threads is a property of the calling thread. ``torch.set_num_threads`` also changes the number
+for threads that start later, which must remain the user's; so this module calls OpenMP directly.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ import torch
 
 
 def _setter() -> Callable[[int], object]:
-    """Sets the calling thread's number of OpenMP threads."""
+    """The function that sets the calling thread's number of OpenMP threads."""
     try:
-        found = ctypes.CDLL(None).omp_set_num_threads  # torch has loaded it for all
+        set_threads = ctypes.CDLL(None).omp_set_num_threads  # of the library that torch has loaded
     except (OSError, AttributeError, TypeError):
         return torch.set_num_threads
-    found.argtypes, found.restype = [ctypes.c_int], None
+    set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
     before = torch.get_num_threads()
-    try:  # there may be two such libraries, of which torch uses the other
-        found(before + 1)
-        mine = torch.get_num_threads() == before + 1
+    try:  # two OpenMP libraries may be loaded, and torch may use the other
+        set_threads(before + 1)
+        works = torch.get_num_threads() == before + 1
     finally:
-        found(before)
-    return found if mine else torch.set_num_threads
+        set_threads(before)
+    return set_threads if works else torch.set_num_threads
 
 
 class _Local(threading.local):
     depth = 0
-    before: int | None = None  # what an outermost block found, where it is not to stay at one
+    before: int | None = None  # the number before the outermost block, if that was not one
 
 
 _local, _set = _Local(), _setter()
 
 
 class OneThread:
-    """A context in which torch's operations on the CPU run on the calling thread; nested and shared as one likes."""
+    """A context in which torch's CPU operations run on the calling thread only. Blocks may be nested, and the object
+    may be shared between threads."""
 
     def __enter__(self) -> None:
         if _local.depth == 0:
@@ -60,7 +62,8 @@ class OneThread:
 
 
 def thread_count() -> int:
-    """Torch's threads for the calling thread, which is in no block: what one left undone at an interrupt is done."""
+    """Torch's number of threads for the calling thread, which must be in no block. If an interrupt left a block
+    without restoring the number, it is restored now."""
     if _local.before is not None:
         _set(_local.before)
         _local.before = None

@@ -1,7 +1,7 @@
-"""Attention of a token tree's rows over a cache: tensors in, tensors out; knows no tree class.
+"""Attention of a token tree's rows over a KV cache: tensors in, tensors out; knows no tree class.
 
-Row i of a step sees the committed prefix, its ancestors among the step's rows, and itself (paper, section
-3.3). Every backend computes the same function:
+Row i of a step sees the committed prefix, its ancestors among the step's rows, and itself (paper, section 3.3; drawn
+in ``lookahead.targets.masks``). Every backend computes the same function:
 
     attend(query, key, value, lengths, words, depths, *, scale, window, softcap, sinks) -> out
 
@@ -12,16 +12,21 @@ Row i of a step sees the committed prefix, its ancestors among the step's rows, 
     words    (B, Q, W) int32   ancestor bits: bit c % 32 of word c // 32 says whether the row sees row c
     depths   (B, Q) int32      the row's position is T_b + depth
     scale    of the scores; None for 1 / sqrt(D)
-    window   keys at a distance of ``window`` or more are not seen; 0 for no limit
+    window   keys ``window`` or more positions before the row are not seen; 0 for no limit
     softcap  scores s become softcap * tanh(s / softcap); 0 for none
-    sinks    (H,) one more score per head that takes weight and gives no value; None for none
+    sinks    (H,) one more score per head, which counts in the softmax but has no value; None for none
     out      (B, H, Q, Dv)     in the query's dtype
 
     reference  the definition, sequence by sequence; any dtype, float64 included
-    sdpa       one mask over the whole cache, made on the device; every device
-    triton     no mask: the prefix in stretches, the tree part by its bits, in one kernel; NVIDIA GPUs
+    sdpa       one mask over the whole cache, made on the device; any device
+    triton     no mask: the prefix in parts, the tree by its ancestor bits, in one kernel; NVIDIA GPUs
 
-``exact`` and ``exact_triton`` compute it for exact mode, from other arguments.
+Example of ``words``: a tree of 4 rows, root 0 with children 1 and 2, and 3 below 1. Each row has one word, because
+4 rows fit into 32 bits; the lowest bit is row 0:
+
+    row 0: 0b0001    row 1: 0b0011    row 2: 0b0101    row 3: 0b1011
+
+``exact`` and ``exact_triton`` compute the same attention for exact mode, from other arguments.
 """
 
 from __future__ import annotations
@@ -42,10 +47,10 @@ BACKENDS = ("reference", "sdpa", "triton")
 
 
 def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
-    """A backend by name; "auto" takes triton on an NVIDIA GPU that has it, and sdpa elsewhere.
+    """A backend by name; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
 
     Raises:
-        SettingsError: an unknown name, or triton where it is not installed.
+        SettingsError: an unknown name, or triton without the package.
     """
     if name == "auto":
         name = "triton" if torch.device(device).type == "cuda" and has_triton() else "sdpa"

@@ -1,4 +1,4 @@
-"""Ancestor bits as words of 32, and what every backend checks of its arguments."""
+"""Ancestor bits as 32-bit words, and the checks of arguments that all backends share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_HEAD = 256
 
 
 def word_count(rows: int) -> int:
-    """W: words that hold the bits of so many rows."""
+    """W: the words that hold ``rows`` bits."""
     return (rows + 31) // 32
 
 
@@ -22,7 +22,7 @@ def pack_bits(ancestors: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
 
     Args:
         ancestors: per sequence and row, a number whose bit c says whether the row sees row c.
-        rows: Q; rows that a sequence lacks see its root alone.
+        rows: Q; padding rows of shorter sequences see only the root.
     """
     width = 4 * word_count(rows)
     data = bytearray()
@@ -41,7 +41,7 @@ def unpack_bits(words: torch.Tensor) -> torch.Tensor:
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, words: torch.Tensor) -> None:
-    """Raises SettingsError where shapes cannot go together."""
+    """Raises SettingsError if shapes do not match."""
     heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[-1]
     if heads % kv_heads:
         raise SettingsError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")

@@ -1,15 +1,19 @@
 """Attention whose sums depend only on absolute positions: a row has the same bits in a tree, in a batch and alone.
 
-A row at position p sees keys at positions 0 .. p, in two parts of fixed shape that are cut by p alone:
+A row at position p sees keys at positions 0 .. p, in two parts of fixed shape whose boundary depends only on p:
 
-- keys below B(p) = max(0, p - ``DEPTH``), page by page of ``PAGE`` columns that lie in place. Trees are at most
-  ``DEPTH`` deep, so B(p) never reaches into one: these keys are committed, and a key's column is its position;
-- keys from B(p) on, ``WINDOW`` at most, gathered in the order of the row's path: committed columns, then its
-  ancestors, root first, and itself.
+- keys before B(p) = max(0, p - ``DEPTH``), in pages of ``PAGE`` columns, read in place. Trees are at most ``DEPTH``
+  deep, so all these keys are committed, and a key's column is its position;
+- keys from B(p) on, at most ``WINDOW``, gathered in the order of the row's path: committed columns, then the row's
+  ancestors from the root on, and the row itself.
 
-The running softmax takes the window first and then the pages, one after another. A page of which a row sees nothing
-leaves its numbers as they are, to the bit. So all depends on operations of fixed shape that treat their rows alike,
-which a model's certificate checks (``targets.exact``).
+Example: T = 600 tokens, a row at depth 2, so p = 602 and B(p) = 571. Its pages are columns 0 .. 255, 256 .. 511 and
+512 .. 767 (of which it sees 512 .. 570), and its window is columns 571 .. 599, its two ancestors and itself: 32 keys.
+In plain decoding the same row would gather the same 32 keys from columns 571 .. 602.
+
+The running softmax (Milakov and Gimelshein, 2018) processes the window first and then the pages. A page of which a
+row sees nothing does not change the row's bits. What remains are operations of fixed shape, which must treat their
+rows alike; a model's certificate checks this (``targets.certificate``).
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def attend(
         key, value: the whole cache, (S, Hkv, C, D) and (S, Hkv, C, Dv).
         slots, positions: of the rows, both (R,).
         counts: keys in each row's window, (R,).
-        columns: of the keys in each row's window, (R, WINDOW); behind the count any that is there.
+        columns: of the keys in each row's window, (R, WINDOW); entries behind the count are ignored.
         pages: (slot, number of pages) for every slot with rows whose B(p) is above 0.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The definition, with a mask. What the other backends are compared with."""
+"""The definition of the attention, with a mask. The other backends are compared with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One mask over the whole cache, made from lengths and bits on the device; for every device.
+"""Attention with one mask over the whole cache, made on the device from lengths and ancestor bits; for any device.
 
-Nothing is read back, because a captured graph must not wait for the host: lengths are honoured by the mask, so the
-cost is that of the cache's capacity.
+Nothing is read on the host, because a captured graph must not wait for it. Lengths enter through the mask only, so
+the cost depends on the cache's capacity.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def attend(
     batch, heads, rows, size = query.shape
     kv_heads, group = key.shape[1], heads // key.shape[1]
     lengths = torch.as_tensor(lengths, device=query.device).long()
-    # A column's place among the step's rows; negative in the prefix, rows or more where nothing is yet.
-    place = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)
-    row = place.clamp(0, rows - 1)
+    # Each column's index among the step's rows: negative in the prefix, Q or more behind the rows.
+    index = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)
+    row = index.clamp(0, rows - 1)
     own = unpack_bits(words).gather(2, row[:, None].expand(-1, rows, -1))
-    live = place < rows
-    seen = (place < 0)[:, None] | (own & live[:, None])
+    live = index < rows
+    seen = (index < 0)[:, None] | (own & live[:, None])
     if window:
-        at = torch.where(place < 0, place, depths.long().gather(1, row))
-        seen &= depths[:, :, None] - at[:, None] < window
+        depth = torch.where(index < 0, index, depths.long().gather(1, row))
+        seen &= depths[:, :, None] - depth[:, None] < window
     # Grouped heads become rows of one head, so the cache is read once.
     folded = query.reshape(batch, kv_heads, group * rows, size)
     scores = (folded @ key.transpose(2, 3)).float() * (scale if scale is not None else size**-0.5)
@@ -50,6 +50,6 @@ def attend(
         extra = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, rows)
         scores = torch.cat([scores, extra.reshape(batch, kv_heads, -1, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
-    # What lies behind the rows is no number that anybody wrote, and 0 times NaN is NaN.
+    # Columns behind the rows were not written and may hold NaN, and 0 times NaN is NaN.
     out = weights @ value.masked_fill(~live[:, None, :, None], 0)
     return out.reshape(batch, heads, rows, -1)

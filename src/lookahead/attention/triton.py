@@ -1,13 +1,13 @@
-"""The kernel for NVIDIA GPUs: flash decoding over a token tree.
+"""The kernel for NVIDIA GPUs: flash decoding (Dao et al., 2023) over a token tree.
 
-Two launches. The first has one program per (part of the context, tile of rows, key head of a sequence); all
-query rows of a key head stand in one tile where it holds them (groups times rows up to ``BLOCK_M``), so the
-cache is read once. Parts 0 .. P - 1 are stretches of the committed prefix and use no mask; part P is the tree
-itself: per 32 rows one word of ancestor bits per query row, held in registers. The second launch merges the
-parts by log-sum-exp and adds the sinks.
+There are two launches. The first has one program per (part of the context, tile of rows, key head of a sequence). If
+they fit (groups times rows up to ``BLOCK_M``), all query rows of a key head are in one tile, so the cache is read
+once. Parts 0 .. P - 1 are consecutive ranges of the committed prefix and need no mask; part P is the tree itself,
+with one word of ancestor bits per query row and 32 columns, held in registers. The second launch merges the parts by
+log-sum-exp and adds the sinks.
 
-Lengths and bits are read on the device, so that one captured graph serves all lengths of a capacity: the number
-of parts is fixed by the grid, and each program works out its own stretch from the live length.
+Lengths and bits are read on the device, so one captured graph serves all lengths of a capacity: the grid fixes the
+number of parts, and each program computes its own range from the length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _absorb(  # type: ignore[no-untyped-def]
     q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys into the running softmax, in base 2: exp2 of its scores is exp of what the model means."""
+    """Add one block of keys to the running softmax. Scores are multiplied by log2(e), so exp2 of them is exp of the
+    model's scores."""
     column = column.to(tl.int64)
     k = tl.load(key + column[None, :] * k_c + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
     v = tl.load(
@@ -40,7 +41,7 @@ def _absorb(  # type: ignore[no-untyped-def]
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
     new = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet has no finite maximum; any number does for it.
+    # A row that has seen nothing yet has the maximum -inf; any finite number replaces it, because its weights are 0.
     at = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - at[:, None])
     shrink = tl.exp2(best - at)
@@ -49,8 +50,8 @@ def _absorb(  # type: ignore[no-untyped-def]
     return new, total, acc
 
 
-# What changes with a step's rows or a cache's room is left out of specialisation, or each bucket of rows would
-# compile kernels of its own.
+# Arguments that change with the rows of a step or the capacity of a cache are not specialised; otherwise kernels
+# would be compiled for every bucket of rows.
 _CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
 
 
@@ -111,7 +112,7 @@ def _parts(  # type: ignore[no-untyped-def]
                 q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
                 D, DV, SOFTCAP, PRECISION, UPCAST,
             )  # fmt: skip
-    # A row that saw nothing here: its best is -inf, which says so, and nothing else is written.
+    # If a row saw nothing in this part, only its best is written: -inf, by which ``_merge`` recognises it.
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -142,7 +143,7 @@ def _merge(  # type: ignore[no-untyped-def]
     whole = tl.sum(weights, 0)
     if SINKS:
         whole += tl.exp2(sink - best)
-    # Parts that saw nothing were not all written: their weight is 0, and 0 times garbage may be NaN.
+    # Parts that saw nothing were not written. Their weight is 0, but 0 times garbage may be NaN.
     mask = (totals_here > float("-inf"))[:, None] & (dv < DV)[None, :]
     values = tl.load(partial + place.to(tl.int64)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
     result = tl.sum(values * weights[:, None], 0) / whole
@@ -167,7 +168,7 @@ def attend(
     """See the package for arguments and shapes. Lengths on the device are not read back.
 
     Args:
-        tuning: tile sizes in place of those of ``blocks``, and "parts" in place of ``split``'s.
+        tuning: tile sizes instead of those of ``blocks``, and "parts" instead of that of ``split``.
     """
     check(query, key, value, words)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -182,7 +183,7 @@ def attend(
     wanted = split(columns - rows, pairs * tiles, block["BLOCK_N"], processors)
     parts = block.pop("parts", wanted)
     scale = scale if scale is not None else size**-0.5
-    # Only the last axis must be dense; the others are walked by stride.
+    # Only the last axis must be contiguous.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
     lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
@@ -208,12 +209,12 @@ def attend(
 
 
 def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:
-    """Tile sizes: rows of a tile, keys of a block, warps. ``members`` is groups times rows."""
+    """Tile sizes: rows per tile, keys per block, warps and stages. ``members`` is groups times rows."""
     wide, full = max(size, value_size) > 128, item_bytes == 4
     most = 128 >> (wide + full)
     block_m = max(16, min(most, triton.next_power_of_2(members)))
     block_n = 32 if wide or full else 64
-    # Keys and values of every stage lie in shared memory, of which an A100 has 163 KB for a program.
+    # Keys and values of every stage are in shared memory, of which an A100 has 163 KB per program.
     stages = 3 if not full else 1 if wide else 2
     return {
         "BLOCK_M": block_m,
@@ -224,13 +225,14 @@ def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[st
 
 
 def split(longest: int, programs: int, block_n: int, processors: int) -> int:
-    """Parts of a prefix: about two programs per processor, no part under 4 blocks at the longest."""
+    """The number of parts of a prefix: about two programs per processor, and at least 4 blocks per part at the
+    longest."""
     wanted = max(1, 2 * processors // max(1, programs))
     return max(1, min(wanted, int(triton.cdiv(max(1, longest), 4 * block_n)), 64))
 
 
 def _dots(size: int) -> int:
-    """Head sizes are padded to a power of two, 16 at least, with zeros that are never loaded."""
+    """A head size padded to a power of two, at least 16; the padding is never loaded."""
     return max(16, int(triton.next_power_of_2(size)))
 
 

@@ -1,27 +1,32 @@
-"""Measurement: workloads, methods side by side, step costs, reports and plots.
+"""Measurement: does it pay here? Methods side by side on the same prompts, step costs, tables and plots.
 
     from lookahead.bench import run
-    records = run(["hf-greedy", "lookahead:15,5,15"], ["def fibonacci(n):"])
+    records = run(["lookahead:15,5,15"], ["def fibonacci(n):"])
 
 The life of a measurement:
-    workloads.load_workload   a name or a file -> prompts
-    model.load_model          the model under test: weights, tokenizer, target
-    methods.make_methods      a name -> what decodes a prompt, ours or Hugging Face's, under one counter
+    workloads.load_workload   a file, or "stdlib" -> prompts
+    methods.load_model        the model under test: weights, tokenizer, target
+    methods.make_methods      a name -> what decodes a prompt, and the one counter of what a text cost
     run.run                   interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
-    summary, report           read records, and nothing else: tables and the picture
+    report                    tables and plots, computed from records
+    step_cost                 the time of a step by its rows
 """
 
-from .method import RunOptions
-from .methods import default_methods, make_methods, split_methods
-from .model import ModelUnderTest, load_model
+from .methods import (
+    ModelUnderTest,
+    RunOptions,
+    default_methods,
+    load_model,
+    make_methods,
+    split_methods,
+)
 from .record import Records
+from .report import summarise
 from .run import run
-from .summary import summarise
-from .workloads import KNOWN, Prompt, load_workload
+from .workloads import Prompt, load_workload
 
 __all__ = [
-    "KNOWN",
     "ModelUnderTest",
     "Prompt",
     "Records",

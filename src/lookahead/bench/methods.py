@@ -1,201 +1,259 @@
-"""What is measured: our drafting methods beside transformers' and llama.cpp's own decoding, under one counter.
+"""What is measured: a model, ways to decode a prompt with it, and one counter of what a text cost.
 
-A method is named by a text such as ``hf-greedy``, ``prompt-lookup``, ``lookahead:15,5,15`` or
-``lookahead:15,5,15:pool_from_prompt=0``; any name in ``lookahead.drafters.METHODS`` is one.
+The counter is the same for every method, ours or another library's: the first forward pass of the target is the
+prefill, every later pass is a step; the rows of a step are the positions it evaluates, and its tokens are those that
+it adds to the text, the end token included.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from transformers import GenerationConfig
-
-from ..core import Drafter, LookaheadConfig, NGramPool, Request, SettingsError, Stats, Target, decode
-from ..drafters import METHODS, OWN_SETTINGS, make_drafter
-from ..engine import Options
-from ..engine.llm import KEEPS_STATE
+from ..core import Drafter, NGramPool, Request, SettingsError, Stats, Target
+from ..drafters import Adaptive, Lookahead, Plain, as_drafter
+from ..drafters.parse import METHODS
+from ..drafters.settings import all_settings
+from ..engine import LLM, Engine, Options, load
 from ..engine.processors import make_process
 from ..sampling import SeededNoise, make_choose
-from .method import LOOKUP_TOKENS, Method, Outcome, RunOptions, counted
-from .model import ModelUnderTest
 
-HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
-LLAMA_CPP = ("llamacpp-greedy", "llamacpp-lookup")
-PLAIN = "autoregressive"
+#: Plain decoding: what every other method is compared with.
+PLAIN = Plain.name
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class ModelUnderTest:
+    """A model and the target that evaluates it."""
+
+    name: str  # for the records
+    target: Target  # evaluates the steps of our methods
+    model: Any = None  # of transformers; None if there is only a target
+    tokenizer: Any = None  # of transformers; None if prompts are token ids
+    eos: frozenset[int] = frozenset()  # tokens that end a text
+    max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
+    dtype: str = "float32"  # for the records
+    gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
+
+    @classmethod
+    def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
+        """A loaded model with a target of the given path (see ``LLM.target``)."""
+        longest = llm.context or UNLIMITED
+        return cls(llm.name, llm.target(path), llm.model, llm.tokenizer, llm.eos, longest, llm.dtype)
+
+
+def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any) -> ModelUnderTest:
+    """The model of ``lookahead.load(path_or_id, **options)`` with a target of the given path."""
+    llm = load(path_or_id, **options)
+    file = Path(path_or_id or "-")
+    if file.exists():
+        llm.name = file.resolve().name  # records show no folder of this machine
+    model = ModelUnderTest.of(llm, path)
+    model.gguf = str(file) if file.suffix == ".gguf" else None
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How every method decodes."""
+
+    max_new_tokens: int = 128  # at least 1
+    temperature: float = 0.0  # 0 is greedy; above it, tokens are sampled
+    top_k: int = 0  # sample among the k most likely tokens; 0 for all
+    seed: int = 0  # of the samples
+    repeats: int = 1  # how often every prompt is decoded
+    warm: bool = True  # measure methods that keep state a second time, with the state of earlier prompts
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
+            if getattr(self, name) < low:
+                raise SettingsError(f"{name} must be at least {low}, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One text, and what it cost.
+
+    The prefill of another library may verify a draft too; tokens that it gives beyond the first are in ``tokens``
+    and ``prefill_tokens``, not in ``stats``.
+    """
+
+    tokens: list[int]  # the new tokens
+    stats: Stats
+    prefill_tokens: int  # how many of the tokens the prefill gave
+    prefill_seconds: float  # until they were there
+    step_tokens: list[int] = field(default_factory=list)  # tokens of each step
+    step_rows: list[int] = field(default_factory=list)  # rows of each step
+    step_seconds: list[float] = field(default_factory=list)  # duration of each step
+
+
+class Method(ABC):
+    """Decodes prompts one after the other."""
+
+    label: str  # name with its settings
+    state: str = ""  # "cold" or "warm" if the method keeps state between prompts
+    settings: dict[str, Any]  # for the records
+
+    @abstractmethod
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        """Decode one prompt."""
+
+    def comparable(self, options: RunOptions) -> bool:
+        """Whether the text must equal that of plain decoding, token for token."""
+        return True
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop the state kept between prompts; called before every repeat."""
+
+
+def outcome_of(
+    prompt_tokens: int, tokens: list[int], rows: list[int], sizes: list[int], times: list[float]
+) -> Outcome:
+    """What another library's decoding cost.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        tokens: the new tokens.
+        rows: rows of each step.
+        sizes: tokens that the prefill gave, then those of each step.
+        times: when decoding began, when the prefill's tokens came, then each step's, in seconds.
+    """
+    prefill, *steps = sizes
+    if len(steps) != len(rows) or len(tokens) != sum(sizes):
+        raise AssertionError(
+            f"every forward pass must give tokens once: {len(rows)} steps, {len(steps)} groups of tokens, "
+            f"{sum(sizes)} tokens in groups, {len(tokens)} in the text"
+        )
+    stats = Stats(prompt_tokens=prompt_tokens, new_tokens=1 + sum(steps))
+    for evaluated, size in zip(rows, steps, strict=True):
+        stats.count_step(evaluated, evaluated - 1, size)
+    first, *seconds = (b - a for a, b in pairwise(times))
+    return Outcome(tokens, stats, prefill, first, steps, rows, seconds)
 
 
 def make_request(
-    model: ModelUnderTest, prompt: Sequence[int], drafter: Drafter, options: RunOptions
+    model: ModelUnderTest,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    options: RunOptions,
+    step_times: Any = None,
 ) -> Request:
-    """One text with our own loop; where it is sampled, the drafter is told of the noise."""
+    """One text for the library's loop; if it is sampled, the drafter sees the noise too.
+
+    Args:
+        step_times: measured step times of the model, for a drafter that needs them.
+    """
     noise = process = None
     if options.temperature:
         device = getattr(model.model, "device", None)
         noise = SeededNoise(options.seed, len(prompt), model.target.vocabulary, options.temperature, device)
         sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
         process = make_process(sampling, len(prompt), model.eos, None, device)
-    drafter.use_noise(noise)
     choose = make_choose(prompt, process, noise)
-    return Request(prompt, drafter, options.max_new_tokens, choose, model.eos)
+    return Request(
+        prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise, step_times=step_times
+    )
 
 
 def timed_decode(target: Target, request: Request) -> Outcome:
-    """Decode one text and note what every step gave and took.
+    """Decode one text and record what every step gave and took.
 
     Raises:
         LookaheadError: what ended the text early.
     """
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
-    for step in decode(target, [request]):
-        now = perf_counter()
-        if step.tree is None:
-            generation = step.generation
-            outcome = Outcome(generation.tokens, generation.stats, len(step.tokens), now - last)
-        else:
-            outcome.step_tokens.append(len(step.tokens))
-            outcome.step_rows.append(step.rows)
-            outcome.step_seconds.append(now - last)
-        last = now
+    engine = Engine(lambda: target, target=target)
+    engine.add(request)
+    while engine.busy:
+        for update in engine.step():
+            now, step = perf_counter(), update.step
+            if update.result is not None:
+                update.result.checked()
+            if step is None:
+                continue
+            if step.tree is None:
+                generation = step.generation
+                outcome = Outcome(generation.tokens, generation.stats, len(step.tokens), now - last)
+            else:
+                outcome.step_tokens.append(len(step.tokens))
+                outcome.step_rows.append(step.rows)
+                outcome.step_seconds.append(now - last)
+            last = now
     return outcome
 
 
 class Drafted(Method):
-    """One of ``lookahead.drafters.METHODS``, driven by the only loop; ``config`` as ``make_drafter`` takes it."""
+    """A drafter of ours, driven by the library's loop.
 
-    def __init__(self, name: str, config: Any, label: str, state: str) -> None:
-        self.name, self.config, self.label, self.state = name, config, label, state
-        self.settings = asdict(config) if isinstance(config, LookaheadConfig) else dict(config or {})
-        self._kept: Any = None
+    Args:
+        drafter: with its settings.
+        label: its name in records.
+        state: "warm" to keep the pool or what was learnt from text to text; "cold" or "" to start each text anew.
+    """
+
+    def __init__(self, drafter: Drafter, label: str, state: str) -> None:
+        self.drafter, self.label, self.state = drafter, label, state
+        self.settings = {"drafter": str(drafter), **all_settings(drafter)}
+        self._kept: Drafter | None = None
 
     def forget(self) -> None:
         self._kept = None
 
-    def _new_state(self, model: ModelUnderTest) -> Any:
-        """What ``make_drafter`` takes as ``pool``. Step times are of the machine: no state forgets them."""
-        if self.name == "lookahead":
-            new = NGramPool(self.config.guess_set_size, self.config.max_pool_keys)
-            return new if self.state == "warm" else None
-        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
+    def _with_state(self) -> Drafter:
+        """The drafter with a fresh pool or state that is kept from text to text."""
+        if isinstance(self.drafter, Lookahead):
+            pool = NGramPool(self.drafter.guess_set_size, self.drafter.max_pool_keys)
+            return replace(self.drafter, pool=pool)
+        from ..drafters.adaptive.state import AdaptiveState
 
-        config, times = AdaptiveConfig.of(self.config), None
-        if config.budget and model.model is not None:
+        assert isinstance(self.drafter, Adaptive)
+        return replace(self.drafter, state=AdaptiveState(self.drafter))
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        drafter, times = self.drafter, None
+        if self.state == "warm":
+            if self._kept is None:
+                self._kept = self._with_state()
+            drafter = self._kept
+        if drafter.needs_step_times and model.model is not None:  # of the machine: ``forget`` keeps them
+            from ..drafters.adaptive.measure import times_for
+
             times = times_for(model.model, model.target.path, lambda: model.target)
-        return AdaptiveState(config, keep=self.state == "warm", times=times)
-
-    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        if self.state and self._kept is None:
-            self._kept = self._new_state(model)
-        drafter = make_drafter(self.name, self.config, model.target.vocabulary, self._kept)
-        return timed_decode(model.target, make_request(model, prompt, drafter, options))
+        return timed_decode(model.target, make_request(model, prompt, drafter, options, times))
 
 
-class HuggingFace(Method):
-    """``model.generate`` of transformers; forward passes are counted by a hook, and tokens by a streamer."""
-
-    def __init__(self, name: str) -> None:
-        self.name = self.label = name
-        self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
-
-    def comparable(self, options: RunOptions) -> bool:
-        """Only greedy texts: transformers draws from another stream of random numbers."""
-        return not options.temperature and self.name != "hf-sample"
-
-    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        eos = sorted(model.eos) or None
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=eos[0] if eos else 0,
-            do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
-            **self.settings,
-        )  # fmt: skip
-        if config.do_sample:
-            config.temperature, config.top_k, config.top_p = options.temperature or 1.0, options.top_k, 1.0
-        rows: list[int] = []
-        sizes: list[int] = []
-        times: list[float] = []
-
-        class Clock:
-            def put(self, tokens: Any) -> None:
-                times.append(perf_counter())
-                sizes.append(tokens.numel())
-
-            def end(self) -> None:
-                pass
-
-        def count(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
-            rows.append(int(keywords["input_ids"].shape[1]))
-
-        ids = torch.tensor([list(prompt)], device=model.model.device)
-        mask = torch.ones_like(ids)
-        torch.manual_seed(options.seed)
-        hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
-        try:
-            start = perf_counter()
-            text = model.model.generate(ids, streamer=Clock(), attention_mask=mask, generation_config=config)
-            end = perf_counter()
-        finally:
-            hook.remove()
-        times = [start, *times[1:-1], end]  # what comes first is the prompt
-        return counted(len(prompt), text[0, len(prompt) :].tolist(), rows[1:], sizes[1:], times)
+#: Makes the methods of one name; cold and warm for a method that keeps state, unless ``warm`` is False.
+MakeMethods = Callable[[str, ModelUnderTest, bool], list[Method]]
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:
-    """Names from a list such as ``hf-greedy,lookahead:15,5,15 jacobi``: a comma before a digit is W,N,G's own."""
+    """Names of lists such as ``jacobi,lookahead:15,5,15 adaptive``; a comma before a digit is part of W,N,G."""
     names = [name for text in texts for name in re.split(r"\s+|,(?=[A-Za-z])", text) if name]
     return list(dict.fromkeys(names))
 
 
 def default_methods() -> list[str]:
-    """Hugging Face's greedy and prompt lookup, and every method of ours."""
-    return ["hf-greedy", "hf-prompt-lookup", *(name for name in METHODS if name != PLAIN)]
-
-
-def _value(text: str) -> Any:
-    """A setting's value; ``suffix+logits`` is a tuple of words, and so is ``suffix+``."""
-    if "+" in text:
-        return tuple(filter(None, text.split("+")))
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    """Every method of ours; plain decoding is always measured."""
+    return [name for name in METHODS if name != PLAIN]
 
 
 def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
-    """The method of a name; cold and warm, where it keeps state.
+    """The methods of a text that ``lookahead.as_drafter`` reads, such as ``lookahead:7,5,7:pool_from_prompt=0``.
 
     Raises:
-        SettingsError: an unknown name, a setting out of range, or a method that lacks what it needs.
+        SettingsError: an unknown name, or a setting out of range.
     """
-    head, *settings = name.split(":")
-    if head in HUGGING_FACE:
-        if settings:
-            raise SettingsError(f"{head} takes no settings, got {name!r}")
-        if model.model is None:
-            raise SettingsError(f"{head} needs a transformers model, and there is only a target")
-        return [HuggingFace(head)]
-    if head in LLAMA_CPP:
-        from .llamacpp import LlamaCpp
-
-        return [LlamaCpp(head, ":".join(settings), model)]
-    if head not in METHODS:
-        raise SettingsError(
-            f"unknown method {head!r}; known are {', '.join((*HUGGING_FACE, *LLAMA_CPP, *METHODS))}, "
-            "with settings as in lookahead:15,5,15 or lookahead:7,5,7:pool_from_prompt=0"
-        )
-    triple = [part for part in settings if "=" not in part]
-    if len(triple) > 1:
-        raise SettingsError(f"W,N,G is given more than once in {name!r}")
-    pairs = (part.split("=", 1) for part in settings if "=" in part)
-    values = {key: _value(value) for key, value in pairs}
-    config: Any = values or None
-    if head not in OWN_SETTINGS or triple:
-        config = LookaheadConfig.of(triple[0] if triple else None, **values)
-    label = name
-    if head == "lookahead" and not triple:
-        label = ":".join([head, ",".join(map(str, config.triple)), *settings])
-    states = ("cold", "warm")[: 1 + warm] if head in KEEPS_STATE else ("",)
-    return [Drafted(head, config, label, state) for state in states]
+    drafter = as_drafter(name)
+    label = str(drafter) if name == Lookahead.name else name
+    if isinstance(drafter, Plain):
+        label = PLAIN
+    states = ("cold", "warm")[: 1 + warm] if isinstance(drafter, (Lookahead, Adaptive)) else ("",)
+    return [Drafted(drafter, label, state) for state in states]

@@ -1,7 +1,7 @@
-"""Records: one JSON line per prompt, method and repeat, with all that is needed to read it later.
+"""Records: one JSON line per prompt, method and repeat, with the machine, the versions and the settings.
 
-A line's key says under which settings it was measured; a run that finds its key in the file does not measure
-again.
+The key of a record is a hash of all settings it was measured under; a run that finds the key in the file does not
+measure again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import torch
 import transformers
 
 from .. import __version__
-from ..core.records import RecordWriter, read_records
+from ..files.records import RecordWriter, read_records
 
 Record = dict[str, Any]
 _INSTRUCTIONS = (
-    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16",
-)  # fmt: skip
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
+    *("asimd", "sve", "bf16"),
+)
 
 
 @lru_cache
 def machine() -> dict[str, Any]:
-    """Processor, instruction sets that matter here, cores, memory, graphics card."""
+    """Processor, the instruction sets that bound the speed, cores, memory, graphics card."""
     name, flags = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -49,29 +50,28 @@ def machine() -> dict[str, Any]:
 
 
 def was_busy(records: Iterable[Record]) -> str:
-    """A warning where other work ran beside a quarter of the measurement or more, else an empty text."""
+    """A warning if other work ran during a quarter of the measurement or more, else an empty text."""
     loads = [(r["load"], r["machine"]["cores"]) for r in records if r.get("load") is not None]
     busy = [load for load, cores in loads if load > cores + 1]
     if len(busy) * 4 < len(loads) or not busy:
         return ""
     return (
-        f"The machine was busy with other work (load up to {max(busy):.1f} on {loads[0][1]} cores): "
-        "do not trust the times; S and equality stand."
+        f"Other work ran on the machine (load up to {max(busy):.1f} on {loads[0][1]} cores): "
+        "the times are unreliable; S and equality do not depend on them."
     )
 
 
 @lru_cache
 def commit() -> str:
-    """The library's git commit, with a plus where its sources are changed; else the package's version."""
+    """The library's git commit, with a plus if its sources are changed; without git, the package's version."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", "core/tree.py"
-        )  # it may be another repository, around site-packages
+        # Fails if the repository is another one, around site-packages.
+        git("ls-files", "--error-unmatch", "core/tree.py")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
@@ -79,7 +79,7 @@ def commit() -> str:
 
 
 def environment() -> Record:
-    """What every record says about where it was made."""
+    """Where and with what a record is made: a part of every record."""
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -106,19 +106,19 @@ class Records:
         """All finished records.
 
         Raises:
-            SettingsError: a line that is not a record, by file and line.
+            SettingsError: naming the file and line that is not a record.
         """
         return read_records(self.path, "key", "`lookahead bench`")
 
     def append(self, record: Record) -> None:
-        """Write one record, for good; the folder is made if need be."""
+        """Write one record to disk; creates the folder if it does not exist."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with RecordWriter(self.path, append=True) as writer:
             writer.write(record)
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """One line on where a record was made."""
+    """One line that says where and with what a record was made."""
     host, threads = record["machine"], record["threads"]
     path = f" on the {record['path']} path" if record.get("path") else ""
     parts = [

@@ -1,52 +1,235 @@
-"""What a run leaves behind: the tables on the terminal, the same as Markdown, the picture."""
+"""What the records say: figures by workload and method, as tables on the terminal, as Markdown and as a plot.
+
+Everything here is computed from records. Definitions, the same for every method:
+    rate        tokens after the prefill, over the seconds of the steps
+    speed-up    rate over that of plain decoding, of totals
+    S           tokens per step, the mean over all steps (equation 6 of the paper; the bonus token counts)
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..core.records import finite
-from .pictures import COLOURS, label, new_figure, save
-from .record import Record, describe, environment, was_busy
-from .summary import COLUMNS, LEGEND, Line, Summary, markdown, summarise, unequal_text
+from ..files.records import finite
+from .methods import PLAIN
+from .plots import COLOURS, label, new_figure, save
+from .record import Record, describe, was_busy
+
+NAN = float("nan")
 
 
-def _table(title: str, lines: list[Line]) -> Table:
+@dataclass(slots=True)
+class Figures:
+    """One method, in one state, on one set of prompts. A figure without data is NaN."""
+
+    texts: int = 0  # records
+    rate: float = NAN  # tokens per second, median over repeats
+    rate_low: float = NAN  # the slowest repeat
+    rate_high: float = NAN  # the fastest repeat
+    total: float = NAN  # speed-up of totals
+    s_steps: float = NAN  # compression ratio S
+    rows: float = NAN  # per step
+    equal: int = 0  # texts equal to plain decoding
+    compared: int = 0
+
+
+@dataclass(slots=True)
+class Line:
+    """A method in one state on a workload."""
+
+    workload: str
+    method: str
+    state: str
+    all: Figures
+    over_hf: float = NAN  # rate over that of transformers' greedy generate, if it was measured
+
+    @property
+    def label(self) -> str:
+        """The method, and its state if it keeps state."""
+        return f"{self.method} ({self.state})" if self.state else self.method
+
+
+@dataclass(slots=True)
+class Summary:
+    """Lines, prompts left out by workload, and the texts that are not equal to plain decoding."""
+
+    lines: list[Line]
+    skipped: dict[str, int]
+    unequal: list[Record]
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def _text_of(record: Record) -> tuple[Any, ...]:
+    temperature = record["options"]["temperature"]
+    return record["workload"], record["prompt"], record["turn"], record["repeat"], temperature
+
+
+def _tokens_of_steps(records: Iterable[Record]) -> int:
+    return sum(record["new_tokens"] - record["prefill_tokens"] for record in records)
+
+
+def _rate(records: Sequence[Record]) -> float:
+    seconds = sum(record["decode_seconds"] for record in records)
+    return _tokens_of_steps(records) / seconds if seconds else NAN
+
+
+def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
+    """Plain decoding's record for each (workload, prompt, turn, repeat, temperature)."""
+    return {_text_of(record): record for record in records if record["method"] == PLAIN}
+
+
+def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> Figures:
+    """Sum up the records of one method in one state.
+
+    Args:
+        records: without skipped prompts.
+        plain: as ``plain_of`` gives it.
+    """
+    if not records:
+        return Figures()
+    steps = sum(record["steps"] for record in records) or NAN
+    repeats = defaultdict(list)
+    for record in records:
+        repeats[record["repeat"]].append(record)
+    rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)] or [NAN]
+    # A text of one token has no step: it has no speed.
+    pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
+    pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
+    compared = [record["equal"] for record in records if record["equal"] is not None]
+    return Figures(
+        texts=len(records),
+        rate=median(rates),
+        rate_low=min(rates),
+        rate_high=max(rates),
+        total=_rate([pair[0] for pair in pairs]) / _rate([pair[1] for pair in pairs]),
+        s_steps=_tokens_of_steps(records) / steps,
+        rows=sum(record["rows"] for record in records) / steps,
+        equal=sum(compared),
+        compared=len(compared),
+    )
+
+
+def summarise(records: Iterable[Record]) -> Summary:
+    """Sum up records of one setup, by workload, method and state, each in the order of first appearance."""
+    records = list(records)
+    measured = [record for record in records if "skipped" not in record]
+    left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r)
+    plain = plain_of(measured)
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in measured:
+        groups[record["workload"], record["method"], record["state"]].append(record)
+    lines = [Line(*names, figures(group, plain)) for names, group in groups.items()]
+    theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
+    for line in lines:
+        line.over_hf = line.all.rate / theirs.get(line.workload, NAN)
+    # The methods of a prompt come in rotating order; that of the first prompt is kept for all.
+    workloads, methods = ([group[column] for group in groups] for column in (0, 1))
+    lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
+    skipped = Counter(workload for workload, *_ in left_out)
+    return Summary(lines, dict(skipped), [r for r in measured if r["equal"] is False])
+
+
+# ------------------------------------------------------------------------------------------------- tables
+
+
+def number(value: float, digits: int = 2) -> str:
+    """For people; a dash for NaN."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+OVER_HF = "vs hf-greedy"
+#: heading -> text of a line
+COLUMNS: dict[str, Callable[[Line], str]] = {
+    "equal": lambda x: f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a",
+    "tokens/s": lambda x: number(x.all.rate, 1),
+    "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
+    "speed-up": lambda x: number(x.all.total),
+    OVER_HF: lambda x: number(x.over_hf),
+    "S": lambda x: number(x.all.s_steps),
+    "rows/step": lambda x: number(x.all.rows, 1),
+}
+LEGEND = (
+    "equal: texts equal to plain decoding. tokens/s: median over repeats. speed-up over plain decoding: of totals. "
+    "S: tokens per step. cold, warm: without and with the state of the "
+    "earlier prompts."
+)
+
+
+def columns(lines: Sequence[Line]) -> dict[str, Callable[[Line], str]]:
+    """The columns that the lines have data for."""
+    compared = any(not math.isnan(line.over_hf) for line in lines)
+    return {name: text for name, text in COLUMNS.items() if name != OVER_HF or compared}
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Markdown; the first ``texts`` columns are left-aligned, the others right-aligned."""
+    rules = ["---"] * texts + ["---:"] * (len(headings) - texts)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rules, *rows])
+
+
+def markdown(summary: Summary) -> str:
+    """The lines as a Markdown table."""
+    cells = columns(summary.lines)
+    rows = [[x.workload, f"`{x.label}`", *(text(x) for text in cells.values())] for x in summary.lines]
+    return markdown_table(["workload", "method", *cells], rows, texts=2)
+
+
+def unequal_text(record: Record) -> str:
+    """A text that is not equal: its speed, where it differs, and how close the two logits are there."""
+    gap = record["logit_gap"]
+    near = f", where the two logits are {gap:.2g} apart" if gap is not None else ""
+    return (
+        f"{record['workload']}/{record['prompt']} turn {record['turn']}: {record['method']} {record['state']} at "
+        f"{number(_rate([record]), 1)} tokens/s is not equal from token {record['first_divergence']} on{near}"
+    )
+
+
+def _terminal_table(title: str, lines: list[Line]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("method", overflow="fold", min_width=min(24, max(len(line.label) for line in lines)))
-    for heading in COLUMNS:
+    cells = columns(lines)
+    for heading in cells:
         folded = re.sub(r" |(?<=[-/])", "\n", heading)
         table.add_column(folded, justify="right", vertical="bottom", no_wrap=True)
     for line in lines:
         style = "red" if line.all.equal < line.all.compared else None
-        table.add_row(line.label, *(text(line) for text in COLUMNS.values()), style=style)
+        table.add_row(line.label, *(text(line) for text in cells.values()), style=style)
     return table
+
+
+# ---------------------------------------------------------------------------------------------- the report
 
 
 def speeds(summary: Summary) -> Any:
     """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
-    lines = [line for line in summary.lines if line.all.rate == line.all.rate]
+    lines = [line for line in summary.lines if not math.isnan(line.all.rate)]
     several = len({line.workload for line in lines}) > 1
     names = list(dict.fromkeys(line.label for line in lines))
     labels = []
     figure, axes = new_figure(7.0, 1.2 + 0.3 * len(lines))
-    for place, line in enumerate(lines):
-        figures, same = line.all, line.all.equal == line.all.compared
+    for y, line in enumerate(lines):
+        x, all_equal = line.all, line.all.equal == line.all.compared
         shade = COLOURS[names.index(line.label) % len(COLOURS)]
-        axes.barh(place, figures.rate, 0.72, color=shade, edgecolor="white", hatch=None if same else "///")
-        axes.plot([figures.rate_low, figures.rate_high], [place, place], color="#888888", linewidth=1.2)
-        end = (figures.rate_high, place)
-        axes.annotate(f"{figures.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
-        unequal = "" if same else f", {figures.equal} of {figures.compared} equal"
+        axes.barh(y, x.rate, 0.72, color=shade, edgecolor="white", hatch=None if all_equal else "///")
+        axes.plot([x.rate_low, x.rate_high], [y, y], color="#888888", linewidth=1.2)
+        end = (x.rate_high, y)
+        axes.annotate(f"{x.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
+        unequal = "" if all_equal else f", {x.equal} of {x.compared} equal"
         labels.append(f"{line.workload}: " * several + line.label + unequal)
     axes.set_yticks(range(len(lines)), labels)
     axes.set_ylim(len(lines) - 0.4, -0.6)
@@ -57,18 +240,28 @@ def speeds(summary: Summary) -> Any:
     return figure
 
 
-def write_report(records: Sequence[Record], out: Path, command: str) -> None:
-    """Print a table per workload; write ``summary.md``, its figures as ``summary.json``, and the picture."""
+def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
+    """Prompts that were left out, texts that are not equal, and a busy machine."""
+    left_out = [
+        f"{count} prompts of {workload} were left out: the context is too short."
+        for workload, count in summary.skipped.items()
+    ]
+    return [*left_out, *map(unequal_text, summary.unequal), *filter(None, [was_busy(records)])]
+
+
+def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> None:
+    """Print a table per workload; write ``summary.md``, its figures as ``summary.json``, and the plot.
+
+    Args:
+        draw: whether to draw the plot, which needs matplotlib.
+    """
     summary, console = summarise(records), Console(highlight=False)
     for workload in dict.fromkeys(line.workload for line in summary.lines):
         lines = [line for line in summary.lines if line.workload == workload]
         texts = max(line.all.texts for line in lines)
-        console.print(_table(f"{workload}: {texts} texts per method", lines))
+        console.print(_terminal_table(f"{workload}: {texts} texts per method", lines))
     console.print(LEGEND, style="dim", markup=False)
-    notes = [
-        f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
-    ]
-    notes += [*map(unequal_text, summary.unequal), *filter(None, [was_busy(records)])]
+    notes = notes_of(summary, records)
     for line in notes:
         console.print(line, style="red", markup=False, soft_wrap=True)
     where = describe(records[-1])
@@ -77,38 +270,8 @@ def write_report(records: Sequence[Record], out: Path, command: str) -> None:
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
     facts |= {"figures": [asdict(line) for line in summary.lines]}
     (out / "summary.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
-    if any(record.get("steps") for record in records):
+    drawn = draw and any(record.get("steps") for record in records)
+    if drawn:
         save(speeds(summary), out / "tokens-per-second", where)
-    console.print(f"{where}\nrecords, summary and picture: {out}", style="dim", markup=False)
-
-
-def write_served(
-    rounds: list[Record],
-    table: str,
-    served: tuple[str, str],
-    against: str | None,
-    threads: int,
-    out: Path,
-    command: str,
-) -> None:
-    """The page ``serve.md`` of a load test, and its figures as ``serve.json``.
-
-    Args:
-        rounds: as records, with the machine's load after each. table: the same as Markdown.
-        served: the model's name, and what the server says of its version and dtype.
-        against: what was measured as "other". threads: of the server.
-    """
-    here = environment() | {"threads": threads, "model": served[0], "dtype": served[1].rpartition("-")[2]}
-    where, busy = describe(here), was_busy([one | here for one in rounds])
-    notes = [
-        f"{where}.",
-        "Greedy; all texts of our methods equal plain decoding's, or nothing were reported. Times are medians of the "
-        "requests, tokens/s those of all clients together.",
-        f"other: {against}; its arithmetic is its own, so its texts may differ." if against else "",
-        busy,
-    ]
-    text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table])
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "serve.md").write_text(f"{text}\n", encoding="utf-8")
-    facts = {"command": command, "where": where, "busy": busy, "figures": rounds}
-    (out / "serve.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
+    written = "records, summary and plot" if drawn else "records and summary"
+    console.print(f"{where}\n{written}: {out}", style="dim", markup=False)

@@ -1,8 +1,8 @@
 """The measurement: all methods on the same prompts in one process, interleaved prompt by prompt.
 
-For every repeat, every prompt and every turn: plain decoding first, whose text is what the others are
-compared with and what the next turn follows, then the other methods in an order that rotates. So drift of
-the machine hits all alike. Before that, each method decodes one prompt that is not recorded.
+For every repeat, every prompt and every turn: plain decoding first, whose text is what the others are compared with
+and what the next turn follows; then the other methods, in an order that rotates. So drift of the machine affects
+all methods alike. Before that, each method decodes one prompt that is not recorded.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-import torch
-
 from ..core.stats import first_divergence
-from .method import Method, RunOptions
-from .methods import PLAIN, make_methods
-from .model import ModelUnderTest, load_model
+from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt
 
-#: told (records finished, records in all, what comes next)
+#: called with (records finished, records in all, what comes next)
 Progress = Callable[[int, int, str], None]
-LOOP = 8
+#: A text loops if an n-gram of this size occurs twice.
+LOOP_SIZE = 8
 
 
 def run(
@@ -34,56 +31,58 @@ def run(
     options: RunOptions | None = None,
     records: Records | None = None,
     progress: Progress | None = None,
+    make: MakeMethods = make_methods,
 ) -> list[Record]:
     """Measure and return one record per prompt, turn, method and repeat.
 
     Args:
-        methods: names as in ``lookahead.bench.methods``, or ready methods; plain decoding is always among them.
-        prompts: of a workload, or plain texts, or token ids.
-        model: the model under test; the default one where None.
+        methods: names that ``make`` knows, or methods; plain decoding is always measured.
+        prompts: of a workload, or texts, or token ids.
+        model: the model under test; the default model if None.
         options: how to decode.
-        records: where records go as they are made, and where finished ones are taken from.
-        progress: told before every record.
+        records: where records are written as they are made, and where finished records are read from.
+        progress: called before every record.
+        make: makes the methods of a name.
 
     Raises:
-        SettingsError: an unknown method, or one that lacks what it needs.
+        SettingsError: an unknown method, or a method that lacks what it needs.
     """
     model, options = model or load_model(dtype="float32"), options or RunOptions()
     show = progress or (lambda done, total, what: None)
-    chosen: list[Method] = []
-    for one in dict.fromkeys([PLAIN, *methods]):
-        chosen += [one] if isinstance(one, Method) else make_methods(one, model, options.warm)
-    several = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
+    measured: list[Method] = []
+    for method in dict.fromkeys([PLAIN, *methods]):
+        measured += [method] if isinstance(method, Method) else make(method, model, options.warm)
+    workload = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
     common |= environment()
-    done: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
-    plan = list(_plan(several, chosen, options.repeats))
+    finished: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
+    plan = list(_plan(workload, measured, options.repeats))
     result: list[Record] = []
     warmed_up = False
-    #: What a warm method must still decode before its next record: prompts whose records were there already.
+    #: Prompts whose records existed already: a warm method decodes them before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
     for repeat, number, turn, method in plan:
-        prompt = several[number]
-        if method is chosen[0]:
+        prompt = workload[number]
+        if method is measured[0]:
             if not turn:
                 answers: list[str] = []
-                if not number or prompt.workload != several[number - 1].workload:
+                if not number or prompt.workload != workload[number - 1].workload:
                     # Two workloads may share prompts, and a warm method must not have seen the prompt itself.
                     unseen.clear()
-                    for each in chosen:
+                    for each in measured:
                         each.forget()
             tokens = prompt.tokens(model.tokenizer, answers)
             reference: list[int] | None = None
         show(len(result), len(plan), f"{prompt.id}, {method.label} {method.state}")
-        earlier = [(p.id, p.ids) for p in several[:number] if p.workload == prompt.workload]
+        earlier = [(p.id, p.ids) for p in workload[:number] if p.workload == prompt.workload]
         name = method.label, method.state, method.settings
         key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
         fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
-        record: Record | None = done.get(key)
+        record: Record | None = finished.get(key)
         if record is None:
             if fits and not warmed_up:
-                for each in chosen:
+                for each in measured:
                     show(len(result), len(plan), f"warm-up: {each.label}")
                     each.decode(model, tokens, options)
                     each.forget()
@@ -111,7 +110,7 @@ def run(
                 record["reference"] = prompt.reference if turn == len(prompt.turns) - 1 else None
             else:
                 record["skipped"] = (
-                    f"{len(tokens)} prompt tokens and {options.max_new_tokens} new ones do not fit in "
+                    f"{len(tokens)} prompt tokens and {options.max_new_tokens} new tokens do not fit in "
                     f"{model.max_positions} positions"
                 )
             if records is not None:
@@ -119,7 +118,7 @@ def run(
         elif method.state == "warm" and fits:
             unseen[method].append(tokens)
         result.append(record)
-        if method is chosen[0]:
+        if method is measured[0]:
             reference = record.get("tokens", [])
             answers.append(record.get("text", ""))
     show(len(plan), len(plan), "")
@@ -145,8 +144,8 @@ def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
     return prompt if isinstance(prompt, Prompt) else Prompt(str(number), "tokens", ("",), ids=tuple(prompt))
 
 
-def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
-    """Whether no n-gram of ``size`` tokens occurs twice: small models loop, and loops flatter n-gram methods."""
+def loop_free(tokens: Sequence[int], size: int = LOOP_SIZE) -> bool:
+    """Whether no n-gram of ``size`` tokens occurs twice: small models loop, and loops favour n-gram methods."""
     grams = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     return len(set(grams)) == len(grams)
 
@@ -154,7 +153,7 @@ def loop_free(tokens: Sequence[int], size: int = LOOP) -> bool:
 def _measure(
     model: ModelUnderTest, prompt: list[int], method: Method, options: RunOptions, reference: list[int] | None
 ) -> Record:
-    """Decode one text now; ``reference`` is plain decoding's, None where this is it."""
+    """Decode one text; ``reference`` is the text of plain decoding, None if this is plain decoding."""
     outcome = method.decode(model, prompt, options)
     tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
     record = {
@@ -176,13 +175,13 @@ def _measure(
         "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
     }
     comparable, plain = method.comparable(options), tokens if reference is None else reference
-    place = first_divergence(tokens, plain) if comparable else None
+    divergence = first_divergence(tokens, plain) if comparable else None
     gap = None
-    if place is not None and place < min(len(tokens), len(plain)) and model.model is not None:
-        # How near a tie the model was there.
-        ids = torch.tensor([prompt + plain[:place]], device=model.model.device)
-        with torch.no_grad():
-            row = model.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        gap = float(row[plain[place]] - row[tokens[place]])
-    equal = place is None if comparable else None
-    return record | {"equal": equal, "first_divergence": place, "logit_gap": gap}
+    if divergence is not None and divergence < min(len(tokens), len(plain)):
+        # The difference of the two logits at that position: near 0, rounding alone can explain the divergence.
+        (scores,) = model.target.prefill([(0, prompt + plain[:divergence])])
+        row = scores.row(0)
+        gap = float(row[plain[divergence]]) - float(row[tokens[divergence]])
+        model.target.release(0)
+    equal = divergence is None if comparable else None
+    return record | {"equal": equal, "first_divergence": divergence, "logit_gap": gap}

@@ -86,7 +86,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Exact, training-free, draft-free acceleration of LLM decoding.",
 )
@@ -116,7 +115,9 @@ def _root(
 for command in (generate, chat, demo, verify, doctor, tune):
     app.command()(command)
 app.command(context_settings=RAW)(serve)
-app.add_typer(bench.app, name="bench")
+app.add_typer(
+    bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"
+)
 
 
 def main() -> None:

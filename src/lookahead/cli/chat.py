@@ -3,20 +3,66 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import Adaptive
 from ..core import LookaheadError
 from ..engine.options import DraftOptions, LoadOptions, Options
 from .console import note, problem, summary
 from .options import load_model, takes, warm_pool
 
 if TYPE_CHECKING:
-    from ..engine.chat import Conversation
     from ..engine.llm import LLM
+    from ..engine.results import Result
 
-HELP = "/reset forgets the conversation, /stats shows the last answer's figures, /quit or Ctrl-D ends"
+HELP = (
+    "/reset forgets the conversation, /stats shows the last answer's figures, /help shows these commands, "
+    "/exit or Ctrl-D ends"
+)
+
+
+class Conversation:
+    """What was said so far. A model without a chat template continues it as one text instead.
+
+    Args:
+        llm: who answers.
+        system: a system message to begin with.
+
+    Attributes:
+        templated: whether the model has a chat template.
+        last: the last answer that was not interrupted, or None.
+    """
+
+    def __init__(self, llm: LLM, system: str | None = None) -> None:
+        self._llm = llm
+        self.templated = bool(getattr(llm.tokenizer, "chat_template", None))
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._text = "" if system is None else f"{system}\n"
+        self.last: Result | None = None
+
+    def say(self, line: str, **options: Any) -> Iterator[str]:
+        """Yield the answer in pieces (see ``Options``); both sides join the conversation once it has begun.
+
+        Raises:
+            LookaheadError: the prompt cannot be taken, or decoding failed.
+        """
+        message = {"role": "user", "content": line}
+        answer = ""
+        prompt = [*self._messages, message] if self.templated else f"{self._text}{line}"
+        with self._llm.stream(prompt, **options) as stream:
+            try:
+                for piece in stream:
+                    answer += piece
+                    yield piece
+            finally:
+                if answer:
+                    self._messages += [message, {"role": "assistant", "content": answer}]
+                    self._text += f"{line}{answer}\n"
+        self.last = stream.result or self.last
 
 
 @takes(max_new_tokens=512, prefix_cache=1)
@@ -28,18 +74,15 @@ def chat(
     load: LoadOptions,
 ) -> None:
     """Talk with a model; answers stream as tokens are accepted."""
-    method, config = draft.resolve()
-    llm = load_model(load, method, config)
+    llm = load_model(load, draft.resolve())
     with warm_pool(llm, draft.warm) as kept:
-        if not kept and method == "adaptive":  # one conversation is one text, whoever keeps it
-            kept = {"pool": llm.warm_state()}
+        if not kept and isinstance(llm.drafter, Adaptive):  # one conversation is one text, whoever keeps it
+            kept = {"drafter": replace(llm.drafter, state=llm.warm_state())}
         _converse(llm, system, options.keywords() | kept)
 
 
 def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
-    """Read and answer lines until /quit or the end of the input."""
-    from ..engine.chat import Conversation
-
+    """Read and answer lines until /exit or the end of the input."""
     conversation = Conversation(llm, system)
     if not conversation.templated:
         note("this model has no chat template: it continues the text so far", "yellow")
@@ -50,10 +93,12 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
         except EOFError:
             return
         command = line.strip()
-        if command == "/quit":
+        if command in ("/exit", "/quit"):
             return
         if command == "/reset":
             conversation = Conversation(llm, system)
+        elif command == "/help":
+            note(HELP)
         elif command == "/stats":
             note("no answer yet" if conversation.last is None else summary(llm, conversation.last))
         elif command.startswith("/"):

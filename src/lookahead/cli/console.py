@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
+    from ..core import Stats
     from ..engine.compare import Comparison
     from ..engine.llm import LLM
     from ..engine.results import Result
@@ -65,16 +66,26 @@ def summary(llm: LLM, result: Result) -> str:
     """One line: tokens, steps, speed."""
     stats = result.stats
     words = [
-        f"{stats.new_tokens} tokens in {stats.steps} steps ({stats.compression_ratio:.2f} a step)",
+        _steps(stats),
         f"{result.seconds:.2f} s",
         f"{stats.new_tokens / max(result.seconds, 1e-9):.1f} tokens/s",
         result.finish_reason,
         "" if result.seed is None else f"seed {result.seed}",
-        llm.method,
+        str(llm.drafter),
         llm.dtype,
         stats.path and f"{stats.path} path",
     ]
     return " · ".join(filter(None, words))
+
+
+def _steps(stats: Stats) -> str:
+    """Tokens and forward passes. The first token comes from the prompt's own pass, so it belongs to no step."""
+    if not stats.steps:
+        return f"{stats.new_tokens} tokens"
+    return (
+        f"{stats.new_tokens} tokens, {stats.new_tokens - 1} of them in {stats.steps} steps "
+        f"({stats.compression_ratio:.2f} a step)"
+    )
 
 
 def compared(llm: LLM, comparison: Comparison) -> str:
@@ -93,5 +104,5 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 where a full-precision run is not equal; in short formats near ties may flip."""
-    return int(llm.dtype in ("float32", "float64") and not all(equal))
+    """Exit status: 1 where a run with logits in full precision is not equal; in short formats near ties may flip."""
+    return int(llm.model.dtype.itemsize >= 4 and not all(equal))

@@ -1,11 +1,14 @@
-"""``lookahead doctor``: what this machine and this installation are, and what the probe says of a model."""
+"""``lookahead doctor``: this machine, this installation, a model, and what a start of it takes."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import time
 from importlib import metadata
+from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import METHODS, __version__
+from .. import __version__
 from ..core.target import PROMISES
-from ..engine.options import LoadOptions
+from ..engine.options import DRAFTERS, LoadOptions
 from .options import Json, load_model, takes
 
 if TYPE_CHECKING:
@@ -29,21 +32,73 @@ PACKAGES = (
 
 @takes()
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
-    """Versions, devices, instruction sets, and whether a model can take token trees."""
-    llm = load_model(load)
-    report: dict[str, dict[str, Any]] = {"versions": versions(), "machine": machine(), "model": _model(llm)}
+    """Versions, devices, instruction sets, whether a model can take token trees, and where a start's seconds go."""
+    llm, seconds = timed_start(load)
+    report: dict[str, dict[str, Any]] = {
+        "versions": versions(),
+        "machine": machine(),
+        "model": _model(llm),
+        "seconds_of_a_start": seconds,
+    }
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))
         return
     console = Console(highlight=False)
     for title, section in report.items():
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table = Table(
+            title=title.replace("_", " "),
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            show_header=False,
+        )
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for key, value in section.items():
             table.add_row(key.replace("_", " "), Text(_plain(value)))
         console.print(table)
         console.print()
+
+
+def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
+    """Load a model and write a few tokens, as ``lookahead generate`` does.
+
+    Returns:
+        The model, and the seconds of each part of it in order. The first tokens include what happens once for each
+        process: kernels are compiled or read from their cache, and steps are timed.
+    """
+    seconds: dict[str, float] = {}
+    since_start = _process_seconds()
+    if since_start is not None:
+        seconds["interpreter and command line"] = since_start
+    last = perf_counter()
+
+    def done(part: str) -> None:
+        nonlocal last
+        seconds[part], last = perf_counter() - last, perf_counter()
+
+    import torch  # noqa: F401
+
+    done("import torch")
+    from ..engine import loading  # noqa: F401
+
+    done("import lookahead")
+    llm = load_model(load)
+    done("load the model")
+    for part in ("first 8 tokens", "next 8 tokens"):
+        llm.generate(list(range(5, 13)), max_new_tokens=8, ignore_eos=True)
+        done(part)
+    return llm, {part: round(value, 3) for part, value in seconds.items()}
+
+
+def _process_seconds() -> float | None:
+    """Seconds since this process was started; None where the system does not say."""
+    try:
+        # Field 22 of /proc/self/stat, in clock ticks since boot; the name in field 2 may contain spaces.
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
 
 
 def versions() -> dict[str, str | None]:
@@ -74,10 +129,10 @@ def _model(llm: LLM) -> dict[str, Any]:
     return {
         "name": llm.name,
         "class": type(llm.model).__name__,
-        "parameters": sum(p.numel() for p in llm.model.parameters()),
+        "parameters": llm.parameter_count,
         "dtype": llm.dtype,
         "device": str(llm.model.device),
-        "attention": llm.model.config._attn_implementation,
+        "attention": getattr(llm.model.config, "_attn_implementation", "compiled"),
         "context": llm.context,
         "vocabulary": llm.vocabulary,
         "end_tokens": sorted(llm.eos),
@@ -88,7 +143,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "path": target.path,
         "path_reason": target.reason,
         "promise": PROMISES.get(target.path, ""),
-        "methods": list(METHODS),
+        "drafters": list(DRAFTERS),
     }
 
 
@@ -99,4 +154,6 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)

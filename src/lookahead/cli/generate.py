@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 
-from ..core import SettingsError
-from ..engine.options import DraftOptions, LoadOptions, Options
-from .batch import run_batch
-from .console import as_record, compared, diverged, is_follower, note, summary
-from .options import Task, load_model, read_text, takes, warm_pool
+from .. import Plain
+from ..core import LookaheadError, SettingsError
+from ..engine.fields import Given
+from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
+from ..files.records import RecordWriter, drop_torn_line, read_records
+from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
+from .options import Task, dismiss, load_model, read_bytes, read_text, takes, warm_pool
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -28,20 +33,23 @@ RESET = "\x1b[0m"
 @takes(without=())
 def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
     """Complete a prompt, or every prompt of a file. The text is the model's own, whatever the method."""
-    if task.compare and draft.method == "autoregressive":
-        raise SettingsError("--compare sets a method beside plain decoding; --method autoregressive is that")
-    method, config = draft.resolve()
+    if task.compare and draft.plain:
+        raise SettingsError(
+            "--compare compares a drafter with plain decoding; --drafter plain is plain decoding"
+        )
+    drafter = draft.resolve()
     if is_follower():  # rank 0 alone reads and writes; the others work for it from here on
-        load_model(load, method, config)
+        load_model(load, drafter)
     if task.input is not None:
-        start = partial(load_model, load, method, config)
-        raise typer.Exit(run_batch(task, start, options.keywords(), draft.warm))
+        start = partial(load_model, load, drafter)
+        settings = settings_of(options, draft, load)
+        raise typer.Exit(run_batch(task, start, options.keywords(), draft.warm, settings))
     text = task.prompt
     if text is None:
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
     if not text:
         raise SettingsError("the prompt must not be empty, got an empty text")
-    llm = load_model(load, method, config)
+    llm = load_model(load, drafter)
     with warm_pool(llm, draft.warm) as kept:
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
@@ -70,8 +78,8 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     from ..engine import compare as comparing
 
     if task.compare:  # neither of the two is to pay for what happens once in a process
-        for method in (None, "autoregressive"):
-            llm.generate(prompt, max_new_tokens=8, method=method)
+        for drafter in (None, Plain()):
+            llm.generate(prompt, max_new_tokens=8, drafter=drafter)
     result = llm.generate(prompt, **options) if task.json else show(llm.run([prompt], **options), task.color)
     comparison = None
     if task.compare:
@@ -92,3 +100,248 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         if comparison is not None:
             note(compared(llm, comparison), "green" if comparison.equal else "red")
     return diverged(llm, [comparison is None or comparison.equal])
+
+
+# ------------------------------------------------------------------------------- a file of prompts
+
+#: What a line of the input can hold its prompt as.
+KINDS = {"prompt": str, "input_ids": list, "messages": list}
+
+
+#: Options that no result depends on.
+WITHOUT_EFFECT = (
+    "--device",
+    "--device-map",
+    "--threads",
+    "--prefix-cache",
+    "--local-files-only",
+    "--parallel-timeout",
+    "--warm",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One line of the input."""
+
+    line: int  # its number, from 1
+    id: Any  # as given; the line's number where none is; None where the line is no JSON object
+    prompt: Any  # text, token ids or chat messages
+    error: str | None = None  # why the line cannot be used
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Line, and id as text: 1, 1.0 and "1" are three."""
+        return self.line, _text(self.id)
+
+    def failed(self, error: str) -> dict[str, Any]:
+        """The record of a line that could not be used."""
+        return {"id": self.id, "error": error, "line": self.line}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def read_jobs(data: bytes) -> list[Job]:
+    """Every line that is not blank."""
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _job(number: int, line: bytes) -> Job:
+    try:
+        value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return Job(number, None, None, f"line {number} must be JSON in UTF-8 and is not: {error}")
+    if not isinstance(value, dict):
+        return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
+    name, given = value.get("id", number), [key for key in KINDS if key in value]
+    if len(given) != 1:
+        got = " and ".join(given) or f"only {sorted(value)}"
+        wanted = " or ".join(f'"{key}"' for key in KINDS)
+        return Job(number, name, None, f"line {number} must have {wanted}, got {got}")
+    prompt, kind = value[given[0]], KINDS[given[0]]
+    wrong = f'line {number}: "{given[0]}" must be a {kind.__name__}, got {type(prompt).__name__}'
+    return Job(number, name, prompt, None if isinstance(prompt, kind) else wrong)
+
+
+def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
+    """Jobs without a record. A record belongs to the job of its line and id.
+
+    Where the input has changed since, the id alone decides.
+
+    Raises:
+        SettingsError: the input has changed, and not every prompt has an id of its own.
+    """
+    done = {(record.get("line"), _text(record["id"])) for record in records}
+    if done <= {job.key for job in jobs}:
+        return [job for job in jobs if job.key not in done]
+    named: dict[str, list[int]] = {}
+    for line, name in (job.key for job in jobs):
+        named.setdefault(name, []).append(line)
+    for name, lines in named.items():
+        if len(lines) > 1 or name == "null":
+            raise SettingsError(
+                f"--resume cannot tell which of the prompts with id {name} (lines {', '.join(map(str, lines))}) "
+                f"have their results in {output}, whose records are of other lines; "
+                "give every prompt an id of its own, or use --overwrite"
+            )
+    return [job for job in jobs if job.key[1] not in {name for _, name in done}]
+
+
+class _Stdout(nullcontext[Any]):
+    """Records to stdout, where no --output is given."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        typer.echo(json.dumps(record, ensure_ascii=False))
+
+
+def settings_of(*groups: Given) -> dict[str, Any]:
+    """The options that results depend on, by their flags and as JSON: those that are not at their defaults."""
+    given = {name: value for group in groups for name, value in group.keywords().items()}
+    own = {"model" if name == "path_or_id" else flag_of(name): value for name, value in given.items()}
+    kept = {name: value for name, value in own.items() if name not in WITHOUT_EFFECT}
+    return cast("dict[str, Any]", json.loads(json.dumps(kept, default=str)))
+
+
+def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bool) -> None:
+    """Write the settings of a run beside its output, or compare them with those of the run that it goes on with.
+
+    Args:
+        earlier: whether the output holds results of an earlier run.
+        mix: go on with other settings too; the file then holds the newest.
+
+    Raises:
+        SettingsError: the earlier run had other settings.
+    """
+    path = output.with_name(output.name + ".settings.json")
+    try:
+        if earlier and not mix and path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            changed = [
+                f"{name} was {before.get(name, 'not given')} and is {settings.get(name, 'not given')}"
+                for name in sorted(before.keys() | settings.keys())
+                if before.get(name) != settings.get(name)
+            ]
+            if changed:
+                raise SettingsError(
+                    f"--resume needs the settings of the earlier run: {', '.join(changed)}; give the same, or "
+                    "--mix-settings to go on with others, or --overwrite to begin anew"
+                )
+        path.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"the settings of {output} cannot be kept in {path} ({error})") from None
+
+
+def run_batch(
+    task: Task, load: Callable[[], LLM], options: dict[str, Any], warm: Path | None, settings: dict[str, Any]
+) -> int:
+    """Complete every prompt of the input that has no result yet.
+
+    Args:
+        load: loads the model; called only where something is left to do.
+        options: of each text.
+        warm: a file in which adaptive keeps what it learns.
+        settings: what the results depend on, kept beside the output.
+
+    Returns:
+        The exit status.
+    """
+    source, output = task.input or Path("-"), task.output
+    jobs = read_jobs(read_bytes(source, "--input"))
+    earlier = [] if output is None else _earlier(source, output, task)
+    if output is not None:
+        keep_settings(output, settings, bool(earlier), task.mix_settings)
+    todo = jobs if output is None else still_to_do(jobs, earlier, output)
+    done = len(jobs) - len(todo)
+    if earlier:
+        note(f"{done} of {len(jobs)} prompts have results; going on with {len(todo)}")
+    if not todo:
+        dismiss()
+        if output is not None:
+            output.touch()
+    errors, status = sum("error" in record for record in earlier), 0
+    if todo:
+        llm, equal = load(), []
+        sink = _Stdout() if output is None else RecordWriter(output, append=True)
+        try:
+            with sink, warm_pool(llm, warm) as kept, progress_bar() as bar:
+                shown = bar.add_task("", total=len(jobs), completed=done)
+                for record in _records(llm, todo, task, options | kept):
+                    sink.write(record)
+                    errors += "error" in record
+                    equal += [record["equal"]] if "equal" in record else []
+                    bar.advance(shown)
+                    done += output is None
+        except KeyboardInterrupt:
+            where = ""
+            if output is not None:  # the file knows of a record whose writing was interrupted at its end
+                done += len(read_records(output, "id", "this run")) - len(earlier)
+                where = f" in {output}; the same command with --resume goes on"
+            raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
+        if equal:
+            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
+        status = diverged(llm, equal)
+    note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
+    return int(status or errors > 0)
+
+
+def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
+    """The records that are there already, the output being made ready to append to."""
+    if not output.parent.is_dir():
+        raise SettingsError(f"--output must lie in a folder that exists, got {output}")
+    if output.is_dir():
+        raise SettingsError(f"--output must be a file, got the folder {output}")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise SettingsError(f"--input and --output must be two files, got {output} for both")
+    if task.resume:
+        records = read_records(output, "id", "an earlier run, which --resume needs")
+        drop_torn_line(output)
+        return records
+    if output.is_file() and output.stat().st_size:
+        if not task.overwrite:
+            raise SettingsError(
+                f"{output} already holds results; give --resume to go on with it or --overwrite to begin anew"
+            )
+        output.write_bytes(b"")
+    return []
+
+
+def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A record per job as soon as it is done, that of a bad line in its place."""
+    from ..engine import compare as comparing
+
+    bad: list[tuple[int, dict[str, Any]]] = []
+    good: list[tuple[Job, list[int]]] = []
+    for job in jobs:
+        try:
+            if job.error is not None:
+                raise SettingsError(job.error)
+            good.append((job, llm.encode(job.prompt)))
+        except LookaheadError as error:
+            bad.append((job.line, job.failed(str(error))))
+    seeds = None
+    if "seed" in options:  # the line decides, so that a resumed run draws the same
+        seeds = [options["seed"] + job.line - 1 for job, _ in good]
+    for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
+        (job, ids), result = good[update.index], update.result
+        if result is None:
+            continue
+        while bad and bad[0][0] < job.line:
+            yield bad.pop(0)[1]
+        if result.error is not None:
+            yield job.failed(str(result.error))
+            continue
+        record = {"id": job.id, "line": job.line} | as_record(result)
+        if task.compare:
+            plain = comparing.decode_plainly(llm, ids, result.seed, options)
+            record |= comparing.compare(llm, result, plain).as_dict()
+        yield record
+    yield from (record for _, record in bad)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from ..core import SettingsError
+from .. import Adaptive
+from ..core import Drafter, SettingsError
 from ..engine.fields import Given, option
 from ..engine.options import LoadOptions, flag_of
 
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
 
 R = TypeVar("R")
+#: What ``--help`` shows for the value of an option, by its type. A flag takes none.
+METAVARS: dict[Any, str] = {
+    str: "TEXT",
+    list[str]: "TEXT",
+    int: "NUMBER",
+    float: "NUMBER",
+    Path: "FILE",
+    bool: " ",
+}
 Json = Annotated[bool, typer.Option("--json", help="One JSON object in place of text.")]
 
 
@@ -32,9 +43,13 @@ class Task(Given):
 
     prompt: str | None = option(None, "The prompt.")
     prompt_file: Path | None = option(None, "Read the prompt from a file, as it is; - is stdin.")
-    input: Path | None = option(None, 'JSON lines of {"id", "prompt"} or {"id", "input_ids"}; - is stdin.')
+    input: Path | None = option(
+        None,
+        'JSON lines with "prompt", "messages" or "input_ids" each, and an "id" of your own; - is stdin.',
+    )
     output: Path | None = option(None, "Where the results of --input go; without it to stdout.")
-    resume: bool = option(False, "Go on with an --output begun before.")
+    resume: bool = option(False, "Go on with an --output begun before, with the same settings.")
+    mix_settings: bool = option(False, "Let --resume go on with other settings than before.")
     overwrite: bool = option(False, "Replace an --output that exists.")
     batch_size: int = option(1, "Prompts of --input that share forward passes.")
     compare: bool = option(False, "Decode plainly too: equal or not, steps, seconds.")
@@ -55,6 +70,8 @@ class Task(Given):
         for one, other in (("resume", "overwrite"), ("color", "input"), ("color", "json"), ("json", "input")):
             if one in given and other in given:
                 raise SettingsError(f"--{one} and --{other} cannot be given together; use one of them")
+        if self.mix_settings and not self.resume:
+            raise SettingsError("--mix-settings goes with --resume, which is not given")
         if self.resume and self.output is None:
             raise SettingsError("--resume goes on with an --output, which is not given")
         if self.batch_size < 1:
@@ -103,21 +120,24 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
     if isinstance(kind, str):
         owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
         kind = eval(kind, vars(sys.modules[owner.__module__]))
+    optional = isinstance(kind, UnionType)
+    value = next(part for part in get_args(kind) if part is not NoneType) if optional else kind
+    metavar = told["metavar"] or METAVARS.get(value)
     if default is None:
         kind = kind | None
-    info: Any = typer.Argument(help=told["help"], metavar=told["metavar"])
+    info: Any = typer.Argument(help=told["help"], metavar=metavar)
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.
         flag = [flag_of(field.name)] if kind is bool else []
         panel = told["panel"] or options.PANEL
-        info = typer.Option(*flag, help=told["help"], metavar=told["metavar"], rich_help_panel=panel)
+        info = typer.Option(*flag, help=told["help"], metavar=metavar, rich_help_panel=panel)
     annotation = Annotated[kind, info]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
-def load_model(load: LoadOptions, method: str | None = None, config: Any = None) -> LLM:
+def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
     """``lookahead.load`` without the progress bars and log lines of transformers."""
     if load.parallel_timeout is not None and ranks() == 1:
         raise SettingsError(
@@ -129,7 +149,7 @@ def load_model(load: LoadOptions, method: str | None = None, config: Any = None)
 
         quiet()
         parallel = "lookahead" if ranks() > 1 else None
-        return load_llm(**replace(load, method=method, config=config, parallel=parallel).keywords())
+        return load_llm(**replace(load, drafter=drafter, parallel=parallel).keywords())
     finally:
         gc.freeze()
         gc.unfreeze()  # both: they are old now, and are not looked through in the midst of a text
@@ -154,7 +174,8 @@ def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
         raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
     state = llm.warm_state(file)
     try:
-        yield {"pool": state}
+        adaptive = llm.drafter if isinstance(llm.drafter, Adaptive) else Adaptive()
+        yield {"drafter": replace(adaptive, state=state)}
     finally:
         try:
             state.save(file)

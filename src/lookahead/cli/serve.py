@@ -24,13 +24,13 @@ def serve(ctx: typer.Context) -> None:
         from ..server.settings import Settings
     except ImportError as error:
         raise SettingsError(
-            f"lookahead serve needs {error.name}; install it with pip install 'lookahead-decoding[serve]'"
+            f"lookahead serve needs {error.name}; pip install '.[serve]' in the project's folder brings it"
         ) from None
 
     def run(*, config: Path | None, **given: Any) -> None:
         settings = Settings.read({name: v for name, v in given.items() if v not in (None, [])}, config)
         quiet()
-        serve_http(settings, lambda address: note(f"listening on {address}; Ctrl-C ends it"))
+        serve_http(settings, note)
 
     run.__doc__ = (
         "Serve a model over HTTP, compatible with OpenAI's API. Each option may also be given as LOOKAHEAD_* in "

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .. import Adaptive
 from ..core import SettingsError
 from ..core.target import PROMISES
-from ..engine.options import TAKES, TRIPLE, DraftOptions, LoadOptions, Options, flag_of
+from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
 from .console import diverged, note
 from .options import Json, load_model, takes
 
@@ -59,15 +60,15 @@ def verify(
             "--reference generate is for greedy decoding as it comes; leave "
             f"{', '.join(sorted(map(flag_of, others)))} out, or use --reference plain"
         )
-    if draft.method == "autoregressive" and reference == "plain":
-        raise SettingsError("--method autoregressive is plain decoding; compare it with --reference generate")
-    method, config = draft.resolve()
-    if method == "adaptive":  # the most drafting, not what pays: it is the drafts that are examined
-        config = {"budget": False} | (config or {})
-    llm = load_model(load, method, config)
+    if draft.plain and reference == "plain":
+        raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
+    drafter = draft.resolve() or Adaptive()
+    if isinstance(drafter, Adaptive):  # the most drafting, not what pays: it is the drafts that are examined
+        drafter = replace(drafter, budget=False)
+    llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]
-    from ..targets.trial import bit_equal_rows
+    from ..targets.equivalence import bit_equal_rows
 
     target = llm.target()
     same, rows = bit_equal_rows(target)
@@ -75,8 +76,7 @@ def verify(
         "model": llm.name,
         "dtype": llm.dtype,
         "device": str(llm.model.device),
-        "method": llm.method,
-        "lookahead": list(llm.config.triple) if TAKES.get(llm.method, TRIPLE) == TRIPLE else None,
+        "drafter": str(llm.drafter),
         "reference": reference,
         "probe": llm.probe.mode,
         "path": target.path,
@@ -127,8 +127,7 @@ def _show(prompts: list[str], report: dict[str, Any]) -> None:
         + (f", {report['promise']}" if report["promise"] else "")
     )
     reference = "plain decoding" if report["reference"] == "plain" else "model.generate"
-    triple = f" {tuple(report['lookahead'])}" if report["lookahead"] else ""
     typer.echo(
         f"{report['equal']} of {report['runs']} runs equal to {reference} over {report['tokens']} tokens: "
-        f"{report['model']}, {report['dtype']}, {report['device']}, {report['method']}{triple}"
+        f"{report['model']}, {report['dtype']}, {report['device']}, {report['drafter']}"
     )

@@ -1,12 +1,31 @@
 """The only loop. Draft, forward, verify, commit, observe; for one sequence or for many.
 
-    tree = drafter.draft()                 the rows to evaluate, root = last emitted token
+    tree = state.draft()                   the rows to evaluate, root = last emitted token
     scores = target.forward(tree)          mask = ancestors, position = T + depth
-    path, tokens = verify(tree, choose)    the target's own tokens, asked root to leaf
-    target.commit(path)                    keep those rows
-    drafter.observe(tree, scores, path)    learn from the logits, which is where n-grams come from
+    path, tokens = verify(tree, choose)    the target's own tokens, from the root to a leaf
+    target.commit(path)                    keep those rows of the KV cache
+    state.observe(tree, scores, path)      learn from the logits; n-grams come from there
 
 Several sequences are several trees in one forward pass. Users call ``decode``, or ``Decoder.step``.
+
+An example of one step. The cache holds the T = 5 tokens of "The cat sat on the"; the last emitted token "mat" has no
+row in it yet. The drafter's tree has six rows, one for each node, at positions T + depth:
+
+    row  token  parent  position     the target's token under this row
+     0   mat      -        5         .                mat
+     1   .        0        6         It               ├── .
+     2   and      0        6         (not asked)      │   ├── It
+     3   It       1        7         purred           │   └── The
+     4   The      1        7         (not asked)      └── and
+     5   then     2        7         (not asked)          └── then
+
+``verify`` walks 0 -> 1 -> 3 and stops, because row 3 has no child "purred". So path = [0, 1, 3] and tokens =
+[".", "It", "purred"]: as many tokens as rows, since the last token, the bonus token, has no row yet.
+
+    cache before the commit    5 committed rows | 0 mat | 1 . | 2 and | 3 It | 4 The | 5 then   (pending rows)
+    cache after the commit     5 committed rows,  mat,    .,    It                              T = 8
+
+Row 3 moves next to row 1, and rows 2, 4 and 5 are dropped. "purred" is the root of the next tree.
 """
 
 from __future__ import annotations
@@ -17,9 +36,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
-from .drafter import UNLIMITED_ROWS, Drafter
-from .errors import LookaheadError, OutOfMemory, SettingsError
+from .drafter import UNLIMITED_ROWS, Drafter, DraftState, Noise, Start
+from .errors import LookaheadError, OutOfMemory, SettingsError, failure
 from .stats import Stats, timed
 from .target import Scores, Target
 from .tree import TokenTree
@@ -32,12 +52,14 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        drafter: fresh or used; it is reset first.
+        drafter: the settings of the method; the decoder starts a state for this sequence.
         max_new_tokens: at least 1.
-        choose: the target's own token under a row, a ``Choose`` or a plain function; greedy by default.
-        eos: tokens that end the text; the ending token is emitted.
-        finished: told of each token as it is emitted; a text ends the sequence with that finish reason.
-        read_prompt: told (scores, node, token) of every prompt token but the first: its row, and the token itself.
+        choose: gives the target's token under a row, a ``Choose`` or a plain function; greedy by default.
+        eos: tokens that end the text; such a token is emitted.
+        finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
+        read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``
+            predict ``token``.
+        noise, predicted, step_times: passed to the drafter; see ``core.drafter.Start``.
     """
 
     prompt: Sequence[int]
@@ -47,8 +69,15 @@ class Request:
     eos: frozenset[int] = frozenset()
     finished: Callable[[int], str | None] | None = None
     read_prompt: Callable[[Scores, int, int], None] | None = None
+    noise: Noise | None = None
+    predicted: Sequence[int] = ()
+    step_times: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.drafter, Drafter):
+            raise SettingsError(
+                f"drafter must be a Drafter, such as lookahead.Adaptive(), got {self.drafter!r:.80}"
+            )
         if not self.prompt:
             raise SettingsError("the prompt must have at least one token, got none")
         if self.max_new_tokens < 1:
@@ -57,27 +86,29 @@ class Request:
 
 @dataclass(slots=True)
 class Generation:
-    """One sequence's result, filled while it is decoded.
+    """The result of one sequence, filled while it is decoded.
 
-    ``finish_reason`` is None while it runs, then "stop" (an end token or what ``finished`` said),
-    "length", "cancelled", or "error" with ``error`` set. Tokens emitted before an error stay.
+    ``finish_reason`` is None while the sequence runs, then "stop" (an end token), a reason that ``finished``
+    returned, "length", "cancelled", or "error" with ``error`` set. Tokens emitted before an error are kept.
     """
 
     request: Request
     slot: int = -1
-    evaluated: int = 0  # tokens of the prompt that its slot holds
+    evaluated: int = 0  # tokens of the prompt that are in the cache
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: LookaheadError | None = None
     stats: Stats = field(default_factory=Stats)
     choose: Choose = field(init=False, repr=False)
+    #: Set when the prefill is done.
+    drafting: DraftState | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.choose = as_choose(self.request.choose)
         self.stats.prompt_tokens = len(self.request.prompt)
 
     def emit(self, token: int) -> bool:
-        """Take the next token of the text; whether it is the last one."""
+        """Append the next token of the text. Returns whether the sequence ends with it."""
         request = self.request
         self.tokens.append(token)
         self.stats.new_tokens += 1
@@ -89,18 +120,33 @@ class Generation:
         self.finish_reason = reason
         return reason is not None
 
+    def start_drafting(self, first: int, vocabulary: int) -> None:
+        """Start the drafter's state, after the prefill has emitted ``first``."""
+        request = self.request
+        self.drafting = request.drafter.start(
+            Start(
+                request.prompt,
+                first,
+                request.eos,
+                vocabulary,
+                request.noise,
+                request.predicted,
+                request.step_times,
+            )
+        )
+
     @contextmanager
-    def ended_by_errors(self) -> Iterator[None]:
-        """An error in the block ends this sequence; the others of the step go on."""
+    def ended_by_errors(self, what: str) -> Iterator[None]:
+        """An exception in the block ends this sequence and no other. ``what`` names the block in the error."""
         try:
             yield
-        except LookaheadError as error:
-            self.finish_reason, self.error = "error", error
+        except Exception as error:
+            self.finish_reason, self.error = "error", failure(what, error)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass gave one sequence; ``tree`` is None for the prefill."""
+    """The result of one forward pass for one sequence; ``tree`` is None for the prefill."""
 
     generation: Generation
     tokens: list[int]
@@ -114,20 +160,24 @@ class Step:
 
 
 class Decoder:
-    """Drives any number of sequences over one target; they may join and leave between steps.
+    """Decodes any number of sequences with one target; sequences may join and leave between steps.
 
     Args:
-        target: its slots are the decoder's.
-        prompt_rows: rows of prompts in one pass. A longer prompt is evaluated in pieces, each a chain of rows that
-            are all kept, and passes over prompts and over trees take turns.
-        row_budget: rows of all trees of a pass together, as long as each has its root.
-        known: tokens of a prompt that the target holds already; its first piece reaches so much further.
+        target: the model. The decoder uses all of its slots.
+        prompt_rows: rows of prompts in one forward pass. A longer prompt is evaluated in chunks (chunked prefill);
+            passes over prompts and passes over trees then alternate.
+        row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
+        known: the number of tokens of a prompt that the target has in its cache already (prefix caching). They do
+            not count as rows of the first chunk.
     """
 
     def __init__(
-        self, target: Target, prompt_rows: int = UNLIMITED_ROWS, row_budget: int = UNLIMITED_ROWS,
+        self,
+        target: Target,
+        prompt_rows: int = UNLIMITED_ROWS,
+        row_budget: int = UNLIMITED_ROWS,
         known: Callable[[Sequence[int]], int] = lambda prompt: 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.target, self.known = target, known
         self.prompt_rows, self.row_budget = prompt_rows, row_budget
         self.max_rows = UNLIMITED_ROWS
@@ -143,20 +193,20 @@ class Decoder:
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> Generation:
-        """Let a sequence join at the next step."""
+        """Add a sequence; its prefill starts in the next step."""
         generation = Generation(request)
         generation.stats.path = self.target.path
         self._waiting.append(generation)
         return generation
 
     def cancel(self, generation: Generation) -> None:
-        """End a sequence now; what it has emitted stays."""
+        """End a sequence now. Its emitted tokens are kept."""
         if generation.finish_reason is None:
             generation.finish_reason = "cancelled"
             self._sweep()
 
     def step(self) -> list[Step]:
-        """One pass over the prompts of those that wait, or over the trees of all that run."""
+        """One forward pass: over prompts of waiting sequences, or over the trees of all running sequences."""
         trees = not self._waiting or (self._turn_of_trees and bool(self._running))
         self._turn_of_trees = not trees
         steps = self._forward() if trees else self._prefill()
@@ -164,7 +214,7 @@ class Decoder:
         return steps
 
     def _prefill(self) -> list[Step]:
-        """Evaluate ``prompt_rows`` rows of the prompts that wait; whose prompt ends there begins to run."""
+        """Evaluate up to ``prompt_rows`` rows of waiting prompts. A sequence runs once its prompt is complete."""
         room, steps = self.prompt_rows, list[Step]()
         for generation in list(self._waiting):
             if room <= 0:
@@ -172,23 +222,23 @@ class Decoder:
             if generation.slot < 0:
                 generation.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
             request, begin = generation.request, generation.evaluated
-            with generation.ended_by_errors(), timed("prefill", [generation.stats]):
+            with generation.ended_by_errors("the prompt"), timed("prefill", [generation.stats]):
                 scores, last = self._evaluate_prompt(generation, room)
                 room -= generation.evaluated - begin
                 if generation.evaluated == len(request.prompt):
                     token = generation.choose(scores, last)
                     generation.emit(token)
-                    request.drafter.reset(request.prompt, token, request.eos)
+                    generation.start_drafting(token, self.target.vocabulary)
                     steps.append(Step(generation, [token], [], None))
                     self._waiting.remove(generation)
                     self._running.append(generation)
         return steps
 
     def _evaluate_prompt(self, generation: Generation, room: int) -> tuple[Scores, int]:
-        """Up to ``room`` more tokens of a prompt: a chain of which all rows are kept. (scores, its last row)."""
+        """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, last row)."""
         request, slot, begin = generation.request, generation.slot, generation.evaluated
         if request.read_prompt is not None and not begin:
-            room = 1  # a prefill has the scores of its last row only
+            room = 1  # a prefill gives the scores of its last row only
         elif not begin:
             room += self.known(request.prompt)
         piece = request.prompt[begin : begin + room]
@@ -212,7 +262,9 @@ class Decoder:
         steps: list[tuple[Step, TokenTree, Scores]] = []
         with timed("verify", stats):
             for generation, tree, scores in evaluated:
-                with generation.ended_by_errors():
+                if generation.finish_reason is not None:  # its code failed during the forward pass
+                    continue
+                with generation.ended_by_errors("the choice of a token"):
                     path, tokens = verify(tree, partial(generation.choose, scores), generation.emit)
                     generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
                     steps.append((Step(generation, tokens, path, tree), tree, scores))
@@ -221,34 +273,37 @@ class Decoder:
                 self.target.commit([(step.generation.slot, step.path) for step, _, _ in steps])
         with timed("observe", stats):
             for step, tree, scores in steps:
-                drafter = step.generation.request.drafter
-                with step.generation.ended_by_errors():
-                    drafter.observe(tree, scores, step.path, step.tokens)
-                if step.generation.finish_reason is not None:
-                    step.generation.stats.drafter = drafter.stats()
+                state = _state_of(step.generation)
+                with step.generation.ended_by_errors("the drafter"):
+                    state.observe(tree, scores, step.path, step.tokens)
+                    if step.generation.finish_reason is not None:
+                        step.generation.stats.drafter = state.stats()
         return [step for step, _, _ in steps]
 
     def _evaluate(self, stats: list[Stats]) -> list[tuple[Generation, TokenTree, Scores]]:
-        """Draft and evaluate; a pass that does not fit is tried again with half the rows. [] where none fits."""
+        """Draft and evaluate. A pass that does not fit in memory is repeated with half the rows; [] if none fits."""
         while True:
             drafted: list[tuple[Generation, TokenTree]] = []
             with timed("draft", stats):
                 left = self.row_budget
                 running = [generation for generation in self._running if generation.finish_reason is None]
-                for place, generation in enumerate(running):
-                    generation.request.drafter.batch = len(running)
-                    with generation.ended_by_errors():  # what one leaves of its share is for those behind
-                        drafted.append((generation, self._draft(generation, left // (len(running) - place))))
-                        left -= len(drafted[-1][1])
+                for index, generation in enumerate(running):
+                    # An equal share of the rows that are left: rows that a sequence does not use go to later ones.
+                    share = left // (len(running) - index)
+                    with generation.ended_by_errors("the drafter"):
+                        tree = self._draft(generation, share, len(running))
+                        drafted.append((generation, tree))
+                        left -= len(tree)
             if not drafted:
                 return []
             try:
                 with timed("forward", stats):
                     scores = self.target.forward([(generation.slot, tree) for generation, tree in drafted])
-                    # A device that runs by itself is still computing: this is for what needs no logits.
+                    # An asynchronous device (CUDA) still computes here; work that needs no logits runs meanwhile.
                     for generation, tree in drafted:
-                        generation.choose.overlap(tree)
-                        generation.request.drafter.overlap(tree)
+                        with generation.ended_by_errors("work that overlaps the forward pass"):
+                            generation.choose.overlap(tree)
+                            _state_of(generation).overlap(tree)
                 return [(*pair, score) for pair, score in zip(drafted, scores, strict=True)]
             except OutOfMemory as error:
                 rows = max(len(tree) for _, tree in drafted)
@@ -258,20 +313,31 @@ class Decoder:
                     return []
                 if self.max_rows == UNLIMITED_ROWS:
                     warnings.warn(
-                        f"a step of {rows} rows did not fit in memory; going on with at most half as many "
+                        f"a step of {rows} rows did not fit in memory; the next steps have at most half as many "
                         "(the output stays the same)",
                         RuntimeWarning,
                         stacklevel=4,
                     )
                 self.max_rows = rows // 2
 
-    def _draft(self, generation: Generation, share: int) -> TokenTree:
+    def _draft(self, generation: Generation, share: int, batch: int) -> TokenTree:
+        """The drafter's tree, checked. A tree that the target cannot evaluate ends this sequence, not the pass."""
         left = generation.request.max_new_tokens - len(generation.tokens)
-        depth = min(left - 1, self.target.depth_limit(generation.slot))
-        return generation.request.drafter.draft(max(0, depth), max(1, min(self.max_rows, share)))
+        depth = max(0, min(left - 1, self.target.depth_limit(generation.slot)))
+        rows = max(1, min(self.max_rows, share))
+        tree = _state_of(generation).draft(depth, rows, batch)
+        if len(tree) > rows or max(tree.depths) > depth or tree.tokens[0] != generation.tokens[-1]:
+            raise SettingsError(
+                f"a drafted tree must begin with the last token and have at most {rows} rows and depth {depth}, "
+                f"got {tree!r} under token {tree.tokens[0]}"
+            )
+        vocabulary = self.target.vocabulary
+        if vocabulary and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocabulary:
+            raise SettingsError(f"drafted tokens must be below {vocabulary}, got {max(tree.tokens)}")
+        return tree
 
     def _sweep(self) -> None:
-        """Give back the slots of those that are done."""
+        """Release the slots of sequences that have ended."""
         for generation in (*self._waiting, *self._running):
             if generation.finish_reason is not None and generation.slot >= 0:
                 self.target.release(generation.slot)
@@ -280,11 +346,16 @@ class Decoder:
         self._waiting = [g for g in self._waiting if g.finish_reason is None]
 
 
+def _state_of(generation: Generation) -> DraftState:
+    assert generation.drafting is not None
+    return generation.drafting
+
+
 def decode(target: Target, requests: Iterable[Request]) -> Iterator[Step]:
-    """Decode the requests together and yield every step as it is made.
+    """Decode the requests together and yield every step.
 
     Raises:
-        LookaheadError: once nothing is left to do, the first error that ended a sequence.
+        LookaheadError: the first error that ended a sequence, after all sequences have ended.
     """
     decoder = Decoder(target)
     generations = [decoder.add(request) for request in requests]

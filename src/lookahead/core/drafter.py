@@ -1,67 +1,132 @@
-"""What proposes tokens. A new method is one new file with one subclass of ``Drafter``."""
+"""The interface of drafting methods: a drafter holds settings and starts the state of each sequence.
+
+    drafter = Lookahead(window_size=15, ngram_size=5, guess_set_size=15)     frozen settings; any number of sequences
+    state = drafter.start(Start(prompt, first, eos))                         one sequence, complete at birth
+    tree = state.draft(max_depth, max_rows, batch)                           the rows of the next step
+    state.observe(tree, scores, path, tokens)                                learn from the result
+
+A new method is one subclass of ``Drafter`` and one of ``DraftState``.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from .target import Scores
 from .tree import TokenTree
 
 UNLIMITED_ROWS = 1 << 20
+#: How many last tokens of the prompt are put before a predicted text, so that its first tokens have a context.
+PREDICTION_CONTEXT = 16
 
 
 class Noise(Protocol):
-    """The randomness of sampling, known ahead: a token is argmax(logits / temperature + noise(index))."""
+    """Sampling with noise that is known ahead (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
 
     def __call__(self, index: int) -> Any:
-        """Gumbel noise (V,) of emitted token ``index``, 0 being the prefill's; a numpy array.
+        """Gumbel noise (V,) of emitted token ``index``, a numpy array; the prefill emits token 0.
 
-        A pure function of ``index``, to be asked for tokens of the last step and for later ones.
+        A pure function of ``index``. It may be called for tokens of the last step and for later tokens.
         """
         ...
 
 
-class Drafter(ABC):
-    """The state of one sequence: it is reset with a prompt, then drafts and observes in turn.
-
-    ``draft`` has no effect that a second call would notice, except that limits may make it smaller for good:
-    the loop calls it again with fewer rows when a step does not fit in memory.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a drafter is given of a sequence when drafting starts, right after the prefill.
 
     Attributes:
-        batch: sequences in the coming pass; the loop sets it before ``draft``.
+        prompt: token ids, at least one.
+        first: the token that the prefill emitted.
+        eos: tokens that end a text.
+        vocabulary: V; 0 if unknown.
+        noise: how the sequence is sampled; None for greedy decoding. A drafter may rank candidates with it.
+            The output does not depend on whether it does.
+        predicted: tokens that are likely to follow the prompt, from the caller; empty for none.
+        step_times: measured step times of this model on this machine (``StepTimes``), for drafters that
+            choose the rows of a step by their cost; None if nothing was measured.
     """
 
-    batch = 1
+    prompt: Sequence[int]
+    first: int
+    eos: frozenset[int] = frozenset()
+    vocabulary: int = 0
+    noise: Noise | None = None
+    predicted: Sequence[int] = ()
+    step_times: Any = None
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens to learn n-grams from: the prompt and the first token, after the predicted text.
+
+        A copy of the prompt's last tokens stands before the predicted text, so that its first tokens have a context.
+        """
+        prompt = list(self.prompt)
+        before = [*prompt[-PREDICTION_CONTEXT:], *self.predicted] if self.predicted else []
+        return [*before, *prompt, self.first]
+
+
+class DraftState(ABC):
+    """The drafting state of one sequence. ``Drafter.start`` makes it; nothing else needs to be set."""
 
     @abstractmethod
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        """Begin a sequence: the prompt, the token the prefill emitted, and the tokens that end a text."""
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        """The tree of the next step.
 
-    @abstractmethod
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        """The tree of the next step: no deeper than ``max_depth`` (>= 0), at most ``max_rows`` (>= 1) rows."""
+        If a step does not fit in memory, the loop calls this again with fewer rows. The second call must not depend
+        on the first.
+
+        Args:
+            max_depth: depth of the deepest node at most, at least 0.
+            max_rows: rows at most, at least 1.
+            batch: sequences in the coming forward pass.
+        """
 
     @abstractmethod
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learn from a step: the tree as drafted, its logits where rows need them, the path, the new tokens."""
-
-    def use_noise(self, noise: Noise | None) -> None:  # noqa: B027
-        """Called before ``reset``: how the sequence is sampled; None where it is greedy.
-
-        A drafter may rank its candidates with it. The output does not depend on whether it does.
-        """
+        """Learn from a step: the drafted tree, the logits of its rows, the accepted path, the emitted tokens."""
 
     def overlap(self, tree: TokenTree) -> None:  # noqa: B027
         """Called between the launch of a step and the first read of its logits.
 
-        On a device that runs by itself (CUDA) this time is free: the place for what does not depend on the
-        step's result. ``observe`` follows for the same tree, unless the sequence ends with the step.
+        An asynchronous device (CUDA) computes meanwhile, so work that does not need the step's result is free here.
+        ``observe`` follows for the same tree, unless the sequence ends with the step.
         """
 
     def stats(self) -> dict[str, float]:
-        """Figures of this method's own, by name."""
+        """Statistics of this method, by name."""
         return {}
+
+
+class Drafter(ABC):
+    """The settings of a drafting method. Subclasses are frozen dataclasses.
+
+    One object serves any number of sequences. State that is shared by sequences (an n-gram pool, a warm state) is a
+    field too; such fields are ignored when two drafters are compared.
+
+    Attributes:
+        name: the method's name, as in ``drafter="lookahead"``.
+        uses_prediction: whether ``start`` reads ``Start.predicted``.
+    """
+
+    name: ClassVar[str] = ""
+    uses_prediction: ClassVar[bool] = False
+
+    @abstractmethod
+    def start(self, sequence: Start) -> DraftState:
+        """The state of a new sequence."""
+
+    @property
+    def max_step_rows(self) -> int | None:
+        """Rows of the largest step under these settings; None if the method adapts to any row limit."""
+        return None
+
+    @property
+    def needs_step_times(self) -> bool:
+        """Whether ``start`` uses ``Start.step_times``. The caller then measures them first."""
+        return False

@@ -1,24 +1,38 @@
-"""Errors that are meant to be read: what must hold, what was given, what to do."""
+"""Errors. A message says what must hold, what was given and what to do."""
 
 from __future__ import annotations
 
 
 class LookaheadError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of the errors that this library raises."""
 
 
 class SettingsError(LookaheadError, ValueError):
-    """A setting, a prompt or an option that cannot be honoured."""
+    """An invalid setting, prompt or option."""
 
 
 class NumericalError(LookaheadError, ArithmeticError):
-    """The target produced logits that name no token (NaN)."""
+    """The target's logits are NaN, so no token can be chosen."""
 
 
 class OutOfMemory(LookaheadError, MemoryError):
-    """A forward pass did not fit; the decoding loop answers with fewer rows."""
+    """A forward pass did not fit in memory; the decoding loop tries fewer rows."""
 
 
 def first_line(error: BaseException, longest: int = 300) -> str:
-    """Of what a library says, at most ``longest`` characters; its type's name where it says nothing."""
+    """The first line of an error's message, at most ``longest`` characters; the type's name if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
+
+
+def failure(what: str, error: Exception) -> LookaheadError:
+    """The error of a sequence whose code raised ``error``: the same error, or a ``LookaheadError`` caused by it.
+
+    Args:
+        what: what failed, as in "the drafter".
+        error: what it raised.
+    """
+    if isinstance(error, LookaheadError):
+        return error
+    failed = LookaheadError(f"{what} failed: {type(error).__name__}: {first_line(error)}")
+    failed.__cause__ = error
+    return failed

@@ -1,7 +1,7 @@
 """The n-gram pool (paper, section 3.1): continuations by their first token.
 
-Knows tokens only. At most ``guess_set_size`` continuations per key, the least recently used one goes
-first; optionally at most ``max_keys`` keys, first in, first out.
+It knows tokens only. A key has at most ``guess_set_size`` continuations; the least recently added one is evicted
+first. Optionally there are at most ``max_keys`` keys, evicted first in, first out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .errors import SettingsError
 
 
 class NGramPool:
-    """N-grams by key.
+    """N-grams by their first token, the key.
 
     Args:
         guess_set_size: G, continuations kept per key (and candidates offered); 0 keeps none.
-        max_keys: keys kept in all; None means no limit.
+        max_keys: number of keys; None for no limit.
 
     Attributes:
-        hits, misses: calls of ``get`` that found continuations, and those that found none.
+        hits, misses: calls of ``get`` that returned continuations, and calls that returned none.
     """
 
     def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:
@@ -32,7 +32,7 @@ class NGramPool:
         self.max_keys = max_keys
         self.hits = 0
         self.misses = 0
-        # A dict keeps insertion order: the first entry of a bucket is its least recently used one.
+        # A dict keeps insertion order: the first entry of a bucket is the least recently added one.
         self._buckets: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class NGramPool:
         return len(self._buckets)
 
     def add(self, key: int, continuation: tuple[int, ...]) -> None:
-        """Keep ``continuation`` (N-1 tokens) as the most recently used one of ``key``."""
+        """Keep ``continuation`` (N-1 tokens) as the most recent one of ``key``."""
         if not continuation or not self.guess_set_size:
             return
         bucket = self._buckets.get(key)
@@ -62,7 +62,7 @@ class NGramPool:
             self.add(tokens[i], tuple(tokens[i + 1 : i + ngram_size]))
 
     def get(self, key: int) -> list[tuple[int, ...]]:
-        """The continuations of ``key``, most recently used first."""
+        """The continuations of ``key``, most recently added first."""
         bucket = self._buckets.get(key)
         if bucket is None:
             self.misses += 1

@@ -1,4 +1,4 @@
-"""What decoding one sequence cost, counted while it is decoded; and where two texts part."""
+"""Statistics of one sequence, counted while it is decoded; and where two texts begin to differ."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
 @dataclass(slots=True)
 class Stats:
-    """What one sequence cost. A step is a forward pass after the prefill, which emits the first token.
+    """Statistics of one sequence. A step is a forward pass after the prefill, which emits the first token.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        new_tokens: tokens emitted, that of the prefill included.
+        new_tokens: emitted tokens, including that of the prefill.
         steps: forward passes after the prefill.
         rows: rows evaluated in those passes.
-        drafted: rows that verification could have accepted: below the root, reached through rows with logits.
-        accepted: rows that it did accept.
+        drafted: rows below the root that verification could have accepted (all rows above them have logits).
+        accepted: rows that verification accepted.
         tokens_per_step: steps by the number of tokens that they emitted.
         rows_per_step: steps by their number of rows.
-        seconds: wall time by phase while this sequence was in it; sequences that share a pass share it.
-        drafter: figures of the drafting method's own.
-        path: what evaluated the steps, by the target's own name; "" where it has none.
+        seconds: wall time by phase. Sequences of the same forward pass each count its full time.
+        drafter: statistics of the drafting method.
+        path: how the target evaluates steps (``Target.path``); "" if it has no name.
     """
 
     prompt_tokens: int = 0
@@ -45,7 +45,7 @@ class Stats:
     path: str = ""
 
     def count_step(self, rows: int, drafted: int, emitted: int) -> None:
-        """One step: rows evaluated, rows that could have been accepted, tokens emitted (accepted plus one)."""
+        """Count one step: evaluated rows, rows that could have been accepted, emitted tokens (accepted plus one)."""
         self.steps += 1
         self.rows += rows
         self.drafted += drafted
@@ -74,11 +74,11 @@ class Stats:
 
     @property
     def promise(self) -> str:
-        """What holds of this text beside plain decoding on the same path; "" where that is not known."""
+        """How this text compares with plain decoding on the same path; "" if unknown."""
         return PROMISES.get(self.path, "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON: every attribute and every figure computed from them."""
+        """All attributes and the figures computed from them, as values for JSON."""
         plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("tokens_per_step", "rows_per_step"):
             plain[name] = {str(size): steps for size, steps in sorted(plain[name].items())}
@@ -97,13 +97,20 @@ def timed(phase: str, stats: Sequence[Stats]) -> Iterator[None]:
         yield
     finally:
         elapsed = perf_counter() - start
-        for one in stats:
-            one.seconds[phase] += elapsed
+        for sequence in stats:
+            sequence.seconds[phase] += elapsed
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of tokens that two texts have in common from their beginning on."""
+    shorter = min(len(a), len(b))
+    return next((index for index in range(shorter) if a[index] != b[index]), shorter)
 
 
 def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token that differs; the shorter length where one begins the other; None if equal."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    """The index of the first token that differs, None if the texts are equal.
+
+    Where one text is the beginning of the other, this is the length of the shorter text.
+    """
+    length = common_prefix(a, b)
+    return None if length == len(a) == len(b) else length

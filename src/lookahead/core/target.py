@@ -1,6 +1,6 @@
-"""What the loop needs of a model. Adapters fulfil it; ``lookahead.testing.FakeTarget`` is the smallest one.
+"""The interface of a target, the model being accelerated. ``lookahead.testing.FakeTarget`` is the smallest example.
 
-A slot is a place for one sequence, numbered by the loop. A target keeps, per slot, the keys and values of
+A slot holds one sequence; the loop numbers the slots. A target keeps, per slot, the keys and values of
 the committed tokens and, between ``forward`` and ``commit``, the pending rows of the tree.
 """
 
@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 from .tree import TokenTree
 
-#: What drafting may change in a text, by the path that evaluates steps.
+#: How a text with drafting compares with plain decoding, by the target's ``path``.
 PROMISES = {
-    "cpu": "bit-equal by construction",
-    "plain": "bit-equal by construction",
-    "exact": "bit-equal, as checked at load",
-    "transformers": "equal up to rounding",
-    "cuda-graph": "equal up to rounding",
+    "cpu": "bit-equal by construction",  # compiled forward passes; each row's bits are the same in any step
+    "plain": "bit-equal by construction",  # one row per step, so nothing is drafted
+    "exact": "bit-equal, as checked at load",  # passes of a fixed number of rows
+    "transformers": "equal up to rounding",  # the model's own forward pass with a tree mask
+    "cuda-graph": "equal up to rounding",  # the same, captured as CUDA graphs
+    "batch-rows": "equal up to rounding",  # the paths of a tree as the rows of a batch (recurrent models)
 }
 
 
@@ -46,8 +47,8 @@ class Target(Protocol):
     """The model being accelerated.
 
     Attributes:
-        path: what evaluates steps, as statistics name it; "" where there is nothing to tell apart.
-        reason: one line for people: why this path was taken.
+        path: how steps are evaluated, a key of ``PROMISES``; "" for targets without a model.
+        reason: why this path was chosen, in one line.
         vocabulary: V.
     """
 
@@ -56,10 +57,10 @@ class Target(Protocol):
     vocabulary: int
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        """Evaluate and commit whole prompts, each into its slot. Node 0 of the scores is the last token.
+        """Evaluate and commit whole prompts, each in its slot. Node 0 of the scores is the last token.
 
         Raises:
-            OutOfMemory: it did not fit.
+            OutOfMemory: the pass did not fit in memory.
         """
         ...
 
@@ -67,12 +68,12 @@ class Target(Protocol):
         """One forward pass over a list of (slot, tree).
 
         Raises:
-            OutOfMemory: it did not fit; nothing has changed and fewer rows may be tried.
+            OutOfMemory: the pass did not fit in memory. Nothing has changed, so fewer rows may be tried.
         """
         ...
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the rows of each slot's path (root first) and forget the other pending rows."""
+        """Keep the rows of each slot's path (root first) and drop the other pending rows."""
         ...
 
     def release(self, slot: int) -> None:
@@ -80,8 +81,8 @@ class Target(Protocol):
         ...
 
     def depth_limit(self, slot: int) -> int:
-        """The deepest node that this slot's next tree may have; 0 allows the root alone.
+        """The largest depth of a node in this slot's next tree; 0 allows the root alone.
 
-        A model's maximum positions bound it, and so does a point where the model computes positions anew.
+        The model's maximum position limits it, and so does a length at which the model changes its rotary positions.
         """
         ...

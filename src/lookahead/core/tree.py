@@ -7,7 +7,7 @@ same path have the same logits and one of them would be wasted.
 From the tree alone follow
     the attention mask   a row sees its ancestors, itself and the whole committed prefix
     the positions        T + depth
-    verification         walk from the root, descend while a child bears the target's own token
+    verification         walk from the root, descend while a child holds the target's own token
     the commit           keep the rows of that path
 
 (Section 3.3 of the paper draws the same mask for the window and the candidates by hand.)
@@ -41,7 +41,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """A tree of rows that all need logits, made in one go; the root has parent -1.
+        """A tree from lists of tokens and parents, in which all rows need logits; the root has parent -1.
 
         Raises:
             ValueError: a parent does not come before its child, or a node has two children of one token.
@@ -68,7 +68,7 @@ class TokenTree:
         return f"TokenTree(rows={len(self)}, depth={max(self.depths)})"
 
     def add(self, token: int, parent: int, needs_logits: bool = False) -> int:
-        """The child of ``parent`` that bears ``token``, made if need be. Returns its row."""
+        """Add the child of ``parent`` with this token, if there is none. Returns its row."""
         key = (parent, token)
         node = self._children.get(key)
         if node is not None:
@@ -85,13 +85,13 @@ class TokenTree:
         return node
 
     def add_candidate(self, tokens: Iterable[int], parent: int = 0) -> int:
-        """Add a chain of tokens to verify, sharing what prefix is there. Returns the last row."""
+        """Add a chain of tokens to verify; rows of a common prefix are shared. Returns the last row."""
         for token in tokens:
             parent = self.add(token, parent, needs_logits=True)
         return parent
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that bears ``token``, or None."""
+        """The child of ``node`` with this token, or None."""
         return self._children.get((node, token))
 
     def needs_logits_nodes(self) -> list[int]:
@@ -128,7 +128,7 @@ class TokenTree:
             parent = new_row.get(self.parents[node])
             if parent is None:
                 raise ValueError(
-                    f"rows must be parent-closed: row {node} is here, its parent {self.parents[node]} is not"
+                    f"rows must be parent-closed: row {node} is given, its parent {self.parents[node]} is not"
                 )
             new_row[node] = result.add(self.tokens[node], parent, self.needs_logits[node])
         return result

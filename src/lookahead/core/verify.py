@@ -1,6 +1,6 @@
-"""The walk: autoregressive decoding that reads its logits from a table computed ahead.
+"""Verification: autoregressive decoding that reads its logits from rows that were computed ahead.
 
-The drafter never chooses a token. ``choose`` is asked once per emitted token, in order, with the row whose
+The drafter never chooses a token. ``choose`` is called once per emitted token, in order, with the row whose
 true prefix is the text so far; so the output is a function of (target, prompt, seed) and not of the draft.
 """
 
@@ -15,17 +15,17 @@ from .tree import TokenTree
 
 @runtime_checkable
 class Choose(Protocol):
-    """One sequence's choice of tokens; a class that names this one as its base inherits ``overlap``."""
+    """How one sequence chooses tokens. A subclass inherits an ``overlap`` that does nothing."""
 
     def __call__(self, scores: Scores, node: int) -> int:
-        """The target's own token under ``node``. Asked exactly once per emitted token, in order.
+        """The target's own token under ``node``. Called exactly once per emitted token, in order.
 
         ``node`` is 0 for the first token of every step.
         """
         ...
 
     def overlap(self, tree: TokenTree) -> None:
-        """Called between the launch of a step and the first read of its logits, as ``Drafter.overlap`` is."""
+        """Called between the launch of a step and the first read of its logits, as ``DraftState.overlap`` is."""
         return None
 
 
@@ -44,23 +44,23 @@ greedy = ChooseBy(lambda scores, node: scores.best(node))
 
 
 def as_choose(choose: Choose | Callable[[Scores, int], int]) -> Choose:
-    """``choose`` itself, or a plain function made one."""
+    """``choose``, wrapped if it is a plain function."""
     return choose if isinstance(choose, Choose) else ChooseBy(choose)
 
 
 def verify(
     tree: TokenTree, choose: Callable[[int], int], finished: Callable[[int], bool] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Walk the tree from the root while a child bears the target's own token.
+    """Walk down the tree from the root as long as a child holds the target's own token.
 
     Args:
         tree: the rows that were evaluated.
         choose: the target's own token under a row.
-        finished: told of every token as it is emitted; True ends the walk there.
+        finished: called with every emitted token; True ends the walk.
 
     Returns:
-        (path, tokens): the rows to commit, root first, and the tokens emitted; as many of the one as of
-        the other, the last token being the bonus token, which has no row yet.
+        (path, tokens): the rows to commit, root first, and the emitted tokens. Both have the same length: the last
+        token is the bonus token, which has no row yet. ``core.decode`` shows an example.
     """
     path, tokens = [0], []
     while True:

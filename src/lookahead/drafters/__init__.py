@@ -1,16 +1,27 @@
-"""The drafting methods, one file each, and the registry of their names. Importing this loads no numpy.
+"""The drafting methods, a file each. Importing this loads no numpy.
 
-A new method is a file here, with one subclass of ``lookahead.core.Drafter``, and a line in ``registry.METHODS``.
+A new method is one subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``; ``parse.METHODS``
+lists those that have a name here.
 """
 
-from .autoregressive import AutoregressiveDrafter
-from .jacobi import JacobiDrafter
-from .lookahead import LookaheadDrafter
-from .prompt_lookup import PromptLookupDrafter
-from .registry import DEFAULT_METHOD, METHODS, OWN_SETTINGS, make_drafter, method_for
+from .adaptive.drafter import Adaptive
+from .jacobi import Jacobi
+from .lookahead import PRESETS, Lookahead
+from .parse import METHODS, as_drafter, known_names, with_old_keywords
+from .plain import Plain
+from .prompt_lookup import PromptLookup
 from .window import Window
 
 __all__ = [
-    "DEFAULT_METHOD", "METHODS", "OWN_SETTINGS", "AutoregressiveDrafter", "JacobiDrafter", "LookaheadDrafter",
-    "PromptLookupDrafter", "Window", "make_drafter", "method_for",
-]  # fmt: skip
+    "METHODS",
+    "PRESETS",
+    "Adaptive",
+    "Jacobi",
+    "Lookahead",
+    "Plain",
+    "PromptLookup",
+    "Window",
+    "as_drafter",
+    "known_names",
+    "with_old_keywords",
+]

@@ -9,38 +9,68 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..core import UNLIMITED_ROWS, Drafter, Scores, SettingsError, TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from .settings import check_whole, text_form
 
 
-class JacobiDrafter(Drafter):
-    """A chain of guesses under the root; row i gives token i + 1 of what is left of the block.
+@dataclass(frozen=True)
+class Jacobi(Drafter):
+    """Jacobi decoding without an n-gram pool.
 
-    Args:
-        block: m, at least 2.
-        seed: of the generator of first guesses, which are tokens of the prompt.
+    Attributes:
+        block_size: m, tokens of a block and rows of its first step; at least 1, which is plain decoding.
+        max_jacobi_iterations: steps that a block may take. A block that has unknown tokens left by then is given up:
+            they are guessed again, as the start of a new block of m tokens. None for no limit.
+        seed: of the generator of first guesses, which are tokens of the prompt. It shapes the draft only.
+
+    Raises:
+        SettingsError: a value out of range.
     """
 
-    def __init__(self, block: int = 16, seed: int = 0) -> None:
-        if block < 2:
-            raise SettingsError(f"a Jacobi block must have at least 2 tokens, got {block}")
-        self.block = block
-        self._seed = seed
+    block_size: int = 16
+    max_jacobi_iterations: int | None = None
+    seed: int = 0
 
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        self._random = random.Random(self._seed)
-        self._source = [t for t in prompt if t not in eos] or [prompt[-1]]
-        self._last = first
+    name = "jacobi"
+
+    def __post_init__(self) -> None:
+        check_whole(self, "block_size", 1, 512)
+        check_whole(self, "seed", 0)
+        if self.max_jacobi_iterations is not None:
+            check_whole(self, "max_jacobi_iterations", 1)
+
+    def __str__(self) -> str:
+        return text_form(self.name, self)
+
+    @property
+    def max_step_rows(self) -> int:
+        return self.block_size
+
+    def start(self, sequence: Start) -> DraftState:
+        return JacobiDraftState(self, sequence)
+
+
+class JacobiDraftState(DraftState):
+    """A chain of guesses under the root; row i gives token i + 1 of what is left of the block."""
+
+    def __init__(self, settings: Jacobi, sequence: Start) -> None:
+        self._settings = settings
+        self._random = random.Random(settings.seed)
+        self._source = [t for t in sequence.prompt if t not in sequence.eos] or [sequence.prompt[-1]]
+        self._last = sequence.first
         self._converged: list[int] = []
+        self._given_up = 0
         self._begin_block()
 
     def _begin_block(self) -> None:
-        self._unknown = self.block
+        self._unknown = self._settings.block_size
         self._iterations = 0
         # The last unknown token is no input to the others, so it needs no guess.
-        self._guesses = [self._random.choice(self._source) for _ in range(self.block - 1)]
+        self._guesses = [self._random.choice(self._source) for _ in range(self._unknown - 1)]
 
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         tree = TokenTree(self._last)
         tree.add_candidate(self._guesses[: min(max_depth, max_rows - 1)])
         return tree
@@ -53,6 +83,10 @@ class JacobiDrafter(Drafter):
             self._converged.append(self._iterations)
             self._begin_block()
             return
+        if self._iterations == self._settings.max_jacobi_iterations:
+            self._given_up += 1
+            self._begin_block()
+            return
         # Rows from the first wrong guess on hold the next iterate; guesses that had no row stay as they were.
         needed = self._unknown - 1
         rows = range(len(tokens), min(len(tree), len(tokens) + needed))
@@ -60,10 +94,11 @@ class JacobiDrafter(Drafter):
         del self._guesses[needed:]
 
     def stats(self) -> dict[str, float]:
-        """Blocks that reached their fixed point, and the iterations they took: on the mean and at most."""
+        """Blocks that reached their fixed point, the iterations that they took, and blocks that were given up."""
         blocks = len(self._converged)
         return {
             "converged_blocks": blocks,
             "iterations_per_block": sum(self._converged) / blocks if blocks else 0.0,
             "most_iterations": max(self._converged, default=0),
+            "blocks_given_up": self._given_up,
         }

@@ -8,69 +8,210 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ..core import UNLIMITED_ROWS, Drafter, LookaheadConfig, NGramPool, Scores, TokenTree
+from ..core import (
+    UNLIMITED_ROWS,
+    Drafter,
+    DraftState,
+    NGramPool,
+    Scores,
+    SettingsError,
+    Start,
+    TokenTree,
+    common_prefix,
+)
+from .settings import check_flag, check_whole, text_form
 from .window import Window
 
+#: Largest W, N and G.
+LARGEST = 512
+#: Share of a small row budget that is kept for candidates.
+CANDIDATE_SHARE = 0.5
+TRIPLE = ("window_size", "ngram_size", "guess_set_size")
 
-class LookaheadDrafter(Drafter):
-    """The paper's method.
 
-    Args:
-        config: (W, N, G) and the rest; must not be (1, 1, 0).
-        pool: a pool to keep across calls; None makes a fresh one at every reset.
+@dataclass(frozen=True)
+class Lookahead(Drafter):
+    """The paper's method with a fixed (W, N, G).
+
+    Attributes:
+        window_size: W, columns of the window, 1 to 512.
+        ngram_size: N, tokens of an n-gram, 2 to 512.
+        guess_set_size: G, candidates verified per step, 0 to 512.
+        pool_from_prompt: fill the pool from the prompt ("prompt as reference", Table 3).
+        pool_from_output: fill the pool from the text as it is generated.
+        max_pool_keys: cap on the pool's keys; None for no cap.
+        max_jacobi_iterations: steps in a row without an accepted token after which the window is filled anew, from
+            the prompt, and warms up again; None for never. The pool stays.
+        seed: of the window's own generator. It shapes the draft, never the output.
+        pool: an n-gram pool that is kept across sequences; None starts each sequence with an empty pool.
+
+    Raises:
+        SettingsError: a value out of range.
     """
 
-    def __init__(self, config: LookaheadConfig | None = None, pool: NGramPool | None = None) -> None:
-        self.config = config if config is not None else LookaheadConfig()
-        self._kept_pool = pool
+    window_size: int = 15
+    ngram_size: int = 5
+    guess_set_size: int = 15
+    pool_from_prompt: bool = True
+    pool_from_output: bool = True
+    max_pool_keys: int | None = None
+    max_jacobi_iterations: int | None = None
+    seed: int = 0
+    pool: NGramPool | None = field(default=None, compare=False, repr=False)
 
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
-        config = self.config
-        kept = self._kept_pool
-        self.pool = kept if kept is not None else NGramPool(config.guess_set_size, config.max_pool_keys)
-        if config.pool_from_prompt:
-            self.pool.add_text([*prompt, first], config.ngram_size)
-        self._eos, self._text = eos, [*prompt, first]
-        self._random = random.Random(config.seed)
-        self._source = [token for token in prompt if token not in eos] or list(prompt)
-        self._window = Window(config.window_size, config.ngram_size, self._guess)
+    name = "lookahead"
+    uses_prediction = True
+
+    def __post_init__(self) -> None:
+        if self.triple == (1, 1, 0):
+            raise SettingsError("(1, 1, 0) means plain decoding; use lookahead.Plain()")
+        check_whole(self, "window_size", 1, LARGEST)
+        check_whole(self, "ngram_size", 2, LARGEST)
+        check_whole(self, "guess_set_size", 0, LARGEST)
+        check_whole(self, "seed", 0)
+        check_flag(self, "pool_from_prompt")
+        check_flag(self, "pool_from_output")
+        for name in ("max_pool_keys", "max_jacobi_iterations"):
+            if getattr(self, name) is not None:
+                check_whole(self, name, 1)
+        if self.pool is not None and not isinstance(self.pool, NGramPool):
+            raise SettingsError(f"pool must be an NGramPool or None, got {type(self.pool).__name__}")
+
+    def __str__(self) -> str:
+        return text_form(self.name, self, triple=TRIPLE)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Lookahead:
+        """Settings by name: code, text or creative; 7b, 13b or 34b (see ``for_model``); cpu for few rows.
+
+        Args:
+            name: a key of ``PRESETS``.
+            **changes: single settings that differ from the preset's.
+
+        Raises:
+            SettingsError: an unknown name or setting, or a value out of range.
+        """
+        if name not in PRESETS:
+            raise SettingsError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+        try:
+            return replace(PRESETS[name], **changes)
+        except TypeError as error:
+            raise SettingsError(f"preset {name}: {error}") from None
+
+    @classmethod
+    def for_model(cls, parameters: float) -> Lookahead:
+        """The paper's (W, N, G) for an A100 by the size of the model (section 5).
+
+        Args:
+            parameters: of the model, as in 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice for 7B models; up to
+                20e9 gives (10, 5, 10), for 13B; more gives (7, 5, 7), for 34B.
+        """
+        if not isinstance(parameters, (int, float)) or isinstance(parameters, bool) or not parameters > 0:
+            raise SettingsError(f"parameters must be a number above 0, as in 7e9, got {parameters!r}")
+        return PRESETS["7b" if parameters <= 10e9 else "13b" if parameters <= 20e9 else "34b"]
+
+    @property
+    def triple(self) -> tuple[int, int, int]:
+        """(W, N, G)."""
+        return self.window_size, self.ngram_size, self.guess_set_size
+
+    @property
+    def max_step_rows(self) -> int:
+        """Rows of the largest step: the root, the window and G candidates of N-1 tokens.
+
+        With k levels the window has k (W + N - 1 - k) rows, root included; a narrow one peaks in its warm-up.
+        """
+        w, n, g = self.triple
+        return max(k * (w + n - 1 - k) for k in range(1, n)) + g * (n - 1)
+
+    def start(self, sequence: Start) -> DraftState:
+        return LookaheadDraftState(self, sequence)
+
+
+#: Settings by name. 7b, 13b and 34b are the paper's (section 5). code, text and creative have longer n-grams and
+#: wider windows for texts that repeat more. cpu has few rows, which a CPU evaluates in little more time than one row.
+PRESETS = {
+    "code": Lookahead(8, 6, 15, max_pool_keys=10_000, max_jacobi_iterations=12),
+    "text": Lookahead(7, 5, 10, max_pool_keys=10_000, max_jacobi_iterations=16),
+    "creative": Lookahead(5, 4, 8, max_pool_keys=10_000, max_jacobi_iterations=20),
+    "7b": Lookahead(15, 5, 15),
+    "13b": Lookahead(10, 5, 10),
+    "34b": Lookahead(7, 5, 7),
+    "cpu": Lookahead(2, 3, 3),
+}
+
+
+class LookaheadDraftState(DraftState):
+    """Window, pool and text of one sequence."""
+
+    def __init__(self, settings: Lookahead, sequence: Start) -> None:
+        self.settings = settings
+        kept = settings.pool
+        self.pool = kept if kept is not None else NGramPool(settings.guess_set_size, settings.max_pool_keys)
+        self._text = sequence.text
+        if settings.pool_from_prompt:
+            self.pool.add_text(self._text, settings.ngram_size)
+        self._eos = sequence.eos
+        self._random = random.Random(settings.seed)
+        self._source = [t for t in sequence.prompt if t not in sequence.eos] or list(sequence.prompt)
+        self._window = Window(settings.window_size, settings.ngram_size, self._guess)
         self._offered: list[tuple[int, ...]] = []
         self._steps = self._hits = self._matched = 0
+        self._fruitless = 0  # steps in a row without an accepted token
 
     def _guess(self) -> int:
-        """A token for an empty place of the window: some token of the prompt."""
+        """A token for an empty position of the window: a random token of the prompt."""
         return self._random.choice(self._source)
 
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
-        window = self._window
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         tree = TokenTree(self._text[-1])
-        levels = len(window.levels)
-        # The deepest node of column i is i + levels - 1 below the root.
-        window.narrow(max_depth - levels + 2)
-        if window.rows() >= max_rows:
-            window.narrow((max_rows // 2) // max(1, levels))
-        window.add_to(tree)
+        self._fit_window(max_depth, max_rows)
+        self._window.add_to(tree)
         self._offered = []
-        if self.config.guess_set_size and max_depth > 0:
-            self._offered = self.pool.get(self._text[-1])[: self.config.guess_set_size]
+        if self.settings.guess_set_size and max_depth > 0:
+            self._offered = self.pool.get(self._text[-1])[: self.settings.guess_set_size]
         for continuation in self._offered:
             room = max_rows - len(tree)
             tree.add_candidate(continuation[: min(max_depth, room)])
         return tree
 
+    def _fit_window(self, max_depth: int, max_rows: int) -> None:
+        """Make the window as wide as a step has room for.
+
+        Where rows are short, candidates have their share first: at 64 rows (15, 5, 15) has 31 rows of candidates and
+        8 columns of 4 levels, 31 rows and the root. When there is room again, the window widens again.
+        """
+        window, settings = self._window, self.settings
+        candidates = settings.guess_set_size * (settings.ngram_size - 1)
+        room = max_rows - min(candidates, int(CANDIDATE_SHARE * max_rows))  # with the root
+        levels = len(window.levels)
+        if not levels and min(max_depth + 2 - window.height, room // window.height) < 1:
+            return  # a warm-up would not come to its end
+        # With k levels, c columns have k c rows, the root's included; column i reaches i + k - 1 below the root.
+        columns = min(max_depth + 2 - max(1, levels), room // max(1, levels))
+        window.narrow(columns)
+        window.widen(columns)
+
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        config, window, pool, text = self.config, self._window, self.pool, self._text
+        settings, window, pool, text = self.settings, self._window, self.pool, self._text
         self._steps += 1
         self._hits += bool(self._offered)
-        self._matched += max((_common(candidate, tokens) for candidate in self._offered), default=0)
+        accepted = tokens[:-1]  # the last one is the bonus token
+        self._matched += max((common_prefix(candidate, accepted) for candidate in self._offered), default=0)
         new = [scores.best(node) for node in window.newest_nodes()]
         for ngram in window.advance(text[-1], new, self._eos):
             if ngram[0] not in self._eos:
                 pool.add(ngram[0], ngram[1:])
+        self._fruitless = 0 if len(tokens) > 1 else self._fruitless + 1
+        if self._fruitless == settings.max_jacobi_iterations:
+            self._fruitless = 0
+            window.narrow(0)
         text.extend(tokens)
-        if config.pool_from_output:
-            pool.add_text(text, config.ngram_size, len(text) - len(tokens) - config.ngram_size + 1)
+        if settings.pool_from_output:
+            pool.add_text(text, settings.ngram_size, len(text) - len(tokens) - settings.ngram_size + 1)
 
     def stats(self) -> dict[str, float]:
         """The pool's figures and what it gave this sequence.
@@ -83,11 +224,3 @@ class LookaheadDrafter(Drafter):
         figures["pool_hit_rate"] = self._hits / self._steps if self._steps else 0.0
         figures["mean_match_length"] = self._matched / self._hits if self._hits else 0.0
         return figures
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix, where ``b``'s last token is the bonus and does not count."""
-    length = 0
-    while length < min(len(a), len(b) - 1) and a[length] == b[length]:
-        length += 1
-    return length

@@ -3,48 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..core import UNLIMITED_ROWS, Drafter, Scores, SettingsError, TokenTree
+from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from .settings import check_whole, text_form
 
 
-class PromptLookupDrafter(Drafter):
-    """One chain, copied from where the last n tokens stood before; n from ``max_ngram`` down to 1.
+@dataclass(frozen=True)
+class PromptLookup(Drafter):
+    """One candidate, copied from where the last n tokens occurred before; n from ``max_ngram`` down to 1.
 
-    Of several matches of one length the latest is taken. The index is kept up token by token, so a step
-    costs the same at any length of the text.
-
-    Args:
+    Attributes:
         max_ngram: longest match tried, at least 1.
-        max_drafted: longest chain, at least 1.
+        max_drafted: longest candidate in tokens, at least 1.
+
+    Raises:
+        SettingsError: a value out of range.
     """
 
-    def __init__(self, max_ngram: int = 3, max_drafted: int = 10) -> None:
-        if max_ngram < 1 or max_drafted < 1:
-            raise SettingsError(
-                f"max_ngram and max_drafted must be at least 1, got {max_ngram} and {max_drafted}"
-            )
-        self.max_ngram, self.max_drafted = max_ngram, max_drafted
+    max_ngram: int = 3
+    max_drafted: int = 10
 
-    def reset(self, prompt: Sequence[int], first: int, eos: frozenset[int]) -> None:
+    name = "prompt-lookup"
+    uses_prediction = True
+
+    def __post_init__(self) -> None:
+        check_whole(self, "max_ngram", 1)
+        check_whole(self, "max_drafted", 1)
+
+    def __str__(self) -> str:
+        return text_form(self.name, self)
+
+    @property
+    def max_step_rows(self) -> int:
+        return 1 + self.max_drafted
+
+    def start(self, sequence: Start) -> DraftState:
+        return PromptLookupDraftState(self, sequence)
+
+
+class PromptLookupDraftState(DraftState):
+    """The text so far and an index of its n-grams.
+
+    Of several matches of one length the latest is taken. The index grows token by token, so a step costs the same
+    at any length of the text.
+    """
+
+    def __init__(self, settings: PromptLookup, sequence: Start) -> None:
+        self._settings = settings
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self._matches = self._steps = 0
-        self._extend([*prompt, first])
+        self._extend(sequence.text)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         text = self._text
         for token in tokens:
             # Index what ends just before this token, so that the text's own tail never matches itself.
             end = len(text)
-            for n in range(1, min(self.max_ngram, end) + 1):
+            for n in range(1, min(self._settings.max_ngram, end) + 1):
                 self._after[tuple(text[end - n : end])] = end
             text.append(token)
 
-    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS) -> TokenTree:
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         text = self._text
         tree = TokenTree(text[-1])
-        length = min(self.max_drafted, max_depth, max_rows - 1)
-        for n in range(min(self.max_ngram, len(text)), 0, -1):
+        length = min(self._settings.max_drafted, max_depth, max_rows - 1)
+        for n in range(min(self._settings.max_ngram, len(text)), 0, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
                 tree.add_candidate(text[start : start + max(0, length)])

@@ -1,7 +1,7 @@
 """The lookahead branch: a 2-D window of Jacobi iterates (paper, section 3.2, Algorithm 2).
 
-W columns, N-1 levels. Column i is a guess about the token i places ahead; level l holds an older or newer
-iterate of the same diagonal. In a step with root x:
+W columns, N-1 levels. Column i guesses the token i positions ahead; a later level is a newer
+iterate of the same trajectory. In a step with root x:
 
     level 0            x   a1  a2  ...        W-1 tokens beside the root
     level 1            b0  b1  b2  ...        W tokens, bi hangs under ai (b0 under x)
@@ -12,8 +12,22 @@ The target's own next token under each node of the newest level closes W new n-g
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
 new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
 
-It moves on by one column a step whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2 take
-random rows after several tokens), and the warm-up's shorter n-grams are returned too (docs/how-it-works.md).
+An example with W = 3 and N = 4, so three levels; x, y and z are the roots of three steps:
+
+    step 1   level 0    x  a1 a2     the target answers n0 n1 n2 under level 2; the new n-grams are
+             level 1   b0  b1 b2     (x, b0, c0, n0)  (a1, b1, c1, n1)  (a2, b2, c2, n2)
+             level 2   c0  c1 c2
+
+    step 2   level 0    y  b1 b2     level 0 and b0 are gone, y is the new root; the target answers m0 m1 m2:
+             level 1   c0  c1 c2     (y, c0, n0, m0)  (b1, c1, n1, m1)  (b2, c2, n2, m2)
+             level 2   n0  n1 n2
+
+    step 3   level 0    z  c1 c2     level 0 and c0 are gone
+             level 1   n0  n1 n2
+             level 2   m0  m1 m2
+
+The window moves on by one column a step, whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2
+take random rows after several tokens). The shorter n-grams of the warm-up are returned too (docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -24,19 +38,19 @@ from ..core.tree import TokenTree
 
 
 class Window:
-    """Holds tokens only; the caller adds its rows to a tree and passes on what the target answered.
+    """Holds tokens only. The caller adds its rows to a tree and passes the target's tokens to ``advance``.
 
     Args:
         width: W, columns; at least 1.
         ngram_size: N, at least 2; the window has N-1 levels.
-        fill: gives a token for an empty place, from a generator of its own.
+        fill: returns a token for an empty position.
     """
 
     def __init__(self, width: int, ngram_size: int, fill: Callable[[], int]) -> None:
         self.width = width
         self.height = ngram_size - 1
         self._fill = fill
-        # During warm-up level 0 is longer, because every step uses one of its tokens up.
+        # During warm-up level 0 is longer, because every step consumes one of its tokens.
         self.levels: list[list[int]] = [[fill() for _ in range(width + self.height - 2)]]
         self._nodes: list[list[int]] = []
 
@@ -47,7 +61,7 @@ class Window:
 
     @property
     def columns(self) -> int:
-        """Columns of the newest level, counting the root's; 0 once the window has no room left."""
+        """Columns of the newest level, counting the root's; 0 for an empty window."""
         if not self.levels:
             return 0
         return len(self.levels[0]) + 1 if len(self.levels) == 1 else len(self.levels[-1])
@@ -56,8 +70,20 @@ class Window:
         """Rows that ``add_to`` adds at most (rows with a common path are merged)."""
         return sum(map(len, self.levels))
 
+    def widen(self, columns: int) -> None:
+        """Grow to ``columns`` columns, but not beyond W; an empty window warms up from the beginning.
+
+        New columns hold guesses in all levels, so their n-grams become the target's own after N-2 more steps.
+        """
+        if columns > 0 and not self.levels:
+            self.levels = [[]]
+        # Every step of the warm-up consumes one column.
+        missing = min(columns, self.width + self.height - len(self.levels)) - self.columns
+        for level in self.levels if missing > 0 else []:
+            level.extend(self._fill() for _ in range(missing))
+
     def narrow(self, columns: int) -> None:
-        """Keep at most ``columns`` columns; 0 or less closes the window for good."""
+        """Keep at most ``columns`` columns; 0 or less empties the window."""
         if columns <= 0:
             self.levels = []
         elif columns < self.columns:
@@ -84,12 +110,12 @@ class Window:
         return self._nodes[-1] if self.levels else []
 
     def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
-        """Take the target's answers under ``newest_nodes`` and move on by one column.
+        """Take the target's tokens under ``newest_nodes`` and move on by one column.
 
         Args:
             root: the token that was the root of the step.
             new: one token per column.
-            eos: tokens that end a text; they are harvested, but not kept as guesses.
+            eos: tokens that end a text; they may end an n-gram, but are not kept as guesses.
 
         Returns:
             The new n-grams, one per column (shorter than N during warm-up).
@@ -105,6 +131,6 @@ class Window:
             del self.levels[0][0]
         elif self.levels[0]:
             self.levels = [level[1:] for level in [*self.levels, clean]]
-        else:  # narrowed so far that the warm-up cannot be finished
+        else:  # too narrow to finish the warm-up
             self.levels = []
         return ngrams

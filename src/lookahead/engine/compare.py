@@ -1,4 +1,4 @@
-"""The same prompt decoded twice, by a method and plainly: equal or not, and where they part by how much."""
+"""Compares a text with plain decoding: equal or not, and how close the logits were where the two differ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.stats import first_divergence
+from ..drafters import Plain
 from .llm import LLM
 from .prompts import Prompt
 from .results import Result
@@ -20,11 +21,11 @@ class Comparison:
     """One prompt, decoded twice.
 
     Attributes:
-        ours: by the method that is examined.
-        plain: the reference.
+        ours: by the drafter under test.
+        plain: by plain decoding.
         first_divergence: index of the first token that differs; None where the texts are equal.
-        gap: logit of the likeliest token minus that of the second there, from one causal pass over the
-            common text; a gap near 0 is a tie that rounding decides. None where the texts are equal.
+        gap: logit of the most likely token minus that of the second one, from one causal pass over the common
+            text. Rounding decides where the gap is near 0. None where the texts are equal.
     """
 
     ours: Result
@@ -40,16 +41,20 @@ class Comparison:
         """Plain values, ready for JSON."""
         ours, plain = self.ours, self.plain
         return {
-            "equal": self.equal, "first_divergence": self.first_divergence, "gap": self.gap,
-            "steps": ours.stats.steps, "plain_steps": plain.stats.steps,
-            "seconds": ours.seconds, "plain_seconds": plain.seconds,
-        }  # fmt: skip
+            "equal": self.equal,
+            "first_divergence": self.first_divergence,
+            "gap": self.gap,
+            "steps": ours.stats.steps,
+            "plain_steps": plain.stats.steps,
+            "seconds": ours.seconds,
+            "plain_seconds": plain.seconds,
+        }
 
 
 def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
     """Options of plain decoding that give the text which ``options`` gave with this seed."""
-    same = {name: value for name, value in options.items() if name not in ("pool", "config")}
-    return same | {"method": "autoregressive", "seed": seed}
+    same = {name: value for name, value in options.items() if name not in ("pool", "config", "method")}
+    return same | {"drafter": Plain(), "seed": seed}
 
 
 def decode_plainly(llm: LLM, prompt: Prompt, seed: int | None, options: dict[str, Any]) -> Result:
@@ -63,10 +68,10 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
     place = first_divergence(ours.tokens, plain.tokens)
     if place is None:
         return Comparison(ours, plain, None, None)
-    with torch.no_grad():
-        ids = torch.tensor([plain.prompt_tokens + plain.tokens[:place]], device=llm.model.device)
-        row = llm.model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
-    first, second = row.topk(2).values.tolist()
+    target = llm.target()
+    (scores,) = target.prefill([(0, plain.prompt_tokens + plain.tokens[:place])])
+    first, second = torch.as_tensor(scores.row(0)).float().topk(2).values.tolist()
+    target.release(0)
     return Comparison(ours, plain, place, first - second)
 
 
@@ -76,9 +81,11 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
 
     eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),
-        eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0,
-    )  # fmt: skip
+        do_sample=False,
+        max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
     with torch.no_grad():
         output = llm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     tokens: list[int] = output[0, len(prompt) :].tolist()

@@ -23,9 +23,16 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 
 def option(
-    default: Any, help: str, rule: Rule | None = None, *, panel: str | None = None, metavar: str | None = None,
-    kind: Any = None, cli: bool = True, keyword: bool = True,
-) -> Any:  # fmt: skip
+    default: Any,
+    help: str,
+    rule: Rule | None = None,
+    *,
+    panel: str | None = None,
+    metavar: str | None = None,
+    kind: Any = None,
+    cli: bool = True,
+    keyword: bool = True,
+) -> Any:
     """A dataclass field with what people are told of it, by ``--help`` and the API reference alike.
 
     Args:

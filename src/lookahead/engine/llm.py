@@ -1,92 +1,108 @@
-"""A loaded model with three verbs: generate, stream and run. The loop itself is ``lookahead.core.Decoder``.
+"""A loaded model with three verbs: generate, stream and run.
 
-Every call has a target of its own (a KV cache that grows with the text) or one that ``prefix_cache`` lends to it
-alone, so several threads may call one LLM. What one call decodes together shares forward passes.
+Each call drives an ``Engine`` of its own, so several threads may call one LLM. The sequences of one call share
+forward passes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from ..core import LookaheadConfig, NGramPool, Request, SettingsError, Target
-from ..drafters import OWN_SETTINGS, make_drafter, method_for
+from ..core import Request, SettingsError, Target
+from ..drafters import Adaptive, Lookahead, with_old_keywords
 from ..sampling import SeededNoise, make_choose
+from ..targets.cpu.packed_model import PackedModel
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import fingerprint
+from .engine import UNLIMITED_SEQUENCES, Engine
 from .fields import keywords_of
 from .options import BatchOptions, Options
-from .prefix_cache import PrefixCache
 from .processors import make_process
 from .progress import said_where_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
-from .results import Entry, Result, Stream, Updates, decode_prompts
+from .results import Result, Stream, Updates
 from .text import TextStream
 
 if TYPE_CHECKING:
-    from ..drafters.adaptive import AdaptiveState
+    from ..drafters.adaptive.state import AdaptiveState
     from ..parallel import RankGroup
-
-#: Methods that can go on from what an earlier call has learnt.
-KEEPS_STATE = ("lookahead", "adaptive")
 
 
 class LLM:
     """A model, its tokenizer, and how to draft for it. Made by ``lookahead.load``, or from a model in hand.
 
     Args:
-        model: a transformers causal language model in eval mode.
+        model: a transformers causal language model in eval mode, or a ``PackedModel``.
         tokenizer: None where there is none; prompts are then token ids.
-        method, config: how to draft unless a call says otherwise. Without a method: "adaptive", or "lookahead"
-            where ``config`` is a (W, N, G).
-        exact: only paths on which drafting changes no bit of a text.
-        name: for people.
-        tokenizer_error: why there is no tokenizer.
+        drafter: how to draft unless a call names a drafter; what ``as_drafter`` takes, or None for ``Adaptive()``.
+        method, config: deprecated, use drafter.
+        exact: allow only paths on which drafting changes no bit of a text.
+        name: shown to people.
+        tokenizer_error: why there is no tokenizer, for error messages.
         prefix_cache: finished texts whose keys and values are kept for prompts that begin like them.
 
     Attributes:
-        probe: what ``lookahead.targets.factory.probe`` found.
+        probe: the result of ``lookahead.targets.factory.probe``.
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: an unknown method, or settings that it cannot take; no exact path.
+        SettingsError: a drafter that cannot be read; no exact path.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, method: str | None = None, config: Any = None,
-        exact: bool = False, name: str = "", tokenizer_error: str = "none was given", prefix_cache: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        drafter: Any = None,
+        method: str | None = None,
+        config: Any = None,
+        exact: bool = False,
+        name: str = "",
+        tokenizer_error: str = "none was given",
+        prefix_cache: int = 0,
+    ) -> None:
         self.model, self.tokenizer, self.tokenizer_error = model, tokenizer, tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
-        self.method = method_for(method, config)
-        if self.method not in OWN_SETTINGS:  # whose drafter checks them
-            usual = LookaheadConfig.for_device(model.device.type)
-            config = LookaheadConfig.of(usual if config is None else config)
-        self.config = config
-        make_drafter(self.method, self.config)
+        given = with_old_keywords(drafter, method=method, config=config)
+        self.drafter = given if given is not None else Adaptive()
         self.probe = probe(model)
-        self.exact, self._path = exact, ""  # the path of the last target
-        self._prefixes = PrefixCache(lambda: self.target(), prefix_cache, lambda: fingerprint(model))
+        self.exact = exact
+        self._prefix_cache, self._lent = prefix_cache, Lock()
+        #: What the last call's engine left for the next one, and the model's fingerprint then.
+        self._kept: tuple[Target, Any] | None = None
         if exact:
             self.target()
 
     def __repr__(self) -> str:
-        return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.method})"
+        return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.drafter})"
 
     @property
     def dtype(self) -> str:
-        """Of the weights, as in "float32"."""
+        """Of the weights, as in "float32", or the types of packed ones, as in "Q4_K + Q6_K"."""
+        if isinstance(self.model, PackedModel):
+            return self.model.weights
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def parameter_count(self) -> int:
+        """How many numbers the weights are; tied ones count once."""
+        if isinstance(self.model, PackedModel):
+            return self.model.parameter_count
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def vocabulary(self) -> int:
-        """V, columns of the logits."""
+        """V, the number of columns of the logits."""
         return int(self._text_config.vocab_size)
 
     @property
@@ -109,7 +125,7 @@ class LLM:
 
     @property
     def path(self) -> str:
-        """What evaluates steps, as ``Target.path`` names it."""
+        """The path that evaluates steps; see ``Target.path``."""
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
@@ -118,10 +134,53 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with said_where_slow("preparing the model (the first time here, compiling for this processor)"):
-            target = make_target(self.model, path=path, exact=self.exact)
-        self._path = target.path if path == "auto" else self._path
-        return target
+        with said_where_slow("compiling the model for this processor (once)"):
+            return make_target(self.model, path=path, exact=self.exact)
+
+    def engine(
+        self,
+        *,
+        target: Target | None = None,
+        max_sequences: int = UNLIMITED_SEQUENCES,
+        prefix_cache: int = 0,
+        **limits: int,
+    ) -> Engine:
+        """An engine on this model; the arguments are those of ``Engine``."""
+        return Engine(
+            lambda: self.target(),
+            self.model,
+            found=self.probe,
+            target=target,
+            max_sequences=max_sequences,
+            prefix_cache=prefix_cache,
+            **limits,
+        )
+
+    @contextmanager
+    def _lend(self, max_sequences: int) -> Iterator[Engine]:
+        """An engine for one call. One caller at a time goes on with the finished texts that the last call kept."""
+        if not self._prefix_cache or not self._lent.acquire(blocking=False):
+            engine = self.engine(max_sequences=max_sequences)
+            try:
+                yield engine
+            finally:
+                engine.close()
+            return
+        try:
+            state, kept = fingerprint(self.model), self._kept
+            self._kept = None
+            engine = self.engine(
+                target=kept[0] if kept is not None and kept[1] == state else None,
+                max_sequences=max_sequences,
+                prefix_cache=self._prefix_cache,
+            )
+            try:
+                yield engine
+            finally:
+                target = engine.close()
+                self._kept = (target, state) if target is not None else None
+        finally:
+            self._lent.release()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
@@ -181,10 +240,10 @@ class LLM:
 
     @keywords_of(BatchOptions)
     def run(self, prompts: Sequence[Prompt], **options: Any) -> Updates:
-        """Decode a list of prompts and yield every step of each; what all else here is made of.
+        """Decode a list of prompts and yield every step of each.
 
-        At most ``batch_size`` prompts are in flight; the next one joins as soon as one is done. An error of
-        one prompt ends that prompt alone: its last update has ``finish_reason`` "error".
+        At most ``batch_size`` prompts are decoded together; the next one joins when one ends. An error of one
+        prompt ends that prompt alone: its last update has ``finish_reason`` "error".
 
         Args:
             prompts: texts, chat messages or token ids.
@@ -192,9 +251,11 @@ class LLM:
 
         Raises:
             SettingsError: at once, if an option or any prompt cannot be honoured.
+            RankError: one of the ranks that decode together is gone; no prompt can be decoded any more.
         """
         chosen = BatchOptions.of(options)
-        if isinstance(chosen.pool, NGramPool) and len(prompts) > 1:
+        drafter = chosen.drafting(self.drafter)
+        if isinstance(drafter, Lookahead) and drafter.pool is not None and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
         seeds: Sequence[int | None] | None = chosen.seeds
         if seeds is not None and len(seeds) != len(prompts):
@@ -204,25 +265,51 @@ class LLM:
         elif seeds is None:
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        entries = [self.begin(i, prompt, chosen, seeds[i]) for i, prompt in enumerate(prompts)]
-        return decode_prompts(self._prefixes.lend, entries, chosen.batch_size or 1)
+        prepared = [
+            (*self.prepare(prompt, chosen, seed), seed) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return self._decode(prepared, chosen.batch_size or 1)
 
-    def warm_state(self, file: str | os.PathLike[str] | None = None, config: Any = None) -> AdaptiveState:
-        """A state for ``pool=``, in which adaptive keeps what it learns from call to call.
+    def _decode(self, prepared: Sequence[tuple[Request, TextStream, int | None]], batch_size: int) -> Updates:
+        with self._lend(batch_size) as engine:
+            for index, (request, text, seed) in enumerate(prepared):
+                engine.add(request, text, seed=seed, tag=index)
+            while engine.busy:
+                updates = engine.step()
+                if self.rank_group is not None and self.rank_group.error is not None:
+                    raise self.rank_group.error  # no later prompt could be decoded
+                yield from updates
+
+    def warm_state(
+        self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None
+    ) -> AdaptiveState:
+        """A state for ``Adaptive(state=...)``, which keeps what adaptive learns from call to call.
 
         Args:
             file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
-            config: settings of adaptive.
+            settings: sizes of its tables; None for those of ``load``, or else the defaults.
 
         Raises:
             SettingsError: the file is of another model, or no such file.
         """
-        return self._state(config, keep=True, file=file)
+        from ..drafters.adaptive.state import AdaptiveState
+
+        if settings is None and isinstance(self.drafter, Adaptive):
+            settings = self.drafter
+        text = self._text_config
+        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
+        if file is not None and os.path.exists(file):
+            return AdaptiveState.load(os.fspath(file), settings, scope)
+        return AdaptiveState(settings, scope)
 
     def tune(
-        self, rows: Sequence[int], contexts: Sequence[int], batches: Sequence[int], repeats: int,
+        self,
+        rows: Sequence[int],
+        contexts: Sequence[int],
+        batches: Sequence[int],
+        repeats: int,
         progress: Callable[[int, int, int, float], None],
-    ) -> Path | None:  # fmt: skip
+    ) -> Path | None:
         """Measure the times of steps of all these sizes and keep them for adaptive, this machine and this model.
 
         Args:
@@ -235,44 +322,26 @@ class LLM:
         Returns:
             The file that holds the times; None where no context fits.
         """
-        from ..drafters.adaptive import measure_times, model_key, save_times
+        from ..drafters.adaptive.measure import measure_times, model_key
+        from ..drafters.adaptive.step_times import save_times
 
         target = self.target()
         times = measure_times(target, self.vocabulary, rows, contexts, batches, repeats, progress, inf)
         return save_times(model_key(self.model, target.path), times) if times.bins else None
 
-    def _state(self, config: Any, keep: bool, file: str | os.PathLike[str] | None = None) -> AdaptiveState:
-        """What adaptive learns into, with the step times of this model here: kept ones, or measured now."""
-        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
+    def prepare(
+        self, prompt: Prompt, options: Options, seed: int | None = None
+    ) -> tuple[Request, TextStream]:
+        """What an engine needs to decode one prompt: ``engine.add(*llm.prepare(prompt, options))``.
 
-        text = self._text_config
-        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
-        settings, times = AdaptiveConfig.of(self._config_of("adaptive", config)), None
-        with said_where_slow("measuring steps of this model (once; their times are kept)"):
-            # To make a target only to ask for its path would take a step's time.
-            if settings.budget and self.probe.mode != "plain":
-                times = times_for(self.model, self._path or self.path, self.target)
-        if file is not None and os.path.exists(file):
-            return AdaptiveState.load(os.fspath(file), settings, times, scope=scope)
-        return AdaptiveState(settings, keep, times, scope)
+        Args:
+            prompt: a text, chat messages or token ids.
+            options: of the generation.
+            seed: of the draws; None for greedy decoding.
 
-    def _method_of(self, options: Options) -> str:
-        """The method of a call: as told, or of the kind of its settings, or else that of ``load``."""
-        if options.method is not None or (options.config is None and options.pool is None):
-            return options.method or self.method
-        kind = method_for(None, options.config, options.pool)
-        return self.method if (kind in OWN_SETTINGS) == (self.method in OWN_SETTINGS) else kind
-
-    def _config_of(self, method: str, given: Any) -> Any:
-        """Settings for a method: those of the call, or else those of ``load`` where they are of its kind."""
-        if given is not None:
-            return given
-        if (method in OWN_SETTINGS) == (self.method in OWN_SETTINGS):
-            return self.config
-        return None if method in OWN_SETTINGS else LookaheadConfig.for_device(self.model.device.type)
-
-    def begin(self, index: int, prompt: Prompt, options: Options, seed: int | None) -> Entry:
-        """One prompt with its drafter, chooser and text, ready to be decoded."""
+        Raises:
+            SettingsError: a prompt or an option that cannot be honoured.
+        """
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens
         if self.context is not None:
@@ -280,20 +349,9 @@ class LLM:
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
-        process = make_process(options, len(ids), eos, self.tokenizer, device)
-        method, pool = self._method_of(options), options.pool
-        if pool is not None and method not in KEEPS_STATE:
-            raise SettingsError(f"a pool needs a method of {', '.join(KEEPS_STATE)}, got {method!r}")
-        if pool is None and method == "adaptive":
-            pool = self._state(options.config, keep=False)
-        drafter = make_drafter(method, self._config_of(method, options.config), self.vocabulary, pool)
-        if self.probe.mode == "plain":  # one row a step, so there is nothing to draft
-            drafter = make_drafter("autoregressive")
-        noise = None
+        process, noise = make_process(options, len(ids), eos, self.tokenizer, device), None
         if seed is not None:
             noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
-            drafter.use_noise(noise)
-        text = TextStream(self.tokenizer, ids, options.stops)
-        finished = (lambda token: "stop" if text.push(token) else None) if options.stops else None
-        request = Request(ids, drafter, length, make_choose(ids, process, noise), eos, finished)
-        return Entry(index, request, text, seed)
+        choose = make_choose(ids, process, noise)
+        request = Request(ids, options.drafting(self.drafter), length, choose, eos, noise=noise)
+        return request, TextStream(self.tokenizer, ids, options.stops)

@@ -13,10 +13,11 @@ import torch
 
 from ..core import SettingsError
 from ..core.errors import first_line
-from ..drafters import make_drafter, method_for
-from ..targets.cpu.formats import format_for
+from ..targets.cpu.blueprint import Unsupported
+from ..targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
+from ..targets.facts import ModelFacts
 from ..targets.fingerprint import forget
 from .checkpoints import Checkpoint
 from .fields import parameters_of
@@ -37,24 +38,42 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         SettingsError: whatever of this cannot be honoured.
         OutOfMemory: the probe did not fit.
     """
-    chosen = LoadOptions(*path_or_id, **options)
+    return load_with(LoadOptions(*path_or_id, **options))
+
+
+def load_with(chosen: LoadOptions) -> LLM:
+    """``load`` with options that have been made already.
+
+    Raises:
+        SettingsError, OutOfMemory: as ``load``.
+    """
     # What is wrong with these is an error before anything is read.
-    make_drafter(method_for(chosen.method, chosen.config), chosen.config)
+    drafter = chosen.drafting()
     connections, device = _start_ranks(chosen)
     dtype = _dtype(chosen.dtype)
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
     checkpoint = Checkpoint(chosen)
-    if dtype == "auto" and chosen.path_or_id is None and checkpoint.gguf is not None:
-        slow = device.type == "cpu" and format_for(torch.bfloat16).kind == "vectors"
-        dtype = torch.float32 if slow else torch.bfloat16
-    model = checkpoint.read_model(dtype, device)
-    _check_causal(model, checkpoint.name)
+    if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
+        raise SettingsError(
+            f"revision names a version on the hub, and {checkpoint.name} is on disk; leave revision out"
+        )
+    model: Any = _read_packed(checkpoint, chosen, dtype, device)
+    if model is None:
+        model = checkpoint.read_model(dtype, device)
+        _check_causal(model, checkpoint.name)
+        if chosen.weights is not None:
+            model = _quantize(model, chosen.weights)
     tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
-        model, tokenizer, method=chosen.method, config=chosen.config, exact=chosen.exact, name=checkpoint.shown,
-        tokenizer_error=missing, prefix_cache=chosen.prefix_cache,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        drafter=drafter,
+        exact=chosen.exact,
+        name=checkpoint.shown,
+        tokenizer_error=missing,
+        prefix_cache=chosen.prefix_cache,
+    )
     if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
@@ -63,6 +82,51 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         rounding = partial(differ, llm.probe.equivalence)
         llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
     return llm
+
+
+def _read_packed(
+    checkpoint: Checkpoint, chosen: LoadOptions, dtype: Any, device: torch.device
+) -> PackedModel | None:
+    """A GGUF file's quantized weights as they are, on a CPU and unless a dtype is asked for; None otherwise.
+
+    Where the compiled path does not know the file, one line says what that costs, and transformers reads it.
+    """
+    gguf = checkpoint.gguf
+    if chosen.weights is not None:
+        quantizable(chosen.weights)
+        if gguf is not None and gguf.is_quantized:
+            raise SettingsError(
+                f"weights={chosen.weights!r} is for models that are not quantized, and {checkpoint.shown} is; "
+                "leave weights out"
+            )
+        if device.type != "cpu" or dtype != "auto":
+            raise SettingsError("weights goes with the CPU and dtype='auto'; leave out device and dtype")
+    if gguf is None or not gguf.is_quantized or dtype != "auto" or device.type != "cpu" or checkpoint.how:
+        return None
+    if chosen.parallel is not None:  # ranks compare their passes with transformers' own
+        return None
+    try:
+        return read_model(gguf.file)
+    except Unsupported as error:
+        warnings.warn(
+            f"{checkpoint.shown}: its weights cannot stay packed ({error}); transformers decodes them to bfloat16, "
+            "which takes several times the memory and the time of a step",
+            UserWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+def _quantize(model: Any, weights: str) -> PackedModel:
+    facts = probe(model).facts
+    try:
+        if not isinstance(facts, ModelFacts):
+            raise Unsupported("it does not evaluate token trees")
+        return quantize_model(model, facts, weights)
+    except Unsupported as error:
+        raise SettingsError(
+            f"weights={weights!r} needs a model of the compiled CPU path, and {type(model).__name__} is not: {error}"
+        ) from None
 
 
 def _start_ranks(chosen: LoadOptions) -> tuple[Any, torch.device]:

@@ -14,8 +14,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import PRESETS, LookaheadConfig, SettingsError
-from ..drafters import DEFAULT_METHOD, METHODS, OWN_SETTINGS
+from ..core import Drafter, SettingsError
+from ..drafters import Plain, as_drafter, known_names, with_old_keywords
 from .fields import Given, documented, option
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
+#: Names of drafters, for help texts.
+DRAFTERS = tuple(known_names())
 COUNT = ("a whole number of at least 1", lambda n: _whole(n) and n >= 1)
 KEPT = ("a whole number of at least 0", lambda n: _whole(n) and n >= 0)
 THREADS = ("at least 1", COUNT[1])
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
-METHOD = (f"one of {', '.join(METHODS)}", METHODS.__contains__)
 PARALLEL = ("'lookahead' or None", "lookahead".__eq__)
 WHOLE = ("a whole number or None", _whole)
 NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 0 <= t < inf)
@@ -74,8 +75,12 @@ class LoadOptions(Given):
     )
     dtype: str | torch.dtype = option(
         "auto",
-        "auto (the checkpoint's, bfloat16 where that is quantised), float32, bfloat16, float16 or float64.",
+        "auto (the checkpoint's; quantised weights stay packed on a CPU), float32, bfloat16, float16 or float64.",
         kind=str,
+    )
+    weights: str | None = option(
+        None,
+        "Quantize the matrices while loading: q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized GGUF file keeps its own.",
     )
     device: str | torch.device | None = option(
         None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", kind=str
@@ -114,12 +119,21 @@ class LoadOptions(Given):
         "only: the other ranks work for it and exit.",
         PARALLEL,
     )
-    method: str | None = hidden(
-        None, "A name in METHODS; None is 'adaptive', or 'lookahead' where config is a (W, N, G).", METHOD
+    drafter: Any = hidden(
+        None,
+        "How to draft unless a call says otherwise: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes "
+        "('adaptive', 'code', '15,5,15', ...). None is Adaptive().",
     )
-    config: Any = hidden(
-        None, "(W, N, G), a preset's name or else for LookaheadConfig.of; or settings of adaptive."
-    )
+    method: str | None = hidden(None, "Deprecated: use drafter.")
+    config: Any = hidden(None, "Deprecated: use drafter.")
+
+    def drafting(self) -> Drafter | None:
+        """How to draft; None where nothing was given.
+
+        Raises:
+            SettingsError: what cannot be read, or two drafters at once.
+        """
+        return with_old_keywords(self.drafter, method=self.method, config=self.config)
 
 
 @documented
@@ -138,10 +152,14 @@ class Options(Given):
     stop: str | Sequence[str] | None = option(None, "End before this text; may be several.", kind=list[str])
     ignore_eos: bool = option(False, "Go on past the model's end tokens.", YES_OR_NO)
     min_new_tokens: int | None = option(None, "No end token before that many.", COUNT)
-    method: str | None = hidden(
-        None, "A name in METHODS; None for that of load, or the one that config is for.", METHOD
+    drafter: Any = hidden(
+        None,
+        "How to draft: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes; None for that of load. What "
+        "is kept from call to call is a field of it: Lookahead(pool=...), for one prompt at a time, or "
+        "Adaptive(state=...).",
     )
-    config: Any = hidden(None, "Settings of the method; None for those of load.")
+    method: str | None = hidden(None, "Deprecated: use drafter.")
+    config: Any = hidden(None, "Deprecated: use drafter.")
     temperature: float = sampling(0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE)
     top_k: int | None = sampling(None, "Draw from the k likeliest tokens.", COUNT)
     top_p: float | None = sampling(None, "Draw from the nucleus of mass p.", SHARE)
@@ -162,11 +180,7 @@ class Options(Given):
     logits_processor: Process | Sequence[Process] | None = hidden(
         None, "Callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.", CALLABLES
     )
-    pool: Any = hidden(
-        None,
-        "What the method keeps across calls: an NGramPool for 'lookahead', one prompt at a time, or LLM.warm_state() "
-        "for 'adaptive', which the prompts of a list share.",
-    )
+    pool: Any = hidden(None, "Deprecated: use drafter.")
 
     def __post_init__(self) -> None:
         Given.__post_init__(self)
@@ -185,6 +199,17 @@ class Options(Given):
                     f"{name} needs a temperature above 0, got temperature {self.temperature:g} (greedy); "
                     f"set temperature or leave {name} out"
                 )
+
+    def drafting(self, default: Drafter) -> Drafter:
+        """How to draft; ``default`` where nothing was given.
+
+        Raises:
+            SettingsError: what cannot be read, or two drafters at once.
+        """
+        given = with_old_keywords(
+            self.drafter, method=self.method, config=self.config, pool=self.pool, default=default
+        )
+        return given if given is not None else default
 
     @property
     def sampled(self) -> bool:
@@ -215,32 +240,27 @@ class BatchOptions(Options):
     seeds: Sequence[int] | None = hidden(None, "One per prompt, in place of seed + i.")
 
 
-#: What a method takes of the options of drafting; one that is not named takes (W, N, G).
-TRIPLE = ("lookahead", "preset", "window_size", "ngram_size", "guess_set_size")
-TAKES: dict[str, tuple[str, ...]] = {
-    "autoregressive": (),
-    "prompt-lookup": (),
-    "jacobi": ("window_size",),
-    "adaptive": ("window_size", "ngram_size", "max_rows", "sources", "no_budget", "warm"),
-}
-
-
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions(Given):
-    """How to draft, as a command line says it: a method and its settings, for ``method=`` and ``config=``."""
+    """How to draft, as a command line says it: a drafter by name, and single settings of it."""
 
     PANEL = "Drafting"
 
-    method: str | None = option(
-        None, f"How to draft; {DEFAULT_METHOD} unless W, N or G are given.", metavar="|".join(METHODS)
+    drafter: str | None = option(
+        None,
+        f"How to draft: {', '.join(DRAFTERS)}, or W,N,G as in 15,5,15; settings may follow, as in "
+        "lookahead:7,5,7:seed=1. Without it adaptive, or lookahead where only its settings are given.",
+        metavar="NAME",
     )
-    lookahead: str | None = option(None, "Window, n-gram and guess set size.", metavar="W,N,G")
-    window_size: int | None = option(None, "W: columns of the window.")
+    window_size: int | None = option(None, "W: columns of the window; tokens of a block of jacobi.")
     ngram_size: int | None = option(None, "N: tokens of an n-gram.")
     guess_set_size: int | None = option(None, "G: candidates per step.")
-    preset: str | None = option(
-        None, "W, N and G by the model's size in parameters, or by name.", metavar="|".join(PRESETS)
+    no_pool_from_prompt: bool = option(False, "Put no n-grams of the prompt into the pool.")
+    no_pool_from_output: bool = option(False, "Put no n-grams of the text itself into the pool.")
+    max_pool_keys: int | None = option(None, "Keys of the pool at most; the oldest goes first.")
+    max_jacobi_iterations: int | None = option(
+        None, "Steps without success after which a window or a block starts anew."
     )
     max_rows: int | None = option(None, "Rows of a step at most (adaptive).")
     sources: str | None = option(
@@ -253,46 +273,33 @@ class DraftOptions(Given):
         "statistics of the texts.",
         metavar="FILE",
     )
+    method: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
+    lookahead: str | None = option(None, "Deprecated: use --drafter W,N,G.", metavar="W,N,G")
+    preset: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
 
-    def resolve(self) -> tuple[str, Any]:
-        """(method, its settings); no settings where the library is to choose.
-
-        Where no method is named, W, N or G ask for lookahead. What contradicts itself is refused by name.
+    def resolve(self) -> Drafter | None:
+        """The drafter; None where the library is to choose.
 
         Raises:
-            SettingsError: contradictory options, unknown names, values out of range.
+            SettingsError: two drafters at once, a setting that the drafter does not have, an unknown name, or a
+                value out of range.
         """
         given = self.keywords()
-        method = given.pop("method", None)
-        if method is None:
-            foreign = given.keys() - set(TAKES[DEFAULT_METHOD])
-            only_triple = given and given.keys() <= set(TRIPLE)
-            method = "lookahead" if foreign or only_triple else DEFAULT_METHOD
-        if method not in METHODS:
-            raise SettingsError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
-        for name in given.keys() - set(TAKES.get(method, TRIPLE)):
-            other = "lookahead" if name in TRIPLE else "adaptive"
+        warm = given.pop("warm", None)
+        for flag in ("budget", "pool_from_prompt", "pool_from_output"):
+            if given.pop(f"no_{flag}", False):
+                given[flag] = False
+        drafter = as_drafter(given) if given else None
+        if warm is not None and not (drafter is None or drafter.name == "adaptive"):
             raise SettingsError(
-                f"{flag_of(name)} has no effect with --method {method}; leave it out or use --method {other}"
+                f"--warm keeps what adaptive learns and has no effect with {drafter}; leave it out"
             )
-        for name in TRIPLE[1:]:
-            if "lookahead" in given and name in given:
-                raise SettingsError(
-                    f"--lookahead and {flag_of(name)} cannot be given together; use one of them"
-                )
-        if given.get("preset", "off") not in PRESETS:
-            raise SettingsError(f"--preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        given.pop("warm", None)
-        if not given:
-            return method, None
-        if method not in OWN_SETTINGS:
-            triple = given.pop("lookahead", None) or given.pop("preset", None)
-            return method, LookaheadConfig.of(triple, **given)
-        if given.pop("no_budget", False):
-            given["budget"] = False
-        if "sources" in given:
-            given["sources"] = tuple(filter(None, given["sources"].replace("+", ",").split(",")))
-        return method, given
+        return drafter
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is plain decoding."""
+        return isinstance(self.resolve(), Plain)
 
 
 def flag_of(name: str) -> str:

@@ -1,23 +1,38 @@
-"""What is said while a model is made ready: on a terminal, on stderr, and nowhere else."""
+"""Lines about the preparation of a model, where it takes long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
+from time import monotonic
 
 from rich.console import Console
 
 
 @contextmanager
-def said_where_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
-    """One line, once the block has taken this long."""
+def said_where_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
+    """Print a line to stderr once the block has taken this long, and another one when it is done.
+
+    Args:
+        text: what is being done.
+        seconds: a quicker block prints nothing.
+        always: print also where stderr is not a terminal.
+    """
     console = Console(stderr=True, highlight=False)
-    timer = Timer(seconds, console.print, [text], {"style": "dim"})
+    begin, printed = monotonic(), []
+
+    def say(line: str) -> None:
+        printed.append(line)
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    timer = Timer(seconds, say, [f"lookahead: {text} ..."])
     timer.daemon = True
-    if console.is_terminal:
+    if console.is_terminal or always:
         timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        if printed:
+            say(f"lookahead: done after {monotonic() - begin:.0f} s")

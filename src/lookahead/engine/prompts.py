@@ -1,4 +1,4 @@
-"""Prompts in any form -> checked token ids."""
+"""Turns prompts of any form into checked token ids."""
 
 from __future__ import annotations
 

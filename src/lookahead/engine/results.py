@@ -1,13 +1,12 @@
-"""What decoding prompts gives: an update per step while it runs, and a result at the end of each."""
+"""What decoding gives: an update for each step of each sequence, and a result at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Any
 
-from ..core import Decoder, Generation, LookaheadError, Request, Stats, Step, Target
+from ..core import Generation, LookaheadError, Request, Stats, Step
 from .text import TextStream
 
 
@@ -18,12 +17,12 @@ class Result:
     Attributes:
         text: without stop strings and special tokens; "" where there is no tokenizer.
         tokens: token ids as emitted, an end token or the tokens of a stop string included.
-        finish_reason: "stop" (end token or stop string), "length", or "error".
+        finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
         prompt_tokens: token ids of the prompt.
-        seed: that gives these tokens again; None for greedy.
-        stopped: the stop string that was met, or None.
-        error: what ended it, where ``finish_reason`` is "error".
+        seed: a seed that gives these tokens again; None for greedy decoding.
+        stopped: the stop string that was found, or None.
+        error: the error that ended the text, where ``finish_reason`` is "error".
     """
 
     text: str
@@ -36,7 +35,7 @@ class Result:
     error: LookaheadError | None = None
 
     def checked(self) -> Result:
-        """Itself; raises the error that ended it."""
+        """This result; raises the error that ended it."""
         if self.error is not None:
             raise self.error
         return self
@@ -47,28 +46,66 @@ class Result:
         return sum(self.stats.seconds.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a forward pass gave one prompt.
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request in an engine: the handle that ``Engine.add`` returns.
 
     Attributes:
-        index: which prompt of the list.
-        step: the core's step; None where the prompt could not begin.
-        piece: text that has become safe to show, perhaps "".
-        result: on the last update of a prompt.
+        request: what is decoded.
+        text: turns tokens into text; None where only token ids are wanted.
+        seed: of the draws, for the result; None for greedy decoding.
+        tag: the caller's own value, to tell sequences apart. ``LLM.run`` numbers its prompts.
+        generation: tokens and statistics so far; None while the sequence waits.
+        cached: tokens of the prompt whose keys and values did not have to be computed again.
+        result: set by the last update.
     """
 
-    index: int
+    request: Request
+    text: TextStream | None = None
+    seed: int | None = None
+    tag: Any = None
+    generation: Generation | None = None
+    cached: int = 0
+    result: Result | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids emitted so far."""
+        return self.generation.tokens if self.generation is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one forward pass gave one sequence.
+
+    Attributes:
+        sequence: the handle.
+        step: the core's step; None where the sequence ended without one.
+        piece: text that has become safe to show, perhaps "".
+        result: on the last update of a sequence.
+    """
+
+    sequence: Sequence
     step: Step | None
     piece: str
     result: Result | None
+
+    @property
+    def index(self) -> int:
+        """The number of the prompt in the list that was given to ``LLM.run``."""
+        return int(self.sequence.tag)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids that the step emitted."""
+        return self.step.tokens if self.step is not None else []
 
 
 Updates = Generator[Update, None, None]
 
 
 class Stream:
-    """Pieces of text; iterate once. ``result`` is there when the iteration is over.
+    """Pieces of text; iterate once. ``result`` is set when the iteration is over.
 
     Closing it (or leaving a ``with`` block) ends the generation.
     """
@@ -96,56 +133,5 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the generation; what has been shown stays."""
+        """End the generation. Text that has been shown stays."""
         self._updates.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One prompt of a list, ready to be decoded."""
-
-    index: int
-    request: Request
-    text: TextStream
-    seed: int | None
-
-    def update(self, generation: Generation, step: Step | None) -> Update:
-        """What a step gave, with the result where it was the last one."""
-        done, text, result = generation.finish_reason, self.text, None
-        if step is not None and self.request.finished is None:  # which is told of each token at once
-            for token in step.tokens:
-                text.push(token)
-        if done is not None:
-            text.finish()
-        piece = text.drain()
-        if done is not None:
-            result = Result(
-                text.text, generation.tokens, done, generation.stats, list(self.request.prompt), self.seed,
-                text.stopped, generation.error,
-            )  # fmt: skip
-        return Update(self.index, step, piece, result)
-
-
-def decode_prompts(
-    lend: Callable[[], AbstractContextManager[Target]], entries: Iterable[Entry], batch_size: int
-) -> Updates:
-    """Every step of every prompt; at most ``batch_size`` share a forward pass, and the next joins when one ends."""
-    waiting = iter(entries)
-    running: list[tuple[Entry, Generation]] = []
-    with lend() as target:
-        decoder = Decoder(target)
-        try:
-            while True:
-                joining = islice(waiting, batch_size - len(running))
-                running += [(entry, decoder.add(entry.request)) for entry in joining]
-                if not running:
-                    return
-                steps = {id(step.generation): step for step in decoder.step()}
-                for entry, generation in running:
-                    step = steps.get(id(generation))
-                    if step is not None or generation.finish_reason is not None:
-                        yield entry.update(generation, step)
-                running = [one for one in running if one[1].finish_reason is None]
-        finally:  # also where the caller stops listening
-            for _, generation in running:
-                decoder.cancel(generation)

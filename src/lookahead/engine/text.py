@@ -1,7 +1,7 @@
-"""Tokens in, text that is safe to show out: whole characters, and never a part of a stop string.
+"""Turns tokens into text that is safe to show: whole characters, and never a part of a stop string.
 
-A token may hold a part of a character, and text may depend on the token before it (leading spaces), so text is the
-difference of two decodings of a short window of tokens.
+A token may hold a part of a character, and its text may depend on the token before it (leading spaces). So the new
+text is the difference between two decodings of a short window of tokens.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"
-#: A character has at most 4 bytes; a longer run without a whole character is not text and is let go.
+#: A character has at most 4 bytes. A longer run without a whole character is not text and is released as it is.
 LONGEST_WINDOW = 32
 CONTEXT = 6
 
 
 class TextStream:
-    """The text of a growing list of tokens; it ends before the first stop string, wherever that begins.
+    """The text of a growing list of tokens. It ends before the first stop string.
 
     Args:
-        tokenizer: anything with transformers' ``decode``; None gives no text.
-        prompt: token ids before the text; its last few settle how the text begins.
-        stop: strings that end the text and are not part of it.
+        tokenizer: an object with ``decode`` as in transformers; None gives no text.
+        prompt: token ids before the text; the last few decide how the text begins.
+        stop: strings that end the text. They are not part of it.
 
     Attributes:
-        text: everything that has been released.
-        stopped: the stop string that was met, or None.
+        stops: the stop strings.
+        text: all text that has been released.
+        stopped: the stop string that was found, or None.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
+        self.stops = stop
         self._window = list(prompt[-CONTEXT:])
         self._known = len(self._window)
-        # A prompt may end inside a character: then the text begins with it.
+        # A prompt may end inside a character. Then the text begins with that character.
         self._shown = self._decode().rstrip(INCOMPLETE)
         self._held = self._ready = self.text = ""
         self.stopped: str | None = None
@@ -47,7 +48,7 @@ class TextStream:
         return self.stopped is not None
 
     def finish(self) -> None:
-        """No more tokens: an unfinished character becomes U+FFFD, and what was held back is text after all."""
+        """End the text: an unfinished character becomes U+FFFD, and text that was held back is released."""
         if len(self._window) > self._known:
             self._take(self._decode())
         if self.stopped is None:
@@ -69,15 +70,15 @@ class TextStream:
         return text
 
     def _take(self, text: str) -> None:
-        """``text`` of the window is final; the newest tokens stay as the context of what follows."""
+        """Release ``text``, that of the window. Its newest tokens stay as context for the tokens that follow."""
         held = self._held + text[len(self._shown) :]
         self._window = self._window[-CONTEXT:]
         self._known = len(self._window)
         self._shown = self._decode()
         if self.stopped is not None:
             return
-        found = [(held.find(stop), -len(stop), stop) for stop in self._stop if stop in held]
-        if found:  # the first to begin; of those that begin together the longest
+        found = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
+        if found:  # the one that begins first; the longest of those that begin together
             safe, _, self.stopped = min(found)
         else:
             safe = len(held) - self._possible_start(held)
@@ -86,6 +87,6 @@ class TextStream:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` that may turn out to begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
+        longest = max(map(len, self.stops), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
-        return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+        return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)

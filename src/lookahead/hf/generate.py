@@ -1,34 +1,41 @@
 """``model.generate(custom_generate=lookahead.generate)``: the same output, in fewer forward passes.
 
-transformers prepares inputs, logits processors and stopping criteria and then calls ``generate`` below in
-place of its own loop. Every token is chosen as that loop would choose it: processors see the token's true
-prefix, stopping criteria are asked after every token, and sampling uses the same random numbers in the same
-order. Options that cannot be honoured are refused by name.
+transformers prepares inputs, logits processors and stopping criteria, and then calls ``generate`` below in place of
+its own loop. Each token is chosen as that loop would choose it: processors see the token's true prefix, stopping
+criteria are called after every token, and sampling uses the same random numbers in the same order. Options that
+cannot be honoured are refused by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core import LookaheadConfig, Request, SettingsError, Stats, Target, decode
-from ..drafters import OWN_SETTINGS, make_drafter, method_for
+from ..core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
+from ..drafters import Adaptive, with_old_keywords
+from ..engine import Engine
+from ..engine.progress import said_where_slow
 from ..sampling import GeneratorNoise
+from ..targets.equivalence import HALF_DTYPES
 from ..targets.factory import make_target, probe
-from ..targets.transformers import TransformersTarget
-from .refusals import caller_arguments, refuse
+from .cache import KeepingTarget, fill_cache
+from .caller import CustomGenerate, caller_arguments
+from .refusals import refuse, warn_about_slow_path
 from .rows import Criteria, Row, may_draw_ahead, row_processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
+#: Rows of a step where they may not depend on measured times.
+FIXED_ROWS = 8
 
+
+@CustomGenerate
 def generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -37,6 +44,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    drafter: Any = None,
     method: str | None = None,
     lookahead_config: Any = None,
     window_size: int | None = None,
@@ -45,25 +53,26 @@ def generate(
     pool: Any = None,
     stats: list[Stats] | None = None,
     exact: bool = False,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Decode with lookahead; pass this function to ``model.generate(custom_generate=...)``.
 
-    Settings come from these keywords, which ``model.generate`` passes on, or else from ``lookahead_method``
-    and ``lookahead_config`` of the model's generation config, or else from the defaults.
+    Settings come from these keywords, which ``model.generate`` passes on, or else from ``lookahead_drafter``
+    of the model's generation config, or else from the defaults.
 
     Args:
         model: any decoder-only transformers model.
         input_ids: prompts, shape (B, L), left-padded.
         logits_processor, stopping_criteria, generation_config: as transformers prepares them.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
-        method: a drafting method; by default "adaptive", or "lookahead" where a (W, N, G) is given.
-        lookahead_config: anything that ``LookaheadConfig.of`` takes, or settings of adaptive.
-        window_size, ngram_size, guess_set_size: W, N and G.
-        pool: what to keep across calls: an n-gram pool for lookahead, one sequence at a time, or an
-            ``AdaptiveState`` for adaptive.
+        drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or what
+            ``lookahead.as_drafter`` takes; by default ``Adaptive()``, with a fixed number of rows in 16-bit formats
+            where rounding depends on it.
+        method, lookahead_config, window_size, ngram_size, guess_set_size, pool: deprecated, use drafter.
         stats: a list that receives one ``Stats`` per sequence.
         exact: only a path on which drafting changes no bit of a text (docs/exactness.md).
+        tokenizer: as for ``model.generate``, for ``stop_strings``.
         **model_kwargs: what transformers prepared for its own loop.
 
     Returns:
@@ -80,13 +89,17 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     found = probe(model)  # refuses what is no decoder-only language model
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
-    triple = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    sizes = {key: value for key, value in triple.items() if value is not None}
-    if lookahead_config is None:
-        lookahead_config = getattr(config, "lookahead_config", None)
-    method = method or getattr(config, "lookahead_method", None)
-    name, settings = _drafting(method, lookahead_config, sizes, pool, model.device.type)
-
+    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    chosen = with_old_keywords(
+        drafter,
+        method=method,
+        config=lookahead_config,
+        pool=pool,
+        sizes=sizes,
+        few_rows=model.device.type == "cpu",
+    )
+    if chosen is None:
+        chosen = _of_generation_config(config)
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
     limit = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
@@ -94,52 +107,56 @@ def generate(
         raise SettingsError(f"max_new_tokens must be at least 1, got room for {limit}")
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
-    keeps = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
-    keeps = keeps and found.facts is not None
-    # The compiled path's cache is of another form than the one that is handed back.
-    path = "transformers" if keeps and model.device.type == "cpu" else "auto"
-    fresh = partial(make_target, model, path=path, exact=exact)
-    target = fresh()
-    if keeps:
-        target = cast(Target, _Keeping(cast(TransformersTarget, target)))
-    if found.mode == "plain":  # one row a step, so there is nothing to draft
-        make_drafter(name, settings, target.vocabulary)  # refuses settings that it cannot take, as elsewhere
-        name, settings = "autoregressive", None
-    if pool is None and name == "adaptive":  # nothing of earlier texts, but the step times measured here
-        from ..drafters.adaptive import AdaptiveConfig, AdaptiveState, times_for
+    wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
-        settings = AdaptiveConfig.of(settings)
-        times = times_for(model, target.path, fresh) if settings.budget else None
-        pool = AdaptiveState(settings, keep=False, times=times)
+    def fresh() -> Target:
+        with said_where_slow("compiling the model for this processor (once)", always=True):
+            return make_target(model, exact=exact)
+
+    target = fresh()
+    warn_about_slow_path(model, target)
+    if chosen is None:
+        chosen = _default_drafter(target.path, model.dtype)
+    facts = found.facts
+    keeping = KeepingTarget(target) if wants_cache and facts is not None else None
+    engine = Engine(fresh, model, found=found, target=keeping if keeping is not None else target)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
 
     rows = [
         Row(
-            b, input_ids[b], limit, row_processors(processors, b, batch), criteria, noise, temperature,
-            [] if returns and config.output_scores else None, [] if returns and config.output_logits else None,
+            b,
+            input_ids[b],
+            limit,
+            row_processors(processors, b, batch),
+            criteria,
+            noise,
+            temperature,
+            [] if returns and config.output_scores else None,
+            [] if returns and config.output_logits else None,
             streamer,
         )
         for b in range(batch)
-    ]  # fmt: skip
+    ]
 
     def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
-        """Decode rows together; ``texts`` are their tokens so far without padding."""
-        requests = []
+        """Decode rows together; ``texts`` are their tokens so far, without padding."""
+        sequences = []
         for row, text, left in zip(some, texts, limits, strict=True):
-            drafter = make_drafter(name, settings, target.vocabulary, pool)
-            if ahead:
-                drafter.use_noise(row.noise())
-            requests.append(Request(text, drafter, left, row.choose(), criteria.eos, row.finished))
-        found: list[Stats] = []
-        for step in decode(target, requests):
-            if step.tree is None:
-                found.append(step.generation.stats)
+            # A row that has ended is carried on over end tokens, one of which may be the padding token itself.
+            eos = frozenset[int]() if row.ended else criteria.eos
+            row_noise = row.noise() if ahead else None
+            request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
+            sequences.append(engine.add(request))
+        while engine.busy:
+            for update in engine.step():
+                if update.result is not None:
+                    _raise(update.result.error)
             if noise is not None:
                 furthest = max(row.emitted for row in rows)
                 noise.forget(min((row.emitted for row in rows if row.draws), default=furthest), furthest)
-        return found
+        return [sequence.result.stats for sequence in sequences if sequence.result is not None]
 
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     all_stats = run(rows, prompts, [limit] * batch)
@@ -148,7 +165,7 @@ def generate(
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
     # Rows that ended early go on as in transformers: with padding, or, where nothing pads, with their text.
-    # Padding by itself needs no model; scores of padded places do.
+    # Padding alone needs no model, but the scores of padded positions do.
     early = [
         row for row in rows if row.emitted < longest and (row.records or pad is None or not criteria.pads)
     ]
@@ -166,7 +183,7 @@ def generate(
     sequences[:, :prompt_length] = input_ids
     for row in rows:
         sequences[row.index, prompt_length : prompt_length + row.emitted] = row.tokens()
-    cache = target.filled_cache(cache) if isinstance(target, _Keeping) else None
+    cache = fill_cache(keeping, cache, facts.config) if keeping is not None and facts is not None else None
     if not returns:
         return sequences
     return GenerateDecoderOnlyOutput(
@@ -177,22 +194,22 @@ def generate(
     )
 
 
-def _drafting(
-    method: str | None, config: Any, sizes: dict[str, int], pool: Any, device: str
-) -> tuple[str, Any]:
-    """(method, its settings) from what was given; the device's (W, N, G) where none was."""
-    name = method_for(method, config if config is not None or not sizes else sizes, pool)
-    if name not in OWN_SETTINGS:
-        if config is None and not sizes:
-            config = LookaheadConfig.for_device(device)
-        return name, LookaheadConfig.of(config, **sizes)
-    if not sizes:
-        return name, config
-    if config is not None and not isinstance(config, Mapping):
-        raise SettingsError(
-            f"{next(iter(sizes))} and lookahead_config cannot be given together to {name}; use one of them"
-        )
-    return name, {**(config or {}), **sizes}
+def _of_generation_config(config: GenerationConfig) -> Drafter | None:
+    """The drafter that a generation config names, in ``lookahead_drafter`` or under its older names."""
+    named = getattr(config, "lookahead_drafter", None)
+    method, settings = (getattr(config, f"lookahead_{name}", None) for name in ("method", "config"))
+    return with_old_keywords(named, method=method, config=settings)
+
+
+def _default_drafter(path: str, dtype: torch.dtype) -> Drafter:
+    """Adaptive; with a fixed number of rows where the number of rows of a step may decide a near tie.
+
+    Rows of 16-bit formats round differently in passes of different sizes. If measured step times chose the sizes, the
+    same call could give another text later, when the times are known better.
+    """
+    if path == "transformers" and dtype in HALF_DTYPES:
+        return Adaptive(max_rows=FIXED_ROWS, budget=False)
+    return Adaptive()
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -219,24 +236,7 @@ def _by_time(rows: list[list[torch.Tensor] | None]) -> Any:
     return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 
 
-class _Keeping:
-    """A target of one sequence whose cache the caller wants: it is kept after the sequence has ended."""
-
-    def __init__(self, target: TransformersTarget) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def release(self, slot: int) -> None:
-        """Keep the slot."""
-
-    def filled_cache(self, given: Any) -> DynamicCache:
-        """The sequence's keys and values in transformers' own cache: in the one that was given if it is empty."""
-        cache = given
-        if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
-            cache = DynamicCache(config=self._target.facts.config)
-        for layer, pair in enumerate(self._target.cache.read(0, self._target.lengths[0])):
-            if pair is not None:
-                cache.update(*pair, layer)
-        return cache
+def _raise(error: LookaheadError | None) -> None:
+    """Raise what ended a row: the exception of the model, a processor or a criterion as it was raised."""
+    if error is not None:
+        raise error.__cause__ or error

@@ -1,20 +1,21 @@
-"""Options of ``model.generate`` that this loop cannot honour: each is refused by name, with what to do."""
+"""Options of ``model.generate`` that cannot be honoured here: each is refused by name, with what to do."""
 
 from __future__ import annotations
 
-import inspect
+import warnings
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..core import SettingsError
+from ..core import SettingsError, Target
+from ..targets.cpu.architectures import REGISTRY
 
-#: Model inputs that transformers prepares itself and that need nothing more from us.
+#: Model inputs that transformers prepares for its own loop; they are not needed here.
 PREPARED = {
     "attention_mask",
     "position_ids",
@@ -25,25 +26,34 @@ PREPARED = {
 }
 #: Options that are refused by their own name alone.
 UNSUPPORTED = (
-    "dola_layers", "constraints", "force_words_ids", "prefill_chunk_size", "output_attentions",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "prefill_chunk_size",
+    "output_attentions",
     "output_hidden_states",
-)  # fmt: skip
+)
 
 
 def refuse(
-    config: GenerationConfig, processors: LogitsProcessorList, input_ids: torch.Tensor, synced_gpus: bool,
-    streamer: Any, model_kwargs: dict[str, Any], given: dict[str, Any],
-) -> None:  # fmt: skip
-    """Raise SettingsError for the first option that this loop cannot honour.
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    input_ids: torch.Tensor,
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+    given: dict[str, Any],
+) -> None:
+    """Raise SettingsError for the first option that cannot be honoured.
 
-    Arguments as of ``generate``; ``given`` is what ``caller_arguments`` found.
+    The arguments are those of ``generate``; ``given`` is what ``caller_arguments`` returned.
     """
     batch = input_ids.shape[0]
     plain = "leave it out, or call model.generate without custom_generate"
     refused = [
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams} (beam search)", "use num_beams=1"),
         (given.get("assistant_model") is not None, "assistant_model", "lookahead needs no draft model"),
-        (bool(config.prompt_lookup_num_tokens), "prompt_lookup_num_tokens", 'use method="prompt-lookup"'),
+        (bool(config.prompt_lookup_num_tokens), "prompt_lookup_num_tokens", 'use drafter="prompt-lookup"'),
         (bool(getattr(config, "penalty_alpha", None)), "penalty_alpha (contrastive search)", plain),
         *((bool(getattr(config, key, None)), key, plain) for key in UNSUPPORTED),
         (
@@ -77,16 +87,19 @@ def refuse(
             raise SettingsError(f"lookahead.generate cannot honour {what}; {cure}")
 
 
-def caller_arguments() -> dict[str, Any]:
-    """``streamer`` and ``assistant_model`` of the running ``model.generate``.
+#: What has been warned about: (type of the model, reason).
+_warned: set[tuple[str, str]] = set()
 
-    transformers hands neither to a callable, and a streamer that is silently ignored leaves its reader
-    waiting for ever; so they are read where they are.
-    """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return (
-        {} if frame is None else {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
-    )
+
+def warn_about_slow_path(model: Any, target: Target) -> None:
+    """Warn, once for each reason, that a model of a compiled architecture does not run on the compiled path."""
+    name = type(model).__name__
+    if model.device.type != "cpu" or target.path != "transformers" or name not in REGISTRY:
+        return
+    if (name, target.reason) not in _warned:
+        _warned.add((name, target.reason))
+        warnings.warn(
+            f"lookahead.generate runs this model on the slower {target.path} path: {target.reason}",
+            UserWarning,
+            stacklevel=3,
+        )

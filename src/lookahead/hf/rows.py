@@ -1,6 +1,6 @@
-"""One sequence of a batch, chosen token by token exactly as transformers' own loop would choose it.
+"""One sequence of a batch, whose tokens are chosen exactly as transformers' own loop would choose them.
 
-Knows logits processors and stopping criteria; knows nothing of trees or models.
+This module knows logits processors and stopping criteria, but no trees and no models.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Row:
     """One sequence of the batch: what it has emitted, what is recorded of it, and when it ends.
 
     Attributes:
-        index: place in the batch.
+        index: of the row in the batch.
         prompt: token ids as transformers sees them, padding included, shape (L,).
-        length: tokens that may be emitted.
+        length: limit of the tokens that may be emitted.
         processors: applied to the logits with the true prefix; None for none.
-        criteria: that end the sequence.
+        criteria: end the sequence.
         stream: the noise of the batch, for sampling; None for greedy.
         temperature: of the sampling.
-        scores, logits: collect what output_scores and output_logits return; None where that is not asked for.
-        streamer: is told of every token; None for none.
-        ended: whether criteria have ended the sequence: then it is carried on to the length of the longest one.
-        fill: the padding token that alone it goes on with then, for the scores under it; None: its own text.
+        scores, logits: collect what output_scores and output_logits return; None where these are not set.
+        streamer: receives every token; None for none.
+        ended: whether a criterion has ended the sequence. It may be carried on to the length of the longest row.
+        fill: the padding token with which it is carried on, for the scores; None to go on with its own text.
     """
 
     index: int
@@ -73,17 +73,17 @@ class Row:
         return not (self.ended and self.criteria.pads)
 
     def tokens(self) -> torch.Tensor:
-        """Those emitted."""
+        """The tokens emitted so far."""
         return self._ids[0, len(self.prompt) : self._end]
 
     def noise(self) -> RowNoise | None:
-        """That of the tokens from here on; None where the sequence is greedy or only padded."""
+        """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
         if self.stream is None or self.fill is not None:
             return None
         return RowNoise(self.stream, self.index, self.emitted, self.temperature)
 
     def choose(self) -> Choose:
-        """Chooses the tokens from here on, by the processors, the noise and the true prefix."""
+        """What chooses the tokens from here on, by the processors, the noise and the true prefix."""
         process = self._process if self.records or self.processors is not None else None
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
 
@@ -103,7 +103,7 @@ class Row:
         return values
 
     def finished(self, token: int) -> str | None:
-        """Take an emitted token; a finish reason where the stopping criteria end the sequence after it."""
+        """Take an emitted token. Returns a finish reason where a criterion ends the sequence after it."""
         self._ids[0, self._end] = token
         self._end += 1
         if self.streamer is not None:
@@ -117,7 +117,7 @@ class Row:
 
 
 class Criteria:
-    """Stopping criteria of one row; the two that every call has are answered without tensors."""
+    """Stopping criteria of one row. The two that every call has are evaluated without tensors."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.eos: frozenset[int] = frozenset()
@@ -134,7 +134,7 @@ class Criteria:
         self.pads = any(hasattr(one, "eos_token_id") for one in criteria)
 
     def reason(self, ids: torch.Tensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> str | None:
-        """A finish reason, or None to go on. Every criterion is asked for every token, as in plain decoding."""
+        """A finish reason, or None to go on. Every criterion is called for every token, as in plain decoding."""
         stop = any([bool(torch.as_tensor(one(ids, scores)).any()) for one in self._others])
         if stop or token in self.eos:
             return "stop"
@@ -142,14 +142,14 @@ class Criteria:
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
-    """Processors see one row at a time, so one that asks for the row's number is told it."""
+    """Processors for one row: they see one row at a time, and get the row's number where they need it."""
     if batch == 1 or not processors:
         return processors or None
     return LogitsProcessorList(_row_processor(one, row, batch) for one in processors)
 
 
 def _row_processor(processor: Any, row: int, batch: int) -> Any:
-    """A copy with what ``processor`` keeps for this row; ``processor`` itself where it keeps nothing."""
+    """A copy with what ``processor`` holds for this row; ``processor`` itself where it holds nothing by row."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
@@ -166,5 +166,5 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
 
 
 def may_draw_ahead(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Whether nothing but sampling itself can use the random generator: a caller's own class might."""
+    """Whether only sampling itself uses the random generator; a caller's own class might use it, too."""
     return all(type(one).__module__.startswith("transformers.") for one in [*processors, *criteria])

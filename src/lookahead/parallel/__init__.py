@@ -1,7 +1,7 @@
-"""Lookahead parallelism (paper, section 3.4): one sequence's rows evaluated on several devices.
+"""Lookahead parallelism (paper, section 3.4): the rows of one sequence evaluated on several devices.
 
-Every rank holds the whole model. Each step's tree is cut into parent-closed shards, one per rank; nothing is
-exchanged inside a forward pass, and after it a few kilobytes are.
+Every rank holds the whole model. Each step's tree is divided into parent-closed shards, one per rank (drawn in
+``shard``). Nothing is exchanged during a forward pass, and a few kilobytes after it.
 
 Every process runs the same program:
 
@@ -19,6 +19,16 @@ from .target import ParallelTarget
 from .wire import DivergenceError, RankError
 
 __all__ = [
-    "TIMEOUT", "Connections", "DivergenceError", "ParallelTarget", "RankError", "RankGroup", "Shards", "dismiss",
-    "join", "local_device", "shard", "start",
-]  # fmt: skip
+    "TIMEOUT",
+    "Connections",
+    "DivergenceError",
+    "ParallelTarget",
+    "RankError",
+    "RankGroup",
+    "Shards",
+    "dismiss",
+    "join",
+    "local_device",
+    "shard",
+    "start",
+]

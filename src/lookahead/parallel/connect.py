@@ -1,4 +1,4 @@
-"""Starting: the processes that torchrun made find each other and their devices, and see that they hold one model."""
+"""Starting: the processes of torchrun find each other and their devices, and check that they hold the same model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .wire import Link
 
 #: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
 TIMEOUT = 120.0
-#: Numbers by which ranks compare what they hold.
-MOST_FACTS = 6
+#: Numbers that ranks can compare at once.
+MAX_FACTS = 6
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class Connections:
     """One process's connections to the other ranks.
 
     Attributes:
-        rank: this process; 0 decides and prints.
-        size: R.
-        links: on rank 0 one per other rank; elsewhere the one to rank 0.
-        backend: what carries rows of logits: "gloo" or "nccl".
+        rank: of this process; rank 0 decides and prints.
+        size: R, the number of ranks.
+        links: by rank; on rank 0 to every other rank, elsewhere to rank 0.
+        backend: for rows of logits: "gloo" or "nccl".
         timeout: seconds of silence after which a rank counts as hung.
         owns_process_group: whether ``start`` initialised torch.distributed, so that ``close`` takes it down.
     """
@@ -48,9 +48,10 @@ class Connections:
 
 
 def local_device(device: str | torch.device | None = None) -> str:
-    """The device for this rank's model: for "cuda" without an index this rank's own GPU, by LOCAL_RANK.
+    """The device of this rank's model.
 
-    None is "cuda" too, or "cpu" where there is no GPU; any other device is taken as it is.
+    "cuda" without an index is this rank's own GPU, by LOCAL_RANK. None is "cuda" with a GPU and "cpu" without. Any
+    other device is returned unchanged.
 
     Raises:
         SettingsError: this machine has fewer GPUs than ranks.
@@ -62,7 +63,7 @@ def local_device(device: str | torch.device | None = None) -> str:
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
         raise SettingsError(
-            f"every rank needs a GPU of its own, and local rank {index} finds {count}; "
+            f"every rank needs a GPU of its own, and this machine has {count}, too few for local rank {index}; "
             f"start at most {count} processes per node, or use device 'cpu'"
         )
     return f"cuda:{index}"
@@ -71,17 +72,17 @@ def local_device(device: str | torch.device | None = None) -> str:
 def start(
     backend: str | None = None, timeout: float = TIMEOUT, device: str | torch.device | None = None
 ) -> Connections:
-    """Join the other ranks; to be called once by every process.
+    """Connect to the other ranks. To be called once in every process.
 
     Args:
-        backend: what carries rows of logits, "gloo" or "nccl"; by default nccl where it is present and every
-            rank has a GPU of its own.
-        timeout: as ``TIMEOUT``, seconds.
-        device: where this rank has its model, as ``local_device`` takes it.
+        backend: for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank has a GPU of
+            its own, else gloo.
+        timeout: seconds of silence after which a rank counts as hung.
+        device: of this rank's model, as for ``local_device``.
 
     Raises:
-        SettingsError: not started by torchrun, a backend that is not there, or GPUs that ranks share under nccl.
-        LookaheadError: the ranks did not all appear in time.
+        SettingsError: not started by torchrun, an unavailable backend, or ranks that share a GPU under nccl.
+        LookaheadError: not all ranks appeared in time.
     """
     if not 0 < timeout < float("inf"):
         raise SettingsError(f"the timeout must be a positive number of seconds, got {timeout}")
@@ -97,10 +98,10 @@ def start(
         except (RuntimeError, ValueError) as error:
             what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
             raise LookaheadError(f"{what}: {first_line(error)}") from error
-    rank, size, place = dist.get_rank(), dist.get_world_size(), torch.device(local_device(device))
-    if place.type == "cuda":
-        torch.cuda.set_device(place)  # nccl takes the current device, which is the first one until now
-    backend = _choose_backend(backend, _gather(_device_id(place)))
+    rank, size, own_device = dist.get_rank(), dist.get_world_size(), torch.device(local_device(device))
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)  # nccl uses the current device
+    backend = _choose_backend(backend, _gather(_device_id(own_device)))
     rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
     links = {}
     for other in range(1, size):
@@ -108,13 +109,13 @@ def start(
         if rank == 0:
             links[other] = Link(other, pair, timeout, rows)
         elif rank == other:
-            # Longer, so that it is rank 0 that names a silent rank, and this one still receives the name.
+            # Twice as long: rank 0 finds the silent rank first, and this rank still receives its name.
             links[0] = Link(0, pair, 2 * timeout, rows)
     return Connections(rank, size, links, backend, timeout, owns)
 
 
 def _device_id(device: torch.device) -> list[int]:
-    """What tells one rank's device from another's: (whether nccl could be used, GPU)."""
+    """Identifies a rank's device: [whether nccl could be used, checksum of the GPU's UUID]."""
     if device.type != "cuda":
         return [0, 0]
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -122,19 +123,19 @@ def _device_id(device: torch.device) -> list[int]:
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
-    """Every rank's numbers, ``MOST_FACTS`` at most, on every rank."""
-    every = [torch.zeros(1 + MOST_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    padded = [len(numbers), *numbers, *[0] * (MOST_FACTS - len(numbers))]
+    """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. To be called on every rank."""
+    every = [torch.zeros(1 + MAX_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    padded = [len(numbers), *numbers, *[0] * (MAX_FACTS - len(numbers))]
     try:
         dist.all_gather(every, torch.tensor(padded))
     except RuntimeError as error:
         what = "a rank ended before all of them had started and loaded the model"
         raise LookaheadError(f"{what}: {first_line(error)}") from error
-    return [one[1 : 1 + int(one[0])].tolist() for one in every]
+    return [numbers[1 : 1 + int(numbers[0])].tolist() for numbers in every]
 
 
 def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
-    """What carries rows of logits, by every rank's ``_device_id``; all ranks come to the same answer."""
+    """The backend for rows of logits, from all ranks' ``_device_id``; the same on every rank."""
     problems = [
         f"ranks {devices.index(own)} and {rank} share one GPU"
         if own[0]
@@ -160,10 +161,10 @@ def _check_backend(backend: str | None) -> None:
 
 
 def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
-    """Refuse to decode unless every rank holds the same; arguments as of ``join``.
+    """Check that every rank holds the same model on the same type of device; arguments as of ``join``.
 
     Raises:
-        SettingsError: on every rank, naming the rank that differs and in what.
+        SettingsError: on every rank; it names the rank that differs and in what.
     """
     model = model if model is not None else getattr(target, "model", None)
     _refuse_split_models(model)
@@ -191,18 +192,18 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
 
 
 def dismiss(connections: Connections) -> None:
-    """On rank 0, in place of ``join``: there is nothing to decode, the other ranks may leave."""
+    """On rank 0, instead of ``join``: there is nothing to decode, and the other ranks end."""
     _gather([])
     connections.close()
 
 
 def _checksum(tensors: list[torch.Tensor]) -> int:
-    """Of the tensors' bits, from one pass over each on its own device."""
+    """A checksum of the tensors' bits, computed on their devices."""
     total = 0
     for number, tensor in enumerate(tensors, 1):
-        whole_numbers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
-        bits = tensor.detach().contiguous().view(-1).view(whole_numbers)
-        # Of the first half twice, so that where the bits stand counts too.
+        integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
+        bits = tensor.detach().contiguous().view(-1).view(integers)
+        # The first half counts once more, so that the order of the weights matters.
         both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
         total = (total * 31 + both * number) % ((1 << 61) - 1)
     return total

@@ -1,11 +1,14 @@
 """One rank's part of a step: an inner target, and the accepted tokens whose KV rows it lacks.
 
-A shard is parent-closed, so it holds the first rows of an accepted path; what the rank lacks is a chain at its
-end. In the next step these tokens are evaluated again, as a chain above the root, and are committed with it:
+A shard is parent-closed, so it holds the first rows of an accepted path, and what the rank lacks is the end of the
+path. In the next step these tokens are evaluated again, as a chain before the root, and committed with it. Example:
+the path r c0 c1 was accepted, c0 and c1 are in the shard of rank 1 only, and x is the next root:
 
-    committed prefix | missing ... missing | root | shard below the root
+    rank 0:   committed prefix, r          | c0 c1 | x | its shard below x        c0 and c1 are recomputed
+    rank 1:   committed prefix, r, c0, c1  |         x | its shard below x
 
-Where the model allows no such depth (a rotary base that changes with the length), passes of their own come first.
+If the model does not allow the depth (its rotary frequencies change with the length), the missing tokens are
+evaluated in passes of their own first.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ _MODULUS = (1 << 61) - 1
 
 @dataclass(slots=True)
 class RankExecutor:
-    """Evaluates this rank's shards; every rank has one for each target, rank 0 included.
+    """Evaluates one rank's shards. Every rank, rank 0 included, has one executor per target.
 
     Attributes:
-        target: the inner target; its slots are used by nobody else.
+        target: the inner target, which only this executor uses.
         missing: per slot, the accepted tokens without KV rows.
-        scores: of the last pass, one per sequence, the rows of missing tokens first.
-        checksum: of all accepted tokens, in order; equal on all ranks that agree.
+        scores: of the last pass, one per sequence; the rows of missing tokens come first.
+        checksum: of all accepted tokens in order; equal on all ranks that agree.
         recomputed: missing rows evaluated so far.
     """
 
@@ -44,14 +47,14 @@ class RankExecutor:
     _trees: dict[int, TokenTree] = field(default_factory=dict)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        for slot, prompt in prompts:  # also where there is no memory for it, so that all ranks agree
+        for slot, prompt in prompts:  # before the pass, which may run out of memory: all ranks must agree
             self.missing[slot] = []
             self._update_checksum(slot, prompt)
         self.scores = self.target.prefill(prompts)
         return self.scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> Sequence[Scores]:
-        """Evaluate one shard per slot, and the missing rows with it."""
+        """Evaluate one shard per slot together with the slot's missing rows."""
         for slot, tree in trees:
             missing = self.missing[slot]
             while missing and len(missing) + max(tree.depths) > self.target.depth_limit(slot):
@@ -61,7 +64,7 @@ class RankExecutor:
         return self.scores
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the rows of each slot's accepted tokens, the root's first, as far as they are in its shard."""
+        """Commit each slot's accepted tokens, the root first, as far as their rows are in the shard."""
         paths = []
         for slot, tokens in accepted:
             tree, path = self._trees.pop(slot), [0]
@@ -83,11 +86,11 @@ class RankExecutor:
         self.target.release(slot)
 
     def depth_limit(self, slot: int) -> int:
-        """Room below the root, whatever this rank lacks."""
+        """The room below the root that remains beside the missing rows."""
         return max(0, self.target.depth_limit(slot) - len(self.missing[slot]))
 
     def _recompute(self, slot: int) -> None:
-        """Evaluate and commit as many missing tokens as one pass can."""
+        """Evaluate and commit as many missing tokens as one pass can hold."""
         missing = self.missing[slot]
         count = min(len(missing), self.target.depth_limit(slot) + 1)
         chain = TokenTree(missing[0])
@@ -126,18 +129,18 @@ def best_or_nan(scores: Scores, row: int) -> int:
 
 
 def as_tensor(row: Any) -> torch.Tensor:
-    """A row of logits, shape (V,); float64 where the target gives lists."""
+    """A row of logits as a tensor (V,); float64 if the target returns lists."""
     return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
 
 
 def as_lists(top: tuple[Any, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """What ``Scores.top`` gives, as lists."""
+    """The result of ``Scores.top`` as lists."""
     ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in top)
     return ids, log_odds
 
 
 def serve(link: Link, make_target: Callable[[], Target]) -> None:
-    """Do what rank 0 asks for, until it says stop."""
+    """Execute rank 0's messages until it sends "stop"."""
     executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
     while (message := link.receive())["kind"] != "stop":
         if message["kind"] == "failed":
@@ -170,7 +173,7 @@ def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -
         case "release":
             return executor.release(message["slot"])
         case "prefill":
-            answer["best"] = [[best_or_nan(one, 0)] for one in executor.prefill(message["prompts"])]
+            answer["best"] = [[best_or_nan(scores, 0)] for scores in executor.prefill(message["prompts"])]
         case "forward":
             trees = []
             for slot, tokens, parents, needs_logits in message["trees"]:

@@ -1,4 +1,4 @@
-"""All ranks together, seen from rank 0: send, receive, heartbeat, one end for all."""
+"""All ranks together, seen from rank 0: sending, receiving, heartbeats, and ending together."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .connect import Connections, check_same_model
 from .executor import serve
 from .wire import Message, RankError
 
-#: Seconds that each rank is given to take the message why all must end.
+#: Seconds to wait for each rank to receive the reason why all ranks end.
 SHUTDOWN_TIMEOUT = 5.0
-#: What is wrong where two ranks' logits of one row, (V,) each, are too far apart; "" where they are not.
+#: Compares two ranks' logits of one row, (V,) each: what is wrong if they are too far apart, else "".
 Differ = Callable[[torch.Tensor, torch.Tensor], str]
 
 
 def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """For targets that compute the same bits on every rank."""
+    """The comparison for targets that compute the same bits on every rank."""
     return "" if torch.equal(ours, theirs) else "they are not equal"
 
 
 class RankGroup:
-    """What stands for all ranks on rank 0. Made by ``join``, with its arguments.
+    """All ranks, represented on rank 0. Made by ``join``, with its arguments.
 
-    It may have several ``ParallelTarget`` at once, used by several threads: one step is evaluated at a time.
+    Several ``ParallelTarget`` may share a group, in several threads; one step is evaluated at a time.
 
     Attributes:
-        lock: held while the other ranks are at work.
-        error: what ended the group; every later use raises it.
+        lock: held while the other ranks work.
+        error: the error that ended the group; every later use raises it.
     """
 
     def __init__(self, make_target: Callable[[], Target], connections: Connections, differ: Differ) -> None:
@@ -44,8 +44,8 @@ class RankGroup:
         self.lock = threading.RLock()
         self.error: RankError | None = None
         self._numbers = count(1)
-        # Targets that were collected. The other ranks are told with the next message: a finaliser may run at
-        # any moment, also in the middle of one.
+        # Numbers of targets that were garbage-collected. They are sent with the next message, because a finaliser may
+        # run at any moment, also during a message.
         self._retired: deque[int] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="lookahead-heartbeat").start()
@@ -57,9 +57,9 @@ class RankGroup:
         return sum(link.exchanged for link in self.connections.links.values())
 
     def register(self, target: object) -> int:
-        """The number by which the other ranks know a new target; they free theirs once it is collected."""
+        """The number of a new target in messages. The other ranks free their targets once it is garbage-collected."""
         if self._closed.is_set():
-            raise RankError(0, "this group is closed and its ranks are gone; join them again")
+            raise RankError(0, "this group is closed and its ranks have ended; join again")
         number = next(self._numbers)
         weakref.finalize(target, self._retired.append, number)
         return number
@@ -81,7 +81,7 @@ class RankGroup:
             self.send(rank, kind, **fields)
 
     def receive(self, rank: int) -> Message:
-        """A rank's answer."""
+        """Receive a rank's answer."""
         with self._failing_together():
             answer = self.connections.links[rank].receive()
             if answer["kind"] == "failed":
@@ -89,17 +89,17 @@ class RankGroup:
         return answer
 
     def receive_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """The row of logits that was asked of a rank, of the shape, dtype and device of ``like``."""
+        """Receive the row of logits that was requested of a rank; shape, dtype and device are those of ``like``."""
         with self._failing_together():
             return self.connections.links[rank].receive_row(like)
 
     def fail(self, error: RankError) -> RankError:
-        """Keep the error and send it to every rank that can still be reached."""
+        """End the group with an error: keep it and send it to every rank that can still be reached."""
         if self.error is None:
             self.error = error
             for rank, link in self.connections.links.items():
                 if rank != error.rank:
-                    # Where this fails the rank will find rank 0 gone, which is also an end with a name.
+                    # If this fails, the rank finds rank 0 gone, which also names the cause.
                     with suppress(RankError):
                         link.flush(SHUTDOWN_TIMEOUT)
                         link.send("failed", rank=error.rank, text=str(error))
@@ -107,7 +107,7 @@ class RankGroup:
         return self.error
 
     def close(self) -> None:
-        """Let the other ranks go: their processes leave with ``SystemExit(0)``."""
+        """Let the other ranks end: their processes leave with ``SystemExit(0)``."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -126,7 +126,7 @@ class RankGroup:
             raise self.fail(error) from error.__cause__
 
     def _send_heartbeats(self) -> None:
-        """While nothing is asked of the other ranks, tell them that rank 0 is alive."""
+        """While there are no other messages, tell the other ranks that rank 0 is alive."""
         while not self._closed.wait(self.connections.timeout / 3):
             if self.lock.acquire(blocking=False):
                 try:
@@ -134,7 +134,7 @@ class RankGroup:
                         return
                     self.broadcast("heartbeat")
                 except RankError:
-                    return  # kept, and raised by the next step
+                    return  # the group keeps the error, and the next step raises it
                 finally:
                     self.lock.release()
 
@@ -145,19 +145,19 @@ def join(
     model: Any = None,
     differ: Differ = any_difference,
 ) -> RankGroup:
-    """On rank 0 the group of all ranks; the other ranks work for it until it ends.
+    """Join all ranks. On rank 0 this returns the group; the other ranks work for it until it ends.
 
-    Then they leave with ``SystemExit(0)``: on any rank but 0 this does not return.
+    Then they leave with ``SystemExit(0)``, so the function returns only on rank 0.
 
     Args:
         make_target: makes a fresh inner target on this rank's model.
         connections: from ``start``.
         model: the torch module behind the targets; None takes their attribute ``model``.
-        differ: judges two ranks' logits of one token, shape (V,) each: what is wrong with them, or "".
+        differ: compares two ranks' logits of one token, shape (V,) each, and returns what is wrong, or "".
 
     Raises:
         SettingsError: the ranks do not hold the same model.
-        RankError: on the other ranks, naming the rank that died, hangs or failed.
+        RankError: on the other ranks; it names the rank that died, hangs or failed.
     """
     check_same_model(connections, make_target(), model)
     if connections.rank == 0:

@@ -1,7 +1,16 @@
-"""Which rows each rank evaluates (paper, section 3.4 and figure 3). Knows trees only: no tensor, no process.
+"""Which rows each rank evaluates (paper, section 3.4 and figure 3). Knows trees only: no tensors, no processes.
 
-A shard is a parent-closed set of rows, so a rank can evaluate it with no word from the others. Shards are balanced
-by rows and not by columns of the window: column i hangs under i other nodes.
+A shard is a parent-closed set of rows, so a rank can evaluate it without the others. Example with 2 ranks: a window
+with W = 3 and N = 3 (root r, level 0 a1 a2, level 1 b0 b1 b2) and a candidate c0 c1. Only the newest level and the
+candidate need logits, besides the root:
+
+    r ─┬─ a1 ─┬─ a2 ── b2        branches, depth first:     b2: r a1 a2 b2     b1: r a1 b1
+       │      └─ b1                                         b0: r b0           c1: r c0 c1
+       ├─ b0
+       └─ c0 ── c1               rank 0 (5 rows): r a1 a2 b2 b1     rank 1 (4 rows): r b0 c0 c1
+
+Branches are dealt out in this order, so that neighbours share their ancestors on one rank; the root is on every rank.
+Shards are balanced by rows, not by columns of the window, because column i has i more ancestors than column 0.
 """
 
 from __future__ import annotations
@@ -15,39 +24,38 @@ from ..core import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """One tree's rows by rank.
+    """The rows of one tree by rank.
 
     Attributes:
-        rows: per rank, its rows in row order; the root is in every shard.
-        owner: per row, the rank whose logits count; -1 where no logits are needed.
+        rows: per rank, its rows in increasing order; the root is in every shard.
+        owner: per row, the rank whose logits are used; -1 if no logits are needed.
     """
 
     rows: list[list[int]]
     owner: list[int]
 
     def part(self, tree: TokenTree, rank: int) -> TokenTree:
-        """A rank's rows as a tree in which only its own rows need logits, and the root, for the comparison."""
+        """A rank's rows as a tree. Only rows that it owns need logits, and the root, which rank 0 compares."""
         part = tree.subtree(self.rows[rank])
         part.needs_logits = [row == 0 or self.owner[node] == rank for row, node in enumerate(self.rows[rank])]
         return part
 
     @property
     def widest(self) -> int:
-        """Rows of the largest shard: what the step waits for."""
+        """Rows of the largest shard, which takes longest."""
         return max(map(len, self.rows))
 
 
 def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Shards:
-    """Cut a tree into one shard per rank, the widest as narrow as it can be.
+    """Divide a tree into one shard per rank, so that the largest shard is as small as possible.
 
-    The branches are taken depth first, so that neighbours share their ancestors, and dealt out in that order; a
-    bisection over the width of the widest shard finds the best cut of this order. With fewer branches than ranks,
-    the ranks left over get the root alone.
+    Branches are dealt out depth first, and a bisection finds the smallest width of the largest shard for this order.
+    If there are fewer branches than ranks, the remaining ranks get only the root.
 
     Args:
         tree: the rows of a step.
-        ranks: at least 1.
-        extra: rows that each rank has to evaluate besides; none by default.
+        ranks: R, at least 1.
+        extra: rows that each rank must evaluate in addition; 0 by default.
     """
     extra = extra if extra is not None else [0] * ranks
     branches = [tree.ancestors[node] for node in _branches(tree)]
@@ -64,12 +72,12 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
 
 
 def _branches(tree: TokenTree) -> list[int]:
-    """Rows that need logits and have no such row below them, depth first; the root where it is the only one."""
+    """The rows that need logits and have no such row below them, depth first; [root] if there is no other."""
     below: list[list[int]] = [[] for _ in tree.tokens]
-    wanted = list(tree.needs_logits)
+    needed = list(tree.needs_logits)
     for node in range(len(tree) - 1, 0, -1):
-        if wanted[node]:
-            wanted[tree.parents[node]] = True
+        if needed[node]:
+            needed[tree.parents[node]] = True
             below[tree.parents[node]].append(node)
     order = []
     stack = [0]
@@ -77,12 +85,13 @@ def _branches(tree: TokenTree) -> list[int]:
         node = stack.pop()
         if not below[node]:
             order.append(node)
-        stack.extend(below[node])  # the last row first, so the first row is popped first
+        stack.extend(below[node])  # in decreasing order, so the smallest row is popped first
     return order
 
 
 def _deal(branches: Sequence[int], width: int, extra: Sequence[int]) -> list[int]:
-    """Row sets (as bits) of at most ``width`` rows, extra ones included; [] where they do not suffice."""
+    """Per rank a set of rows, as bits, of at most ``width`` rows including extra ones; [] if the ranks do not
+    suffice."""
     result = [1] * len(extra)
     rank = 0
     for branch in branches:

@@ -1,7 +1,8 @@
-"""Rank 0's end of lookahead parallelism: a target like any other, evaluated by R ranks.
+"""Lookahead parallelism seen from rank 0: a target like any other, evaluated by R ranks.
 
-Rank 0 alone drafts, verifies, samples, streams and prints, so all ranks agree by construction: the others evaluate
-the shard they are sent, answer with the argmaxes of the rows they own, and keep the path they are told.
+Only rank 0 drafts, verifies, samples, streams and prints. The other ranks evaluate the shard that they receive,
+answer with the argmaxes of the rows that they own, and commit the path that they receive; so all ranks agree by
+construction.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ CHECK_EVERY = 16
 
 @dataclass(slots=True)
 class RemoteScores:
-    """A pass of another rank. Argmaxes came with the step; what else is asked of a row is fetched then.
+    """The logits of another rank's pass.
 
-    So one row of logits per emitted token travels where tokens are drawn, not the logits of all rows.
+    Argmaxes arrive with the step; a row of logits is fetched when it is read. So when tokens are sampled, one row per
+    emitted token is transferred, and not the logits of all rows.
 
     Attributes:
-        request: what requests name: ``target``, its number, and ``b``, the sequence in the step.
+        rank_group, rank: where the logits are.
+        request: fields of requests: ``target``, its number, and ``b``, the index of the sequence in the step.
         argmaxes: of the pass's rows, -1 for NaN.
-        like: gives a row of rank 0's pass, which is of the same type.
-        expired: set by the target's next step, after which the rank no longer holds these logits.
+        like: returns a row of rank 0's pass, which has the same type and shape.
+        expired: set by the target's next step: the rank no longer holds these logits.
     """
 
     rank_group: RankGroup
@@ -72,49 +75,53 @@ class RemoteScores:
 
 
 class ParallelScores:
-    """A whole tree: every row is asked of the rank that owns it.
+    """The scores of a whole tree: each row is read from the rank that owns it. Fulfils ``lookahead.core.Scores``.
 
     Args:
+        shards: of the tree.
         parts: each rank's pass; its last rows are the rank's shard.
-        above: per rank, rows of its pass above the shard.
+        above: per rank, rows of its pass that come before the shard.
     """
 
-    def __init__(self, cut: Shards, parts: Sequence[Scores], above: Sequence[int]) -> None:
+    def __init__(self, shards: Shards, parts: Sequence[Scores], above: Sequence[int]) -> None:
         self._parts = parts
-        #: node -> (the owner's pass, its row there)
-        self._at = {
+        #: node -> (the owner's pass, its row in it)
+        self._location = {
             node: (part, above[rank] + row)
             for rank, part in enumerate(parts)
-            for row, node in enumerate(cut.rows[rank])
-            if cut.owner[node] == rank
+            for row, node in enumerate(shards.rows[rank])
+            if shards.owner[node] == rank
         }
 
     def best(self, node: int) -> int:
-        part, row = self._at[node]
+        part, row = self._location[node]
         return part.best(row)
 
     def row(self, node: int) -> Any:
-        part, row = self._at[node]
+        part, row = self._location[node]
         return part.row(row)
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        found: dict[int, tuple[list[int], list[float]]] = {}
+        by_node: dict[int, tuple[list[int], list[float]]] = {}
         for part in self._parts:
-            owned = [node for node in nodes if self._at[node][0] is part]
+            owned = [node for node in nodes if self._location[node][0] is part]
             if owned:
-                both = as_lists(part.top([self._at[node][1] for node in owned], k))
-                found.update(zip(owned, zip(*both, strict=True), strict=True))
-        return [found[node][0] for node in nodes], [found[node][1] for node in nodes]
+                ids_and_odds = as_lists(part.top([self._location[node][1] for node in owned], k))
+                by_node.update(zip(owned, zip(*ids_and_odds, strict=True), strict=True))
+        return [by_node[node][0] for node in nodes], [by_node[node][1] for node in nodes]
 
 
 class ParallelTarget:
     """A target whose trees are evaluated by all ranks of a group together. Fulfils ``lookahead.core.Target``.
 
+    Args:
+        rank_group: from ``join``.
+
     Attributes:
-        path, reason, vocabulary: those of the inner targets.
-        executor: rank 0's part.
+        path, reason, vocabulary: of the inner targets.
+        executor: evaluates rank 0's shards.
         steps: forward passes so far.
-        rows_per_rank: per step, the rows of each rank: its shards and the missing rows it recomputes.
+        rows_per_rank: per step, the rows of each rank: its shards, and the missing rows that it recomputes.
     """
 
     def __init__(self, rank_group: RankGroup) -> None:
@@ -125,13 +132,13 @@ class ParallelTarget:
         self.executor = RankExecutor(inner)
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []
-        #: Per rank and slot, how many accepted rows it lacks.
+        #: Per rank and slot, the number of accepted tokens whose KV rows it lacks.
         self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
         self._remote: list[list[RemoteScores]] = []
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        """Every rank evaluates the whole prompts; rank 0's logits count."""
+        """Every rank evaluates the whole prompts; rank 0's logits are used."""
         with self.rank_group.lock:
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
@@ -144,9 +151,11 @@ class ParallelTarget:
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         with self.rank_group.lock:
             ranks = range(self.rank_group.connections.size)
-            cuts = [shard(tree, len(ranks), [lacks[slot] for lacks in self._missing]) for slot, tree in trees]
-            both = list(zip(trees, cuts, strict=True))
-            parts = [[(slot, cut.part(tree, rank)) for (slot, tree), cut in both] for rank in ranks]
+            shards = [
+                shard(tree, len(ranks), [missing[slot] for missing in self._missing]) for slot, tree in trees
+            ]
+            pairs = list(zip(trees, shards, strict=True))
+            parts = [[(slot, own.part(tree, rank)) for (slot, tree), own in pairs] for rank in ranks]
             for rank in ranks[1:]:
                 packed = [(slot, part.tokens, part.parents, part.needs_logits) for slot, part in parts[rank]]
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
@@ -156,23 +165,23 @@ class ParallelTarget:
             by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
             self.rows_per_rank.append(
                 [
-                    sum(size) + sum(lacks[s] for s in slots)
-                    for size, lacks in zip(sizes, self._missing, strict=True)
+                    sum(size) + sum(missing[s] for s in slots)
+                    for size, missing in zip(sizes, self._missing, strict=True)
                 ]
             )
-            self._pending.update((slot, (tree, cut)) for (slot, tree), cut in both)
+            self._pending.update((slot, (tree, own)) for (slot, tree), own in pairs)
             return [
-                ParallelScores(cut, [passes[b] for passes in by_rank], [rows[b] for rows in above])
-                for b, cut in enumerate(cuts)
+                ParallelScores(own, [passes[b] for passes in by_rank], [rows[b] for rows in above])
+                for b, own in enumerate(shards)
             ]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         accepted = []
         with self.rank_group.lock:
             for slot, path in paths:
-                tree, cut = self._pending.pop(slot)
+                tree, shards = self._pending.pop(slot)
                 accepted.append((slot, [tree.tokens[node] for node in path]))
-                for missing, rows in zip(self._missing, cut.rows, strict=True):
+                for missing, rows in zip(self._missing, shards.rows, strict=True):
                     missing[slot] = len(set(path).difference(rows))
             self.executor.commit(accepted)
             self.rank_group.broadcast("commit", target=self.number, accepted=accepted)
@@ -181,7 +190,7 @@ class ParallelTarget:
         with self.rank_group.lock:
             self._pending.pop(slot, None)
             self.executor.release(slot)
-            # Where the group has failed this says so too: no caller may take its error for that of one sequence.
+            # If the group has failed, this raises too: a caller must not mistake its error for one sequence's.
             self.rank_group.broadcast("release", target=self.number, slot=slot)
 
     def depth_limit(self, slot: int) -> int:
@@ -194,17 +203,19 @@ class ParallelTarget:
         sizes: list[list[int]],
         whole: bool,
     ) -> tuple[list[Sequence[Scores]], list[list[int]]]:
-        """``evaluate`` rank 0's part, take the other ranks' answers, and see that all went well on all.
+        """Evaluate rank 0's part, receive the other ranks' answers, and check that all ranks agree.
 
         Args:
+            evaluate: rank 0's part.
+            slots: of the sequences.
             sizes: per rank and sequence, the rows of the shard.
-            whole: compare whole rows of logits.
+            whole: compare whole rows of logits, not only argmaxes.
 
         Returns:
-            per rank and sequence, the pass, and how many missing rows it has above the shard.
+            per rank and sequence, the pass, and how many missing rows it holds before the shard.
         """
-        for one in chain.from_iterable(self._remote):
-            one.expired = True
+        for scores in chain.from_iterable(self._remote):
+            scores.expired = True
         own: Sequence[Scores] = []
         problem: OutOfMemory | None = None
         try:
@@ -221,15 +232,15 @@ class ParallelTarget:
             elif answer["checksum"] != self.executor.checksum:
                 raise self._diverged(
                     rank,
-                    f"holds other tokens than rank 0 after {self.steps} steps, so decoding cannot go on; "
-                    "what was emitted until the step before is right",
+                    f"holds other tokens than rank 0 after {self.steps} steps, so decoding cannot continue; "
+                    "what was emitted up to the previous step is correct",
                 )
         if problem is not None:
             raise problem
         above = [[len(self.executor.missing[slot]) for slot in slots]]
         self._remote = []
         for (rank, answer), rows in zip(answers.items(), sizes[1:], strict=True):
-            # Fewer than rank 0 knows of where it recomputed some in a pass of their own.
+            # A rank that recomputed missing rows in a separate pass holds fewer of them here.
             above.append([len(best) - size for best, size in zip(answer["best"], rows, strict=True)])
             passes = []
             for b, best in enumerate(answer["best"]):
@@ -242,12 +253,13 @@ class ParallelTarget:
         return [own, *self._remote], above
 
     def _check_root(self, own: Scores, remote: RemoteScores, row: int, root: int, whole: bool) -> None:
-        """Compare the root, which every rank evaluates; end the group where it differs by more than rounding.
+        """Compare the root, which every rank evaluates; end the group if it differs by more than rounding.
 
-        Where the argmaxes differ, or in any case if ``whole``, the whole rows tell a near tie from damage.
+        If the argmaxes differ, and always with ``whole``, whole rows are compared, which tells a near tie from
+        damage.
         """
         problem, a, b = "", best_or_nan(own, row), remote.argmaxes[root]
-        if (a < 0) != (b < 0):  # NaN on both is an error where the row is read
+        if (a < 0) != (b < 0):  # NaN on both ranks raises an error when the row is read
             problem = "NaN on one of them"
         elif a >= 0 and (whole or a != b):
             problem = self.rank_group.differ(as_tensor(own.row(row)), as_tensor(remote.row(root)))

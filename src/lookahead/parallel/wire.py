@@ -1,8 +1,8 @@
-"""Messages between rank 0 and one other rank (JSON in tensors of bytes, never pickled objects), and their errors.
+"""Messages between rank 0 and one other rank, as JSON in byte tensors (never pickled objects), and their errors.
 
-A message (docs/parallel.md lists them) travels by gloo in a tensor of ``FRAME`` bytes that begins with its length;
-where it is longer, the rest follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own,
-because gloo gives up all connections of a group when one of them times out, and the others must still be told why.
+A message (docs/parallel.md lists them) is sent by gloo in a tensor of ``FRAME`` bytes that begins with its length;
+the rest of a longer message follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own:
+gloo closes all connections of a group when one of them times out, and the other ranks must still receive the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 
 class RankError(LookaheadError):
-    """A rank died, did not answer in time, or failed; decoding cannot go on. ``rank`` is the one at fault."""
+    """A rank died, did not answer in time, or failed, and decoding cannot continue. ``rank`` is the rank at fault."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class DivergenceError(RankError):
 
 
 class Link:
-    """One pair's connection, seen from one end. All methods raise RankError where the peer is gone or silent.
+    """One end of a connection between two ranks. All methods raise RankError if the peer is gone or silent.
 
     Args:
         peer: the rank at the other end.
@@ -58,9 +58,9 @@ class Link:
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send without waiting for the peer to take it; at most one message is under way."""
+        """Send a message without waiting until the peer receives it; at most one message is in flight."""
         self.flush()
-        # Token ids may be another library's integers.
+        # ``int`` for token ids that are another library's integers.
         data = json.dumps({"kind": kind, **fields}, separators=(",", ":"), default=int).encode()
         data = (len(data).to_bytes(HEAD, "little") + data).ljust(FRAME, b"\0")
         for part in filter(None, (data[:FRAME], data[FRAME:])):
@@ -85,12 +85,12 @@ class Link:
             dist.send(row.contiguous(), self.peer, group=self._rows)
 
     def receive_row(self, like: torch.Tensor) -> torch.Tensor:
-        """Receive a row of the shape, dtype and device of ``like``."""
+        """Receive a row with the shape, dtype and device of ``like``."""
         if self._rows is None:
             return self._receive_bytes(like.nbytes).view(like.dtype).to(like.device)
         row = torch.empty_like(like)
         work: Any = dist.irecv(row, self.peer, group=self._rows)
-        # The device would wait without end for a peer that dies now, so the host polls and gives up.
+        # If the peer died now, the device would wait forever; so the host polls, and stops at the timeout.
         end = monotonic() + self.timeout
         while not work.is_completed():
             if monotonic() > end:
@@ -101,7 +101,7 @@ class Link:
         return row
 
     def flush(self, within: float | None = None) -> None:
-        """Wait until the peer has taken what was sent, ``timeout`` seconds at most unless told otherwise."""
+        """Wait until the peer has received everything sent, for at most ``within`` seconds (default: ``timeout``)."""
         with self._naming_the_peer():
             for work, _ in self._in_flight:
                 work.wait(timedelta(seconds=within if within is not None else self.timeout))

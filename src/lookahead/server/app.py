@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -23,15 +23,13 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
+from ..engine.llm import LLM
 from .gate import Gate, error_response, log_to_stderr
 from .loop import Loop
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .service import Server, status_of
 from .settings import Settings
 from .tools import messages_of
-
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -44,12 +42,12 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    """A body that is not of the endpoint's form: 400, with the field."""
+    """400 for a body that has not the form of the endpoint; names the field."""
     found = error.errors()
     sent = request.headers.get("content-type", "").partition(";")[0]
     if sent != "application/json" or any(one["type"] == "json_invalid" for one in found):
         return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
-    # Of the branches of a union, the one that went deepest says most.
+    # A union reports an error for each branch. The deepest one says most.
     first = max(found, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
     path = [
         str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-", "constr"))
@@ -75,8 +73,8 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     """The ASGI application; its lifespan starts and ends the loop.
 
     Args:
-        load: makes the model, where the settings are not to.
-        wait: start only once the model is ready; without it /health says 503 until then.
+        load: makes the model; None loads the one that the settings name.
+        wait: start only once the model is ready. Otherwise /health answers 503 until then.
     """
     server = Server(settings, load)
 
@@ -94,8 +92,10 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     for kind, handler in (
-        (LookaheadError, _refused), (RequestValidationError, _invalid), (HTTPException, _http_error)
-    ):  # fmt: skip
+        (LookaheadError, _refused),
+        (RequestValidationError, _invalid),
+        (HTTPException, _http_error),
+    ):
         app.add_exception_handler(kind, handler)
 
     @app.post("/v1/completions")
@@ -108,9 +108,12 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
     def described() -> dict[str, Any]:
         return {
-            "id": server.name, "object": "model", "created": 0, "owned_by": "lookahead",
+            "id": server.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lookahead",
             "max_model_len": server.ready.context,
-        }  # fmt: skip
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -173,7 +176,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells the loop when it is time to end, so that streams end properly."""
+    """Stops the loop first at shutdown, so that streams end properly."""
 
     def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
         super().__init__(config)
@@ -184,11 +187,11 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings, told: Callable[[str], None] = lambda line: None) -> None:
+def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        told: one line when the server listens, with its address.
+        say: receives one line when the server listens, with its address, and one when the model is ready.
 
     Raises:
         SettingsError: the address cannot be had, or the model cannot be loaded.
@@ -205,12 +208,19 @@ def serve(settings: Settings, told: Callable[[str], None] = lambda line: None) -
     server: Server = app.state.server
     # Clients keep an idle connection for 5 s; where the server's limit is the same, one may close as the other sends.
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=30,
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5,
-    )  # fmt: skip
+    )
     http = _Uvicorn(config, server.loop, settings.shutdown_timeout)
     server.failed = lambda: setattr(http, "should_exit", True)
-    told(f"http://{settings.host}:{listening.getsockname()[1]}")
+    server.say = say
+    model = settings.model or "the default model"
+    address = f"http://{settings.host}:{listening.getsockname()[1]}"
+    say(f"listening on {address}; loading and compiling {model} (Ctrl-C ends the server)")
     http.run(sockets=[listening])
     if server.loop.error is not None:
         raise server.loop.error

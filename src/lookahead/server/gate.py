@@ -1,4 +1,4 @@
-"""What every HTTP request goes through first: its id, the key, the size of its body; and one log line at its end."""
+"""Middleware for every HTTP request: its id, the key, the size of its body, and one log line at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import Settings
 
 log = logging.getLogger("lookahead.server")
 
-#: What needs neither a key nor a model that is ready.
+#: Paths that need neither a key nor a model that is ready.
 OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -39,7 +39,7 @@ def error_response(
     param: str | None = None,
     retry_after: int | None = None,
 ) -> Response:
-    """The same as a response."""
+    """An error in OpenAI's form, as a response."""
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -51,8 +51,8 @@ class Gate:
     """ASGI middleware.
 
     Args:
-        ready: whether the model is there.
-        routes: paths that are counted by name.
+        ready: whether the model is loaded.
+        routes: paths that have counters of their own.
     """
 
     def __init__(
@@ -95,20 +95,20 @@ class Gate:
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await error_response("the server failed; its log says why", 500, "internal")(
+                await error_response("the server failed; see its log", 500, "internal")(
                     scope, receive, answered
                 )
         finally:
             path = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.http.labels(path, str(status or 499)).inc()
             line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
-            if path not in OPEN:  # which machines ask for every few seconds
+            if path not in OPEN:  # monitoring asks for these every few seconds
                 log.info(
                     "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
                 )
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        """What is wrong before the body is read."""
+        """The refusal of a request whose body need not be read; None to go on."""
         if path in OPEN:
             return None
         given = headers.get(b"authorization", b"")
@@ -117,7 +117,7 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
             return error_response(
-                f"a request body may have {self._settings.max_body_bytes} bytes", 413, "too_large"
+                f"a request body may have at most {self._settings.max_body_bytes} bytes", 413, "too_large"
             )
         if not self._ready():
             return error_response("the model is not ready", 503, "not_ready", retry_after=5)
@@ -125,7 +125,7 @@ class Gate:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, event, and what a record brings."""
+    """One JSON object per line: time, level, event, and the fields of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": round(time(), 3), "level": record.levelname.lower(), "event": record.getMessage()}
@@ -136,7 +136,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Our lines and those of uvicorn, as JSON on stderr."""
+    """Write the log lines of this server and of uvicorn as JSON to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     for name, level in (("lookahead.server", logging.INFO), ("uvicorn", logging.WARNING)):

@@ -1,7 +1,7 @@
 """Answers in a given form: JSON, JSON of a schema, a call of a tool. Needs llguidance (the extra ``[grammar]``).
 
-The grammar is asked once for every emitted token, under its true prefix, before temperature and the other filters:
-it works along the walk as any processor does, so drafting goes on.
+The grammar is applied once for each emitted token, under its true prefix, before temperature and the other filters.
+It is an ordinary logits processor, so drafting works with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core import SettingsError
 if TYPE_CHECKING:
     from ..engine.llm import LLM
 
-#: No line breaks and no runs of blanks: a small model would never stop writing them.
+#: No line breaks and no runs of spaces: a small model might never stop writing them.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 
@@ -40,18 +40,18 @@ class Grammars:
             ) from None
         if self._llm.tokenizer is None or not self._llm.eos:
             raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
+        # A GGUF file's tokenizer is made into one of transformers', the only kind that llguidance takes.
+        tokenizer = getattr(self._llm.tokenizer, "as_transformers", self._llm.tokenizer)
         try:
-            return from_tokenizer(
-                self._llm.tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos)
-            )
-        except Exception as error:  # of a tokenizer that llguidance cannot read
+            return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
+        except Exception as error:  # llguidance cannot read every tokenizer
             raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
 
     def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
-        """What keeps one text to JSON of a schema.
+        """A processor that holds one text to JSON of a schema.
 
         Raises:
-            SettingsError: a schema that cannot be honoured, under the name of ``param``.
+            SettingsError: a schema that cannot be honoured; ``param`` names its field.
         """
         from llguidance import LLMatcher
 
@@ -67,14 +67,14 @@ class Grammars:
 
 
 class JsonProcess:
-    """A logits processor for one text; it follows the text by itself."""
+    """A logits processor for one text, which it follows token by token."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._seen: int | None = None
 
     def __call__(self, ids: Any, scores: Any) -> Any:
-        """(ids (1, L), scores (1, V)) -> scores with what the grammar forbids at -inf."""
+        """From ids (1, L) and scores (1, V) to scores in which tokens that the grammar forbids are -inf."""
         if self._seen is not None:
             for token in ids[0, self._seen :].tolist():
                 if not self._matcher.consume_token(token):

@@ -1,21 +1,19 @@
-"""Metrics for Prometheus, under the names that the field uses (vLLM's, with this library's prefix)."""
+"""Metrics for Prometheus, under vLLM's names with this library's prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..core import Stats, Step
-
-if TYPE_CHECKING:
-    from .loop import Sequence
+from ..engine import results
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-#: Positions of a draft that are counted apart.
+#: Positions of a draft that have counters of their own.
 POSITIONS = 16
 
 
@@ -48,43 +46,43 @@ class Metrics:
         self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
         self.by_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft", "position"
         )
         self.rows = histogram("rows_per_step", "Rows of all trees in a forward pass", ROWS)
         self.step = histogram("step_seconds", "Wall time of a pass, with all that is around it", SECONDS)
         self.cache = gauge("kv_cache_tokens", "Tokens whose keys and values are held for running texts")
 
-    def stepped(self, steps: Iterable[Step], seconds: float, running: int, waiting: int) -> None:
-        """A pass is over."""
-        steps = list(steps)
+    def stepped(self, steps: Sequence[Step], seconds: float) -> None:
+        """Count a forward pass, and how long it took with everything around it."""
         rows = sum(step.rows for step in steps)
         if rows:
             self.rows.observe(rows)
         self.step.observe(seconds)
         self.generated.inc(sum(len(step.tokens) for step in steps))
-        alive = [s.generation.stats for s in steps if s.generation.finish_reason is None]
-        self.held(sum(stats.prompt_tokens + stats.new_tokens for stats in alive), running, waiting)
 
     def held(self, tokens: int, running: int, waiting: int) -> None:
-        """What is there now."""
+        """Set the gauges: tokens whose keys and values are held, texts that run, texts that wait."""
         self.cache.set(tokens)
         self.running.set(running)
         self.waiting.set(waiting)
 
-    def ended(self, sequence: Sequence, reason: str) -> None:
-        """A text is over."""
-        now = monotonic()
-        self.success.labels(reason).inc()
-        self.whole.observe(now - sequence.created)
-        if sequence.generation is None:
-            return
-        stats = sequence.generation.stats
-        self.prompt.inc(stats.prompt_tokens)
+    def ended(
+        self,
+        sequence: results.Sequence,
+        result: results.Result,
+        created: float,
+        first_token: float | None,
+    ) -> None:
+        """Count a text that has ended; times by ``time.monotonic``."""
+        now, stats = monotonic(), result.stats
+        self.success.labels(result.finish_reason).inc()
+        self.whole.observe(now - created)
+        self.prompt.inc(stats.prompt_tokens if stats.seconds["prefill"] else 0)
         self.cached.inc(sequence.cached)
-        if sequence.first_token is not None:
-            self.first.observe(sequence.first_token - sequence.created)
+        if first_token is not None:
+            self.first.observe(first_token - created)
             if stats.new_tokens > 1:
-                self.each.observe((now - sequence.first_token) / (stats.new_tokens - 1))
+                self.each.observe((now - first_token) / (stats.new_tokens - 1))
         record = speculation(stats)
         self.drafts.inc(record["num_spec_steps"])
         self.drafted.inc(stats.drafted)
@@ -95,12 +93,12 @@ class Metrics:
                 self.by_position.labels(str(position)).inc(reached)
 
     def page(self) -> bytes:
-        """What /metrics says."""
+        """The answer of /metrics."""
         return generate_latest(self.registry)
 
 
 def speculation(stats: Stats) -> dict[str, Any]:
-    """The statistics of one text in the words of vLLM's record; the mean counts the bonus token."""
+    """The statistics of one text under vLLM's names; the mean counts the bonus token."""
     return {
         "mean_acceptance_length": round(stats.compression_ratio, 4),
         "draft_acceptance_rate": round(stats.acceptance_rate, 4),

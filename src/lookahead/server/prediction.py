@@ -1,4 +1,4 @@
-"""Predicted outputs: how many tokens of a prediction drafting brought into the text."""
+"""Predicted outputs: how many tokens of a prediction were accepted drafts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class Predicted:
-    """Follows a text along its prediction.
+    """Compares a text with its prediction.
 
-    A token counts where it was drafted, accepted, and stands in the prediction behind what was followed so far.
-    Where the two part, the place is found again by the last two tokens of the text.
+    A token counts where it was drafted, accepted, and is the next one of the prediction. Where text and prediction
+    differ, the comparison continues after the last two tokens of the text, where the prediction has these.
 
     Attributes:
         tokens: of the prediction.
@@ -18,23 +18,24 @@ class Predicted:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.accepted = tokens, 0
-        self._at, self._last = 0, -1
+        self._next, self._last = 0, -1
         self._after: dict[tuple[int, int], list[int]] = {}
-        for place in range(2, len(tokens) + 1):
-            self._after.setdefault((tokens[place - 2], tokens[place - 1]), []).append(place)
+        for index in range(2, len(tokens) + 1):
+            self._after.setdefault((tokens[index - 2], tokens[index - 1]), []).append(index)
 
     @property
     def rejected(self) -> int:
-        """Tokens of the prediction that were not."""
+        """Tokens of the prediction that were not accepted."""
         return len(self.tokens) - self.accepted
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The tokens of one step; all but the last were drafted."""
-        for place, token in enumerate(tokens):
-            if self._at < len(self.tokens) and self.tokens[self._at] == token:
-                self._at += 1
-                self.accepted += place < len(tokens) - 1 and self.accepted < len(self.tokens)
+        """Take the tokens of one step; all but the last were drafted."""
+        for number, token in enumerate(tokens):
+            if self._next < len(self.tokens) and self.tokens[self._next] == token:
+                self._next += 1
+                self.accepted += number < len(tokens) - 1 and self.accepted < len(self.tokens)
             else:
-                places = self._after.get((self._last, token), [])
-                self._at = next((p for p in places if p >= self._at), places[-1] if places else self._at)
+                found = self._after.get((self._last, token), [])
+                later = next((index for index in found if index >= self._next), None)
+                self._next = later if later is not None else found[-1] if found else self._next
             self._last = token

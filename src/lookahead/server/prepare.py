@@ -1,48 +1,35 @@
-"""From a checked request to texts that the loop can decode: prompt, processors, chooser, drafter."""
+"""From a checked request to texts that the engine can decode: prompt, processors, chooser, drafter."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..core import LookaheadConfig, SettingsError
+from ..core import Drafter, SettingsError
 from ..core.verify import as_choose
-from ..drafters import METHODS
-from ..engine.options import DraftOptions, Options
+from ..drafters import as_drafter
+from ..engine.llm import LLM
+from ..engine.options import Options
+from ..engine.prompts import encode
+from ..engine.results import Update
+from .choice import Choice
 from .grammar import Grammars
-from .guards import GuardedChoose, GuardedDrafter, LogProbs, guarded
-from .loop import Event, Sequence
+from .logprobs import LogProbs
 from .prediction import Predicted
 from .protocol import Drafting, Generating, plain
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
-
-
-@dataclass(slots=True)
-class Choice:
-    """One text of a request."""
-
-    index: int
-    sequence: Sequence
-    prompt: list[int]
-    logprobs: LogProbs | None
-    predicted: Predicted | None
-
 
 class Preparer:
-    """What requests are prepared with.
+    """Turns requests into choices that the loop can decode.
 
     Attributes:
-        context: tokens of the longest text that is taken: within the model's own, and short of where its rotary
-            positions change, because sequences on both sides of that cannot share a pass.
+        context: tokens of the longest text that is taken, prompt included. It is within the model's own limit and
+            ends before its rotary positions change, because sequences on both sides of that cannot share a pass.
     """
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
@@ -53,20 +40,22 @@ class Preparer:
 
     def warm_up(self) -> None:
         """Measure step times and compile, before the first request."""
-        method, config = self.settings.drafting()
-        self.llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, method=method, config=config)
+        self.llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, drafter=self.settings.drafting())
 
     def encode(self, prompt: Any, param: str) -> list[int]:
         """Token ids of a prompt, with room for at least one more token.
 
         Raises:
-            SettingsError: a prompt that cannot be taken.
+            SettingsError: a prompt that cannot be taken; ``param`` names its field.
         """
-        ids = self.llm.encode(prompt)
+        llm = self.llm
+        ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None)
         if len(ids) >= self.context:
+            raisable = self.settings.max_model_len is not None and self.context < (llm.context or 1 << 60)
+            more = " or start the server with a larger --max-model-len" if raisable else ""
             raise SettingsError(
-                f"{param}: prompt and answer must fit the context of {self.context} tokens, "
-                f"the prompt has {len(ids)}; shorten it"
+                f"{param}: the prompt must be shorter than this server's limit of {self.context} tokens for prompt "
+                f"and answer together, got {len(ids)}; shorten it{more}"
             )
         return ids
 
@@ -74,7 +63,7 @@ class Preparer:
         self,
         request: Generating,
         prompts: list[list[int]],
-        deliver: Callable[[Choice, Event], None],
+        deliver: Callable[[Update], None],
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
@@ -84,9 +73,9 @@ class Preparer:
         """One text for each prompt and each of n.
 
         Args:
-            deliver: told every event.
-            logprobs: with so many best tokens each; None for none.
-            echo: log-probabilities of the prompts, too.
+            deliver: receives every update.
+            logprobs: how many of the most likely tokens to give with each log-probability; None for none at all.
+            echo: give log-probabilities of the prompts, too.
             schema: of the JSON to be written, and the field that asks for it.
 
         Raises:
@@ -101,18 +90,17 @@ class Preparer:
         made = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(n)):
             options = self._options(request, ids, max_tokens, schema)
-            entry = self.llm.begin(index, ids, options, seed + index if options.sampled else None)
-            core, text = entry.request, entry.text
-            recorder = LogProbs(as_choose(core.choose), logprobs) if logprobs is not None else None
-            predicted = self._predicted(request)
-            core.choose = GuardedChoose(recorder if recorder is not None else as_choose(core.choose))
-            core.drafter = GuardedDrafter(core.drafter, predicted.tokens if predicted is not None else [])
-            core.finished = guarded("the text", lambda token, text=text: "stop" if text.push(token) else None)
-            core.read_prompt = recorder.read_prompt if recorder is not None and echo else None
-            sequence = Sequence(core, text, monotonic() + self.settings.request_timeout)
-            choice = Choice(index, sequence, ids, recorder, predicted)
-            sequence.deliver = partial(deliver, choice)
-            made.append(choice)
+            own_seed = seed + index if options.sampled else None
+            decoded, text = self.llm.prepare(ids, options, own_seed)
+            recorder = None
+            if logprobs is not None:
+                recorder = decoded.choose = LogProbs(as_choose(decoded.choose), logprobs)
+                decoded.read_prompt = recorder.read_prompt if echo else None
+            predicted = self._predicted(request, decoded.drafter)
+            if predicted is not None:
+                decoded.predicted = predicted.tokens
+            deadline = monotonic() + self.settings.request_timeout
+            made.append(Choice(index, decoded, text, own_seed, deadline, deliver, recorder, predicted))
         return made
 
     def _options(
@@ -123,7 +111,6 @@ class Preparer:
         schema: tuple[dict[str, Any], str] | None,
     ) -> Options:
         temperature = 1.0 if request.temperature is None else request.temperature
-        method, config = self._drafting(request.lookahead)
         processors = [self._bias(request.logit_bias)] if request.logit_bias else []
         if request.presence_penalty or request.frequency_penalty:
             processors.append(
@@ -132,16 +119,15 @@ class Preparer:
         if schema is not None:
             processors.append(self._grammars.json(*schema))
         room = self.context - len(ids)
-        given = {
+        given: dict[str, Any] = {
             "max_new_tokens": min(max_tokens or room, room),
             "temperature": temperature,
             "stop": request.stop or None,
             "repetition_penalty": request.repetition_penalty,
-            "method": method,
-            "config": config,
+            "drafter": self._drafting(request.lookahead),
             "logits_processor": processors or None,
         }
-        if temperature > 0:  # the best token is in any of these sets, so greedy needs none of them
+        if temperature > 0:  # greedy decoding needs none of these: the most likely token passes all of them
             given |= {"top_p": request.top_p, "min_p": request.min_p or None}
             given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})
@@ -157,40 +143,37 @@ class Preparer:
         row = row.to(self.llm.model.device)
         return lambda ids, scores: scores + row
 
-    def _predicted(self, request: Generating) -> Predicted | None:
+    def _predicted(self, request: Generating, drafter: Drafter) -> Predicted | None:
         if request.prediction is None:
             return None
+        if not drafter.uses_prediction:
+            raise SettingsError(
+                f"prediction: the drafter {drafter} makes no use of it; leave it out, or ask for another drafter"
+            )
         text = plain(request.prediction.content)
         if self.llm.tokenizer is None:
             raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
         return Predicted(list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else [])
 
-    def _drafting(self, asked: Drafting | None) -> tuple[str, Any]:
-        """(method, its settings), within the server's limits."""
+    def _drafting(self, asked: Drafting | None) -> Drafter:
+        """How to draft for a request, within the server's limits."""
         given = asked.model_dump(exclude_none=True, exclude={"stats", "trace"}) if asked is not None else {}
         if not given:
             return self.settings.drafting()
-        if given.get("method", "adaptive") not in METHODS:
-            raise SettingsError(
-                f"lookahead.method must be one of {', '.join(METHODS)}, got {given['method']!r:.40}"
-            )
         try:
-            method, config = DraftOptions(**given).resolve()
-        except SettingsError as error:  # these speak of options
-            raise SettingsError(f"lookahead: {str(error).replace('--', '')}") from None
-        if isinstance(
-            config, LookaheadConfig
-        ):  # what chooses the rows of a step itself is held to the budget
-            rows = (config.window_size + config.guess_set_size) * (config.ngram_size - 1)
-            if rows > self.settings.max_rows:
-                raise SettingsError(
-                    f"lookahead: a step may have {self.settings.max_rows} rows, and (W + G) (N - 1) is {rows}"
-                )
-        return method, config
+            drafter = as_drafter(given)
+        except SettingsError as error:
+            raise SettingsError(f"lookahead: {error}") from None
+        rows = drafter.max_step_rows  # drafters without a fixed size keep to the row budget
+        if rows is not None and rows > self.settings.max_rows:
+            raise SettingsError(
+                f"lookahead: a step may have {self.settings.max_rows} rows, and {drafter} has {rows}"
+            )
+        return drafter
 
 
 def penalties(prompt_length: int, presence: float, frequency: float) -> Callable[[Any, Any], Any]:
-    """OpenAI's penalties: off the logits of tokens that the text so far holds, prompt left out."""
+    """OpenAI's penalties, subtracted from the logits of tokens that the text has so far, without the prompt."""
 
     def process(ids: Any, scores: Any) -> Any:
         counts = torch.bincount(ids[0, prompt_length:], minlength=scores.shape[1])

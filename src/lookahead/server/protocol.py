@@ -1,4 +1,7 @@
-"""What requests may hold: OpenAI's fields that work here, and this library's. Anything else is refused by name."""
+"""The fields of requests: OpenAI's that work here, those that are right to ignore, and this library's.
+
+Anything else is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..drafters import METHODS
+from ..drafters import known_names
 
 Text = Annotated[str, Field(max_length=1 << 22)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -21,18 +24,30 @@ class Strict(BaseModel):
 class Drafting(Strict):
     """How to draft for this request. The text does not depend on it."""
 
-    method: str | None = Field(None, description=f"One of {', '.join(METHODS)}.")
-    window_size: int | None = Field(None, ge=0, description="W: columns of the window.")
-    ngram_size: int | None = Field(None, ge=1, description="N: tokens of an n-gram.")
-    guess_set_size: int | None = Field(None, ge=0, description="G: candidates per step.")
-    stats: bool = Field(False, description="Statistics of drafting in each choice of the answer.")
-    trace: bool = Field(False, description="The tree of each step in each chunk of a stream.")
+    drafter: str | None = Field(
+        None,
+        description=f"One of {', '.join(known_names())}, or W,N,G; settings may follow, as in 15,5,15:seed=1.",
+    )
+    method: str | None = Field(None, description="Deprecated: use drafter.")
+    window_size: int | None = Field(None, description="W: columns of the window.")
+    ngram_size: int | None = Field(None, description="N: tokens of an n-gram.")
+    guess_set_size: int | None = Field(None, description="G: candidates per step.")
+    pool_from_prompt: bool | None = Field(None, description="Whether the prompt fills the n-gram pool.")
+    pool_from_output: bool | None = Field(None, description="Whether the text itself fills the n-gram pool.")
+    max_pool_keys: int | None = Field(None, description="Keys of the n-gram pool at most.")
+    max_jacobi_iterations: int | None = Field(
+        None, description="Steps without success after which a window or a block starts anew."
+    )
+    stats: bool = Field(False, description="Add statistics of drafting to each choice of the answer.")
+    trace: bool = Field(
+        False, description="The token tree of each step, in the chunks of a stream; needs stream."
+    )
 
 
 class StreamOptions(Strict):
-    """Of a stream."""
+    """Options of a stream."""
 
-    include_usage: bool = Field(False, description="Token counts in a last chunk without choices.")
+    include_usage: bool = Field(False, description="Send token counts in a last chunk without choices.")
 
 
 class TextPart(Strict):
@@ -53,14 +68,14 @@ def plain(content: Content | None) -> str:
 
 
 class Prediction(Strict):
-    """A text much of which is expected to be in the answer."""
+    """A text that the answer is likely to repeat."""
 
     type: Literal["content"]
     content: Content
 
 
 class JsonSchema(Strict):
-    """What JSON must look like."""
+    """A JSON schema for the answer, which is always held to it exactly, with ``strict`` and without."""
 
     name: str
     schema_: dict[str, Any] = Field({}, alias="schema")
@@ -99,7 +114,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """The same with its id."""
+    """A call with its id."""
 
     id: str
     type: Literal["function"] = "function"
@@ -127,7 +142,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    #: What clients send back of an answer, always empty here.
+    #: Fields of an answer that clients send back; always empty here.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -135,25 +150,38 @@ class Message(Strict):
 
 
 class Generating(Strict):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str | None = Field(None, description="The served model's name; may be left out.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens of each text.")
+    max_tokens: int | None = Field(None, ge=1, description="Limit of tokens of each text.")
     n: int | None = Field(None, ge=1, description="Texts for each prompt; text i has seed + i.")
     stream: bool | None = Field(None, description="Server-sent events as tokens are accepted.")
-    stream_options: StreamOptions | None = Field(None, description="Of a stream.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 without it.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the nucleus of mass p.")
-    top_k: int | None = Field(None, ge=-1, description="Draw from the k likeliest tokens; 0 or -1 for all.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Least share of the best one's probability.")
-    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Above 1 against repetition.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Off the logits of tokens emitted.")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="The same for each time.")
+    stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 decodes greedily; the default is 1.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the most likely tokens that together have probability p."
+    )
+    top_k: int | None = Field(None, ge=-1, description="Draw from the k most likely tokens; 0 or -1 for all.")
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Draw from tokens with at least this share of the best token's probability.",
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="Above 1 discourages repetition."
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Subtracted from the logits of tokens that the text has."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Subtracted for each time that the text has the token."
+    )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024, description="Token id -> what is added to its logit."
+        None, max_length=1024, description="By token id, a number that is added to its logit."
     )
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 63, description="Same seed, same text, whatever the load."
+        None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same text under any load."
     )
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = Field(
         None, description="End before this text, or the first of several."
@@ -162,10 +190,18 @@ class Generating(Strict):
         None, description="text, json_object, or json_schema with a schema; needs the extra [grammar]."
     )
     prediction: Prediction | None = Field(
-        None, description="A text much of which is expected to be in the answer: drafts come from it."
+        None, description="A text that the answer is likely to repeat in large part; drafts come from it."
     )
-    lookahead: Drafting | None = Field(None, description="How to draft, and what to tell of it.")
-    user: str | None = Field(None, description="Taken, and of no effect.")
+    lookahead: Drafting | None = Field(None, description="How to draft, and what the answer shows of it.")
+    #: What clients send unasked, and what is right to ignore here.
+    user: str | None = Field(None, description="Accepted; has no effect.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; has no effect.")
+    store: Literal[False] | None = Field(
+        None, description="false is accepted; nothing is stored here, so true is refused."
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="Accepted; has no effect, since there is one tier."
+    )
 
 
 class CompletionRequest(Generating):
@@ -177,26 +213,32 @@ class CompletionRequest(Generating):
         | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
     ) = Field(description="A text, token ids, or a list of either.")
-    echo: bool | None = Field(None, description="The prompt before the text.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities, with the k best tokens.")
+    echo: bool | None = Field(None, description="Put the prompt before the text.")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Log-probabilities, each with the k most likely tokens."
+    )
 
 
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] = Field(
-        description="The chat so far."
+        description="The conversation so far."
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="The same as max_tokens.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With those of the k best; needs logprobs."
+        None, ge=0, le=20, description="Add the k most likely tokens to each; needs logprobs."
     )
     tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Whether it calls one; required and a named one need the extra [grammar]."
+        None,
+        description="Whether the model calls a function; required and a named function need the extra [grammar].",
     )
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="Accepted; has no effect on models without a setting for it."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false allows one call at most.")
 
 
 class TokenizeRequest(Strict):

@@ -2,7 +2,7 @@
 
     serve run lookahead.server.ray_app:build model=DIR max_replicas=4
 
-Ray routes requests, streams through, replaces what dies, and adds replicas as requests queue up.
+Ray routes requests, passes streams through, restarts replicas that die, and adds replicas while requests queue.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
 
     Args:
         arguments: ``min_replicas`` and ``max_replicas`` (1 and 4), ``target_ongoing_requests`` of a replica (8),
-            ``num_cpus``, ``num_gpus``, and settings of the server by name; others are read from LOOKAHEAD_*.
+            ``num_cpus``, ``num_gpus``, and settings of the server by name. Others are read from LOOKAHEAD_*.
 
     Raises:
-        SettingsError: a setting that is not one, or that cannot be honoured.
+        SettingsError: an unknown setting, or one that cannot be honoured.
     """
     given = dict(arguments or {})
     scaling = {
         name: kind(given.pop(name, default))
         for name, kind, default in (
-            ("min_replicas", int, 1), ("max_replicas", int, 4), ("target_ongoing_requests", float, 8)
+            ("min_replicas", int, 1),
+            ("max_replicas", int, 4),
+            ("target_ongoing_requests", float, 8),
         )
-    }  # fmt: skip
+    }
     resources = {name: float(given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given}
     settings = Settings.read(given)
-    # The application is made in each replica, and is there once its model is.
+    # Each replica makes its own application, which is ready once its model is.
     replica = serve.deployment(
         name="lookahead",
         autoscaling_config=scaling,

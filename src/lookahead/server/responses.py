@@ -1,6 +1,6 @@
-"""Events of the loop made into the API's objects: one whole answer, or chunks of a stream.
+"""Updates of the engine turned into the API's objects: one whole answer, or chunks of a stream.
 
-A stream's order: the role, text as tokens are accepted, the finish reason, usage where it is asked for, [DONE].
+A stream has the role, text as tokens are accepted, the finish reason, usage where it is asked for, and [DONE].
 """
 
 from __future__ import annotations
@@ -8,30 +8,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
 from ..core import Step
-from .guards import Entry
-from .loop import Event
+from ..engine.results import Update
+from .choice import Choice
+from .logprobs import TokenLogProb
 from .metrics import speculation
-from .prepare import Choice
 from .protocol import Generating
 from .tools import CallReader
-
-
-@dataclass(slots=True)
-class Text:
-    """What is known of one text of an answer."""
-
-    choice: Choice
-    calls: CallReader | None
-    text: str = ""
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None
-    length: int = 0  # characters of the prompt and the text so far, for offsets
 
 
 class Answer:
@@ -56,7 +42,9 @@ class Answer:
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self.texts = [Text(choice, self.call_reader()) for choice in choices]
+        self.choices = choices
+        for choice in choices:
+            choice.calls = self.call_reader()
         self.told = request.lookahead
         self.usage_asked = bool(request.stream_options and request.stream_options.include_usage)
 
@@ -64,45 +52,46 @@ class Answer:
         """What finds calls in a text."""
         return None
 
-    def take(self, choice: Choice, event: Event) -> dict[str, Any] | None:
-        """Take in one event; the chunk's choice that it makes, or None where there is nothing to say."""
-        state, finish = self.texts[choice.index], event.finish
+    def take(self, update: Update) -> dict[str, Any] | None:
+        """Take in one update. Returns the choice of the chunk that it makes; None where there is nothing to send."""
+        choice: Choice = update.sequence.tag
+        finish = update.result.finish_reason if update.result is not None else None
         if choice.predicted is not None:
-            choice.predicted.take(event.tokens)
-        entries = self._new_entries(state, event)
-        piece = event.piece
-        if state.calls is not None:
-            piece = state.calls.push(piece)
+            choice.predicted.take(update.tokens)
+        entries = self._new_entries(choice, update)
+        piece = update.piece
+        if choice.calls is not None:
+            piece = choice.calls.push(piece)
             if finish is not None:
-                rest, state.tool_calls = state.calls.finish()
+                rest, choice.tool_calls = choice.calls.finish()
                 piece += rest
-                finish = "tool_calls" if state.tool_calls and finish == "stop" else finish
-        state.text += piece
-        state.entries += entries
-        state.finish = finish
+                finish = "tool_calls" if choice.tool_calls and finish == "stop" else finish
+        choice.shown += piece
+        choice.entries += entries
+        choice.finish = finish
         trace = self.told.trace if self.told is not None else False
         if not (piece or entries or trace or finish is not None):
             return None
-        chunk = self.delta(state, piece, entries)
-        if trace and event.step is not None:
-            chunk["lookahead"] = self._trace(event.step)
+        chunk = self.delta(choice, piece, entries)
+        if trace and update.step is not None:
+            chunk["lookahead"] = self._trace(update.step)
         if finish is not None:
-            self._statistics(state, chunk)
+            self._statistics(choice, chunk)
         return chunk
 
-    def _new_entries(self, state: Text, event: Event) -> list[dict[str, Any]]:
-        logprobs = state.choice.logprobs
+    def _new_entries(self, choice: Choice, update: Update) -> list[dict[str, Any]]:
+        logprobs = choice.logprobs
         if logprobs is None:
             return []
-        end = len(state.entries) + len(event.tokens)
-        fresh = logprobs.tokens[len(state.entries) : end]
-        ends = state.choice.sequence.request.eos  # no part of the text
-        return [self.entry(state, entry) for entry in fresh if entry.token not in ends]
+        end = len(choice.entries) + len(update.tokens)
+        fresh = logprobs.tokens[len(choice.entries) : end]
+        ends = choice.request.eos  # no part of the text
+        return [self.entry(choice, entry) for entry in fresh if entry.token not in ends]
 
-    def _statistics(self, state: Text, into: dict[str, Any]) -> None:
-        generation = state.choice.sequence.generation
-        if self.told is not None and self.told.stats and generation is not None:
-            into["lookahead"] = {**into.get("lookahead", {}), "stats": speculation(generation.stats)}
+    def _statistics(self, choice: Choice, into: dict[str, Any]) -> None:
+        result = choice.sequence.result if choice.sequence is not None else None
+        if self.told is not None and self.told.stats and result is not None:
+            into["lookahead"] = {**into.get("lookahead", {}), "stats": speculation(result.stats)}
 
     def _trace(self, step: Step) -> dict[str, Any]:
         shown = {"tokens": [self.token_text(token) for token in step.tokens], "path": step.path}
@@ -119,19 +108,19 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = []
-        for state in self.texts:
-            made = self.complete(state)
-            self._statistics(state, made)
+        for choice in self.choices:
+            made = self.complete(choice)
+            self._statistics(choice, made)
             choices.append(made)
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """Tokens in and out; a prompt counts once, however many texts follow it."""
-        prompts = {id(state.choice.prompt): len(state.choice.prompt) for state in self.texts}
-        generations = [state.choice.sequence.generation for state in self.texts]
-        prompt = sum(prompts.values())
-        completion = sum(len(g.tokens) for g in generations if g is not None)
-        predicted = [state.choice.predicted for state in self.texts if state.choice.predicted is not None]
+        # The texts of one prompt follow one another.
+        prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.request.n or 1])
+        sequences = [choice.sequence for choice in self.choices if choice.sequence is not None]
+        completion = sum(len(sequence.tokens) for sequence in sequences)
+        predicted = [choice.predicted for choice in self.choices if choice.predicted is not None]
         details = {
             "accepted_prediction_tokens": sum(one.accepted for one in predicted),
             "rejected_prediction_tokens": sum(one.rejected for one in predicted),
@@ -140,7 +129,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(s.choice.sequence.cached for s in self.texts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in sequences)},
             "completion_tokens_details": details,
         }
 
@@ -155,15 +144,15 @@ class Answer:
         """Chunks before the first token."""
         return []
 
-    def entry(self, state: Text, entry: Entry) -> dict[str, Any]:
+    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
         """One token's log-probabilities."""
         raise NotImplementedError
 
-    def delta(self, state: Text, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The choice of a chunk."""
         raise NotImplementedError
 
-    def complete(self, state: Text) -> dict[str, Any]:
+    def complete(self, choice: Choice) -> dict[str, Any]:
         """The choice of a whole answer."""
         raise NotImplementedError
 
@@ -182,16 +171,18 @@ class CompletionAnswer(Answer):
     def opening(self) -> list[bytes]:
         if not getattr(self.request, "echo", None):
             return []
-        return [self.chunk(self.delta(state, *self._echo(state))) for state in self.texts]
+        return [self.chunk(self.delta(choice, *self._echo(choice))) for choice in self.choices]
 
-    def _echo(self, state: Text) -> tuple[str, list[dict[str, Any]]]:
+    def _echo(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
         """(the prompt as text, its log-probabilities as far as they are known now)."""
-        text = self.tokenizer.decode(state.choice.prompt, skip_special_tokens=True) if self.tokenizer else ""
+        text = (
+            self.tokenizer.decode(choice.request.prompt, skip_special_tokens=True) if self.tokenizer else ""
+        )
         return str(text), []
 
-    def entry(self, state: Text, entry: Entry) -> dict[str, Any]:
+    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
         text = self.token_text(entry.token)
-        offset, state.length = state.length, state.length + len(text)
+        offset, choice.offset = choice.offset, choice.offset + len(text)
         top = {self.token_text(token): value for token, value in entry.top}
         return {"token": text, "logprob": entry.logprob, "top": top, "offset": offset}
 
@@ -206,25 +197,25 @@ class CompletionAnswer(Answer):
         }
         return {name: [entry[key] for entry in entries] for name, key in names.items()}
 
-    def delta(self, state: Text, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "index": state.choice.index,
+            "index": choice.index,
             "text": piece,
             "logprobs": self._logprobs(entries),
-            "finish_reason": state.finish,
+            "finish_reason": choice.finish,
         }
 
-    def complete(self, state: Text) -> dict[str, Any]:
-        text, entries = state.text, state.entries
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        text, entries = choice.shown, choice.entries
         if getattr(self.request, "echo", None):
-            text = self._echo(state)[0] + text
-            if state.choice.logprobs is not None:
-                state.length = 0
-                first = self.entry(state, Entry(state.choice.prompt[0], 0.0, []))
-                before = [self.entry(state, entry) for entry in state.choice.logprobs.prompt]
+            text = self._echo(choice)[0] + text
+            if choice.logprobs is not None:
+                choice.offset = 0
+                first = self.entry(choice, TokenLogProb(choice.request.prompt[0], 0.0, []))
+                before = [self.entry(choice, entry) for entry in choice.logprobs.prompt]
                 entries = [first | {"logprob": None, "top": None}, *before]
-                entries += [self.entry(state, entry) for entry in state.choice.logprobs.tokens]
-        return self.delta(state, text, entries)
+                entries += [self.entry(choice, entry) for entry in choice.logprobs.tokens]
+        return self.delta(choice, text, entries)
 
 
 class ChatAnswer(Answer):
@@ -236,14 +227,14 @@ class ChatAnswer(Answer):
         tools = getattr(self.request, "tools", None)
         if not tools or getattr(self.request, "tool_choice", None) == "none":
             return None
-        one = getattr(self.request, "parallel_tool_calls", None) is False
-        return CallReader({tool.function.name for tool in tools}, one)
+        first_only = getattr(self.request, "parallel_tool_calls", None) is False
+        return CallReader({tool.function.name for tool in tools}, first_only)
 
     def opening(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}
         return [
             self.chunk({"index": i, "delta": role, "logprobs": None, "finish_reason": None})
-            for i in range(len(self.texts))
+            for i in range(len(self.choices))
         ]
 
     def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
@@ -256,7 +247,7 @@ class ChatAnswer(Answer):
                 choice |= {"logprobs": None, "delta": {}}
         return calls + super().chunk(*choices, usage=usage)
 
-    def entry(self, state: Text, entry: Entry) -> dict[str, Any]:
+    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)
             whole = list(text.encode()) if "\ufffd" not in text else None  # a part of a character
@@ -266,20 +257,20 @@ class ChatAnswer(Answer):
             "top_logprobs": [described(*pair) for pair in entry.top]
         }
 
-    def _around(self, state: Text, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _around(self, choice: Choice, entries: list[dict[str, Any]]) -> dict[str, Any]:
         shown = {"content": entries} if getattr(self.request, "logprobs", None) else None
-        return {"index": state.choice.index, "logprobs": shown, "finish_reason": state.finish}
+        return {"index": choice.index, "logprobs": shown, "finish_reason": choice.finish}
 
-    def delta(self, state: Text, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece} if piece else {}
-        if state.tool_calls:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(state.tool_calls)]
-        return self._around(state, entries) | {"delta": delta}
+        if choice.tool_calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(choice.tool_calls)]
+        return self._around(choice, entries) | {"delta": delta}
 
-    def complete(self, state: Text) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": state.text or None, "refusal": None}
-        if state.tool_calls:
-            message["tool_calls"] = state.tool_calls
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.shown or None, "refusal": None}
+        if choice.tool_calls:
+            message["tool_calls"] = choice.tool_calls
         else:
-            message["content"] = state.text
-        return self._around(state, state.entries) | {"message": message}
+            message["content"] = choice.shown
+        return self._around(choice, choice.entries) | {"message": message}

@@ -1,4 +1,4 @@
-"""What the routes do: texts are prepared in a thread of their own, given to the loop, answered as events come."""
+"""What the routes do: prepare texts in a worker thread, submit them to the loop, and answer as updates come."""
 
 from __future__ import annotations
 
@@ -6,48 +6,52 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
+from ..engine.engine import PassFailed
+from ..engine.llm import LLM
+from ..engine.loading import load_with
+from ..engine.options import LoadOptions
+from ..engine.results import Update
+from .choice import Choice, Refused
 from .gate import error_body
-from .loop import Event, Loop, Refused
+from .loop import Loop
 from .metrics import Metrics
-from .prepare import Choice, Preparer
+from .prepare import Preparer
 from .protocol import ChatRequest, CompletionRequest, Generating
 from .responses import Answer, ChatAnswer, CompletionAnswer, sse
 from .settings import Settings
 from .tools import demanded, messages_of, offered, with_tools
 
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
-
-#: A client that went away is told nothing; this stands in the log (nginx's number).
+#: For the log, of a request whose client went away (nginx's number).
 GONE = 499
 
 
 def status_of(error: LookaheadError) -> tuple[int, str | None]:
-    """HTTP status of an error, and a machine's word for it."""
+    """The HTTP status and the code of an error."""
     if isinstance(error, Refused):
         return error.status, error.code
+    if isinstance(error, PassFailed):
+        return 500, "step_failed"
     return (400, "invalid_value") if isinstance(error, SettingsError) else (500, "decoding_failed")
 
 
 def load_model(settings: Settings) -> LLM:
     """The model that the settings name."""
-    from ..engine.loading import load
-
-    method, config = settings.drafting()
-    return load(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads,
-        method=method,
-        config=config,
+    return load_with(
+        LoadOptions(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            drafter=settings.drafting(),
+        )
     )
 
 
@@ -60,7 +64,12 @@ class Server:
         self.preparer: Preparer | None = None
         self.name = settings.served_model_name or ""
         self.failed: Callable[[], None] = lambda: None
-        self.loop = Loop(self._prepare, settings, self.metrics, lambda: self.failed())
+        #: Receives one line when the model is loaded and ready.
+        self.say: Callable[[str], None] = lambda line: None
+        self.loop = Loop(
+            self._prepare, settings, self.metrics, lambda: self.failed(), lambda: self._say_ready()
+        )
+        self._created = monotonic()
 
     def _prepare(self) -> LLM:
         llm = self._load()
@@ -70,9 +79,12 @@ class Server:
         self.preparer = preparer
         return llm
 
+    def _say_ready(self) -> None:
+        self.say(f"ready after {monotonic() - self._created:.0f} s: {self.name}, {self.ready.llm.dtype}")
+
     @property
     def ready(self) -> Preparer:
-        """What requests are prepared with; the gate lets none through before it is there."""
+        """What prepares requests. The gate refuses requests until it is there."""
         assert self.preparer is not None
         return self.preparer
 
@@ -84,66 +96,69 @@ class Server:
             )
 
     async def answer(
-        self, request: Request, body: Generating, make: Callable[[Any], tuple[list[Choice], Answer]]
+        self,
+        request: Request,
+        body: Generating,
+        make: Callable[[Callable[[Update], None]], tuple[list[Choice], Answer]],
     ) -> Response:
-        """Decode what ``make`` prepares (in a thread of its own; it is told whom to tell), and answer."""
+        """Decode what ``make`` prepares and answer. ``make`` runs in a worker thread and is given ``deliver``."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise SettingsError("stream_options: goes with stream")
-        queue: asyncio.Queue[tuple[Choice, Event]] = asyncio.Queue()
+        if body.lookahead is not None and body.lookahead.trace and not body.stream:
+            raise SettingsError("lookahead.trace: goes with stream, whose chunks show the trees")
+        queue: asyncio.Queue[Update] = asyncio.Queue()
         here = asyncio.get_running_loop()
 
-        def deliver(choice: Choice, event: Event) -> None:
-            here.call_soon_threadsafe(queue.put_nowait, (choice, event))
+        def deliver(update: Update) -> None:
+            here.call_soon_threadsafe(queue.put_nowait, update)
 
         choices, answer = await asyncio.to_thread(make, deliver)
-        self.loop.submit([choice.sequence for choice in choices])
+        self.loop.submit(choices)
         record = request.state.record
         record["response"] = answer.head["id"]
         if self.settings.log_text:
-            record["prompts"] = [choice.sequence.request.prompt for choice in choices]
+            record["prompts"] = [choice.request.prompt for choice in choices]
         if body.stream:
-            events = self._stream(queue, choices, answer, record)
+            chunks = self._stream(queue, choices, answer, record)
             return StreamingResponse(
-                events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+                chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         watcher = asyncio.create_task(self._watch(request, choices))
         try:
-            async for choice, event in self._events(queue, choices):
-                answer.take(choice, event)
+            async for update in self._updates(queue, choices):
+                answer.take(update)
         finally:
             watcher.cancel()
             self._close(choices, answer, record)
         return Response(json.dumps(answer.whole()), media_type="application/json")
 
     async def _watch(self, request: Request, choices: list[Choice]) -> None:
-        """End texts whose client goes away."""
+        """End the texts when their client goes away."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.loop.cancel(choice.sequence for choice in choices)
+        self.loop.cancel(choices)
 
     @staticmethod
-    async def _events(
-        queue: asyncio.Queue[tuple[Choice, Event]], choices: list[Choice]
-    ) -> AsyncIterator[tuple[Choice, Event]]:
-        """Events until every text has ended.
+    async def _updates(queue: asyncio.Queue[Update], choices: list[Choice]) -> AsyncIterator[Update]:
+        """Updates until every text has ended.
 
         Raises:
-            LookaheadError: what ended one of them.
+            LookaheadError: the error that ended one of them.
         """
         left = len(choices)
         while left:
-            choice, event = await queue.get()
-            if event.error is not None:
-                raise event.error
-            if event.finish == "cancelled":
-                raise Refused("the client went away", GONE, "cancelled")
-            yield choice, event
-            left -= event.finish is not None
+            update = await queue.get()
+            if update.result is not None:
+                update.result.checked()
+                if update.result.finish_reason == "cancelled":
+                    raise Refused("the client went away", GONE, "cancelled")
+                left -= 1
+            yield update
 
     async def _stream(
         self,
-        queue: asyncio.Queue[tuple[Choice, Event]],
+        queue: asyncio.Queue[Update],
         choices: list[Choice],
         answer: Answer,
         record: dict[str, Any],
@@ -151,8 +166,8 @@ class Server:
         try:
             for chunk in answer.opening():
                 yield chunk
-            async for choice, event in self._events(queue, choices):
-                made = answer.take(choice, event)
+            async for update in self._updates(queue, choices):
+                made = answer.take(update)
                 if made is not None:
                     yield answer.chunk(made)
             if answer.usage_asked:
@@ -165,38 +180,45 @@ class Server:
             self._close(choices, answer, record)
 
     def _close(self, choices: list[Choice], answer: Answer, record: dict[str, Any]) -> None:
-        self.loop.cancel(choice.sequence for choice in choices)
+        self.loop.cancel(choices)
         usage = answer.usage()
         record["prompt_tokens"], record["completion_tokens"] = (
             usage["prompt_tokens"],
             usage["completion_tokens"],
         )
-        record["finish"] = [state.finish for state in answer.texts]
+        record["finish"] = [choice.finish for choice in choices]
         if self.settings.log_text:
-            record["texts"] = [state.text for state in answer.texts]
+            record["texts"] = [choice.shown for choice in choices]
 
     def fingerprint(self) -> str:
-        """Of everything that the text may depend on beside the request."""
+        """What the text may depend on beside the request: version, dtype, device."""
         llm = self.ready.llm
         return f"lookahead-{__version__}-{llm.dtype}-{llm.model.device.type}"
 
-    def completion(self, body: CompletionRequest, deliver: Any) -> tuple[list[Choice], Answer]:
-        """The texts of /v1/completions."""
+    def completion(
+        self, body: CompletionRequest, deliver: Callable[[Update], None]
+    ) -> tuple[list[Choice], Answer]:
+        """The texts of /v1/completions, and their answer."""
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if body.echo and body.stream and body.logprobs is not None:
             raise SettingsError("echo: with logprobs it cannot be streamed; leave out one of the three")
         prompts = [self.ready.encode(one, "prompt") for one in (prompt if several else [prompt])]
         choices = self.ready.choices(
-            body, prompts, deliver, max_tokens=body.max_tokens or 16, logprobs=body.logprobs,
-            echo=bool(body.echo), schema=self._schema(body),
-        )  # fmt: skip
+            body,
+            prompts,
+            deliver,
+            max_tokens=body.max_tokens or 16,
+            logprobs=body.logprobs,
+            echo=bool(body.echo),
+            schema=self._schema(body),
+        )
         return choices, CompletionAnswer(
             body, self.name, choices, self.ready.llm.tokenizer, self.fingerprint()
         )
 
-    def chat(self, body: ChatRequest, deliver: Any) -> tuple[list[Choice], Answer]:
-        """The texts of /v1/chat/completions."""
+    def chat(self, body: ChatRequest, deliver: Callable[[Update], None]) -> tuple[list[Choice], Answer]:
+        """The texts of /v1/chat/completions, and their answer."""
         if body.top_logprobs is not None and not body.logprobs:
             raise SettingsError("top_logprobs: needs logprobs")
         schema, asked = self._schema(body), demanded(body)
@@ -206,13 +228,17 @@ class Server:
             )
         ids = self.chat_tokens(messages_of(body.messages), offered(body))
         choices = self.ready.choices(
-            body, [ids], deliver, max_tokens=body.max_completion_tokens or body.max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None, schema=schema or asked,
-        )  # fmt: skip
+            body,
+            [ids],
+            deliver,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            schema=schema or asked,
+        )
         return choices, ChatAnswer(body, self.name, choices, self.ready.llm.tokenizer, self.fingerprint())
 
     def chat_tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """The prompt of a chat."""
+        """The token ids of a chat, with the tools described in it."""
         llm = self.ready.llm
         template = getattr(llm.tokenizer, "chat_template", None) or ""
         messages = with_tools(messages, tools, str(template))
@@ -222,7 +248,7 @@ class Server:
             chat = llm.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, return_dict=False
             )
-        except Exception as error:  # a template's own complaint
+        except Exception as error:  # templates raise errors of many types
             raise SettingsError(f"messages: the chat template refuses them: {error}") from None
         return self.ready.encode(list(chat), "messages")
 

@@ -9,53 +9,67 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import YamlConfigSettingsSource
 
-from ..core import SettingsError
-from ..engine.options import DraftOptions
+from ..core import Drafter, SettingsError
+from ..drafters import Adaptive, as_drafter, known_names
 
 
 class Settings(BaseSettings):
-    """What ``lookahead serve`` may be told; a field is an option, a key of the YAML file, and a variable."""
+    """The settings of ``lookahead serve``: each field is an option, a key of the YAML file and a variable."""
 
     model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid", validate_default=True)
 
-    model: str | None = Field(None, description="A directory or a hub id; without it the default model.")
+    model: str | None = Field(None, description="A directory or a hub id; by default SmolLM2-135M-Instruct.")
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
-    api_key: SecretStr | None = Field(None, description="Requests must bear this key; none without it.")
-    served_model_name: str | None = Field(None, description="The model's name in the API; without it MODEL.")
+    api_key: SecretStr | None = Field(
+        None, description="Requests must bring this key. By default none is asked for."
+    )
+    served_model_name: str | None = Field(None, description="The model's name in the API; by default MODEL.")
     max_model_len: int | None = Field(
         None,
         ge=2,
         description="Longest text in tokens, prompt included; at most 4096 of the model's context.",
     )
-    max_concurrent: int = Field(64, ge=1, le=4096, description="Texts decoded together.")
-    max_queue: int = Field(256, ge=0, description="Texts that may wait; past it requests get 429.")
+    max_concurrent: int = Field(64, ge=1, le=4096, description="Texts that are decoded together.")
+    max_queue: int = Field(256, ge=0, description="Texts that may wait; further requests get 429.")
     dtype: str = Field("auto", description="auto (the checkpoint's), float32, bfloat16 or float16.")
-    device: str | None = Field(None, description="cpu, cuda, ...; without it a GPU where there is one.")
+    device: str | None = Field(None, description="cpu, cuda, ...; by default a GPU where there is one.")
     threads: int | None = Field(None, ge=1, description="Threads of torch on the CPU.")
-    method: str | None = Field(None, description="How to draft unless a request says otherwise.")
-    lookahead: str | None = Field(None, description="Window, n-gram and guess set size, as W,N,G.")
+    drafter: str | None = Field(
+        None,
+        description=f"How to draft unless a request says otherwise: {', '.join(known_names())}, or W,N,G; "
+        "settings may follow, as in 15,5,15:pool_from_prompt=false.",
+    )
+    pool_from_prompt: bool | None = Field(None, description="Whether prompts fill the pool of lookahead.")
+    pool_from_output: bool | None = Field(None, description="Whether the text itself fills the pool.")
+    max_pool_keys: int | None = Field(None, ge=1, description="Keys of the pool at most.")
+    method: str | None = Field(None, description="Deprecated: use drafter.")
+    lookahead: str | None = Field(None, description="Deprecated: use drafter.")
     max_rows: int = Field(
         256, ge=1, le=4096, description="Most rows of a step that a request's W,N,G may ask for."
     )
     row_budget: int = Field(
-        64, ge=1, description="Rows of all texts' trees in one pass; so drafting shrinks as more are decoded."
+        64, ge=1, description="Rows of all trees in one pass; drafting scales back as more texts are decoded."
     )
-    prompt_rows: int = Field(256, ge=1, description="Rows of prompts in one pass; longer prompts take turns.")
+    prompt_rows: int = Field(
+        256,
+        ge=1,
+        description="Rows of prompts in one pass; longer prompts are evaluated in turns with the steps.",
+    )
     prefix_cache: int = Field(
         8,
         ge=0,
         le=1024,
-        description="Finished texts whose keys and values prompts may go on from; 0 for none.",
+        description="Finished texts whose keys and values are kept for prompts that begin like them; 0 for none.",
     )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
-    max_choices: int = Field(16, ge=1, description="Most texts of one request: prompts times n.")
+    max_choices: int = Field(16, ge=1, description="Limit of texts in one request: prompts times n.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds until a request is ended.")
     shutdown_timeout: float = Field(
         20.0, ge=0, description="Seconds that running requests have after SIGTERM."
     )
-    cors_origins: list[str] = Field([], description="Origins that browsers may call from; none are allowed.")
-    log_text: bool = Field(False, description="Write prompts and texts into the log, too.")
+    cors_origins: list[str] = Field([], description="Origins that browsers may call from; none by default.")
+    log_text: bool = Field(False, description="Write prompts and texts to the log, too.")
 
     @classmethod
     def read(cls, given: dict[str, Any] | None = None, config: Path | None = None) -> Self:
@@ -90,6 +104,8 @@ class Settings(BaseSettings):
         settings.drafting()
         return settings
 
-    def drafting(self) -> tuple[str, Any]:
-        """(method, its settings) where a request names none."""
-        return DraftOptions(method=self.method, lookahead=self.lookahead).resolve()
+    def drafting(self) -> Drafter:
+        """How to draft where a request does not say."""
+        names = ("drafter", "method", "lookahead", "pool_from_prompt", "pool_from_output", "max_pool_keys")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return as_drafter(given) if given else Adaptive()

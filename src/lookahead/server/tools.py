@@ -1,7 +1,7 @@
-"""Function calls: told to the model by its chat template, and found in what it writes.
+"""Function calls: the chat template describes them to the model, and calls are found in the text that it writes.
 
-A template that knows no tools gets them in a system message, in the form that most open models were taught: a call is
-a JSON object {"name", "arguments"} between <tool_call> tags. A call that must be made is held to its schema.
+Where a template knows no tools, a system message describes them in the form that most open models were trained on: a
+call is a JSON object {"name", "arguments"} between <tool_call> tags. A call that must be made is held to its schema.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         SettingsError: a tool that is not among ``tools``, or no tools at all.
     """
     choice = request.tool_choice
+    strict = [tool.function.name for tool in request.tools or [] if tool.function.strict]
     if choice in (None, "none", "auto"):
+        if strict and choice != "none":
+            raise SettingsError(
+                f"tools.function.strict: the arguments of {strict[0]} are held to their schema only where the call "
+                'must be made; leave strict out, or set tool_choice to "required" or to the function'
+            )
         return None
     functions = {tool.function.name: tool.function for tool in request.tools or []}
     if isinstance(choice, NamedTool):
@@ -110,14 +116,15 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallReader:
-    """Takes a text in pieces, gives on what is content, and holds back what may be a call.
+    """Takes a text in pieces, passes on its content, and holds back what may be a call.
 
     Args:
-        names: of the tools. one: keep the first call only.
+        names: of the tools.
+        first_only: keep the first call only.
     """
 
-    def __init__(self, names: set[str], one: bool) -> None:
-        self._names, self._one, self._text, self._shown = names, one, "", 0
+    def __init__(self, names: set[str], first_only: bool) -> None:
+        self._names, self._first_only, self._text, self._shown = names, first_only, "", 0
 
     def push(self, piece: str) -> str:
         """The content that is safe to show."""
@@ -142,7 +149,7 @@ class CallReader:
         if not calls:
             return self._text[self._shown :], []
         content = parts[0][self._shown :].rstrip() if len(parts) > 1 else ""
-        return content, calls[:1] if self._one else calls
+        return content, calls[:1] if self._first_only else calls
 
     def _call(self, body: str) -> dict[str, Any] | None:
         try:

@@ -1,8 +1,9 @@
-"""Our attention inside transformers models, through their public AttentionInterface, for the length of one pass.
+"""Our attention inside transformers models, through their public AttentionInterface, during a pass.
 
-A model whose attention implementation is ``NAME`` calls us in every layer; what it cannot hand over (where rows
-stand, what they see) is set beside the call. No mask is made: transformers skips its masks for a name that has no
-mask function. Models that ignore the setting are found by their flag and by counting calls.
+A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. What the model cannot hand
+over (where rows are stored, what they see) is set beside the call. No mask is made: transformers makes none for a
+name without a mask function. Models that ignore the setting are recognised by their class's flag and by counting the
+calls.
 """
 
 from __future__ import annotations
@@ -22,35 +23,41 @@ NAME = "lookahead_tree"
 
 
 @contextmanager
-def implementation(model: Any, name: str, what: str = "_attn_implementation") -> Iterator[None]:
-    """Inside, the model's attention implementation is ``name``, or another setting. One thread at a time."""
-    before = [(config, getattr(config, what)) for config in _configs(model)]
+def implementation(model: Any, name: str, setting: str = "_attn_implementation") -> Iterator[None]:
+    """Set the model's attention implementation, or another implementation setting, for the block.
+
+    For one thread at a time: the setting belongs to the model.
+    """
+    before = [(config, getattr(config, setting)) for config in _configs(model)]
     try:
         for config, _ in before:
-            setattr(config, what, name)
+            setattr(config, setting, name)
         yield
     finally:
-        for config, old in before:  # a config sets those inside it, which come behind it
-            setattr(config, what, old)
+        # Outer configs come first and also set the configs inside them, which are restored after them.
+        for config, old in before:
+            setattr(config, setting, old)
 
 
-def with_masks(model: Any) -> AbstractContextManager[None]:
-    """Inside, the model takes 4-D masks: under sdpa where its own attention (flash, flex) takes none."""
-    none = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
-    return implementation(model, "sdpa") if none else nullcontext()
+def mask_compatible_attention(model: Any) -> AbstractContextManager[None]:
+    """Within the block the model accepts 4-D masks: it uses sdpa if its own attention (flash, flex) does not."""
+    ignores_masks = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
+    return implementation(model, "sdpa") if ignores_masks else nullcontext()
 
 
 class TreeAttention:
-    """An attention function of one model, which stays as it was outside of ``within``.
+    """An attention function for one model, which is unchanged outside of ``installed``.
 
     Args:
         model: a causal language model.
-        attend: the function, of ``lookahead.attention`` or one that takes the same after query, key and value.
+        attend: an attention function of ``lookahead.attention``, or another that accepts the same arguments after
+            query, key and value.
 
     Attributes:
-        lock: held while the model is switched over.
-        idle: what a target leaves to the next one (``cuda_graphs``).
-        captured, watched: of exact mode: passes are captured, and one was seen not to wait for the host.
+        lock: held while the attention is installed.
+        idle: arenas that targets left for the next target (``cuda_graphs``).
+        captured: for exact mode: passes are captured.
+        checked_for_host_reads: for exact mode: a pass was seen not to wait for the host.
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.
@@ -62,24 +69,28 @@ class TreeAttention:
         name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "attention_chunk_size", None):
-            raise SettingsError(f"{name} attends in chunks, which the tree attention does not know; use sdpa")
+            raise SettingsError(
+                f"{name} attends in chunks, which the tree attention does not support; use sdpa"
+            )
         if not getattr(model, "_supports_attention_backend", False):
             raise SettingsError(
-                f"{name} does not take attention functions (its class lacks _supports_attention_backend); use sdpa"
+                f"{name} does not accept attention functions (its class lacks _supports_attention_backend); use sdpa"
             )
         AttentionInterface.register(NAME, forward)
         self.lock = threading.RLock()
         self.idle: list[Any] = []
-        self.captured = self.watched = False
+        self.captured = self.checked_for_host_reads = False
         calls: list[int] = []
 
-        def count(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> torch.Tensor:
+        def count(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        ) -> torch.Tensor:
             calls.append(1)
             return query.new_zeros(*query.shape[:3], value.shape[-1])
 
         self.attend: Attend = count
         try:
-            with torch.no_grad(), self.within(model):
+            with torch.no_grad(), self.installed(model):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
         except SettingsError:
             calls.clear()
@@ -93,24 +104,24 @@ class TreeAttention:
 
     @property
     def backend(self) -> str:
-        """The name of what computes."""
+        """The name of the attention function's module."""
         return self.attend.__module__.rsplit(".", 1)[-1]
 
     @contextmanager
-    def within(self, model: Any, *rows: Any) -> Iterator[None]:
-        """The model's passes call ``attend`` inside, with ``rows`` behind query, key and value.
+    def installed(self, model: Any, *arguments: Any) -> Iterator[None]:
+        """Within the block the model's layers call ``attend``, with ``arguments`` after query, key and value.
 
-        One thread at a time: nothing else may run on the model inside.
+        For one thread at a time; nothing else may run on the model meanwhile.
         """
         with self.lock, implementation(model, NAME):
-            token = _rows.set((self, rows))
+            token = _current.set((self, arguments))
             try:
                 yield
             finally:
-                _rows.reset(token)
+                _current.reset(token)
 
 
-_rows: ContextVar[tuple[TreeAttention, tuple[Any, ...]] | None] = ContextVar("rows", default=None)
+_current: ContextVar[tuple[TreeAttention, tuple[Any, ...]] | None] = ContextVar("attention", default=None)
 
 
 def forward(
@@ -126,23 +137,26 @@ def forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What layers call: query (B, H, Q, D), keys and values of the cache; the output is (B, Q, H, Dv)."""
-    current = _rows.get()
+    """The function that layers call, with transformers' argument names.
+
+    Query is (B, H, Q, D), key and value are what the cache returned, and the output is (B, Q, H, Dv).
+    """
+    current = _current.get()
     if current is None or attention_mask is not None or others.get("position_bias") is not None:
         raise SettingsError(
-            f"the attention {NAME!r} takes no mask and no position bias, and serves the steps of lookahead only; "
+            f"the attention {NAME!r} accepts no mask and no position bias, and only serves lookahead's own steps; "
             "use sdpa or eager"
         )
-    attention, rows = current
+    attention, arguments = current
     options = {"scale": scaling, "window": sliding_window or 0, "softcap": softcap or 0.0, "sinks": s_aux}
-    return attention.attend(query, key, value, *rows, **options).transpose(1, 2).contiguous(), None
+    return attention.attend(query, key, value, *arguments, **options).transpose(1, 2).contiguous(), None
 
 
 def _configs(model: Any) -> list[Any]:
-    """The configs of a model and its parts, outer ones first, each once."""
+    """The configs of a model and of its parts, outer ones first, each once."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
-    for config in list(found.values()):
+    by_id = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
+    for config in list(by_id.values()):
         parts = [getattr(config, key, None) for key in config.sub_configs]
-        found.update((id(part), part) for part in parts if part is not None)
-    return list(found.values())
+        by_id.update((id(part), part) for part in parts if part is not None)
+    return list(by_id.values())

@@ -1,13 +1,27 @@
 """Models with recurrent or convolutional state: the paths of a token tree are the rows of a batch.
 
-Such layers ignore attention masks, so a tree's logits would be silently wrong there; a batch they do take. Every path
-from the root to a drafted leaf is a row. All rows begin with a copy of the sequence's state, and shorter ones are
-padded at their end, where nothing is read.
+Recurrent layers ignore attention masks, so they cannot evaluate a tree in one sequence; but they evaluate batches.
+Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state, and
+shorter rows are padded at their end, where nothing is read. Example: the sequence's state has processed "the cat",
+and the tree is
 
-After verification the state must be that of the accepted path. Where the path fills its row, the row's state is kept.
-Else the state stays where it was and the accepted tokens are pending: every row of the next pass begins with them,
-which costs some tokens and no pass. A step of one row takes them into the state, and so does a pass of their own once
-they are too many.
+    sat ─┬─ on ── the
+         └─ down
+
+    batch row 0:   sat  on    the           paths 0-1-2 and 0-3; the logits of "sat" are read from row 0
+    batch row 1:   sat  down  (down)        padding in parentheses
+
+After verification the state must be that of the accepted path:
+
+- The path fills its row (sat on the): the state behind row 0 becomes the sequence's state.
+- It does not (sat down, or sat on): the state behind that row has processed padding or rejected tokens, and a
+  recurrent state cannot be rolled back. So the state before the step is kept, and the accepted tokens are *pending*:
+  every row of the next pass begins with them. This costs a few tokens per row, but no extra pass:
+
+    pending: sat down                next tree: root "and"
+    batch row 0:   sat  down  and  ...
+
+  A step of one row processes the pending tokens, and so does a pass of their own when they have become too many.
 """
 
 from __future__ import annotations
@@ -22,23 +36,28 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
-from .equivalence import HALF, distance, first_line
-from .facts import PassFacts, memory_errors
+from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
+from .facts import PassFacts, memory_errors, summary
 from .logits import LogitsBatch, LogitsRows
 from .transformers import PlainTarget, run_model
-from .trial import WRONG_ANCESTOR, Trial
 
-#: Tokens that pending ones may add to a pass, over all its rows.
-MOST_PENDING = 16
-#: Scans pad their tokens to chunks of a power of two, of this many at least.
-SHORTEST_CHUNK = 16
-#: Median distance of one-row steps from causal passes that rounding explains, in 32 and in 16 bits.
-EXPLAINED = (0.03, 0.3)
+#: Pending tokens that a pass may hold, summed over its rows.
+MAX_PENDING = 16
+#: Smallest chunk of a scan; chunks are powers of two.
+MIN_CHUNK = 16
+#: Largest median distance between steps of one row and causal passes that rounding explains, in 32 and in 16 bits.
+ROUNDING = (0.03, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One sequence's last pass: its tree, the nodes of each row, and the state behind each row's last token."""
+    """One sequence's last pass.
+
+    Attributes:
+        tree: that was evaluated.
+        paths: the nodes of each batch row.
+        cache: the state behind each row's last token.
+    """
 
     tree: TokenTree
     paths: list[list[int]]
@@ -49,19 +68,20 @@ class BatchRowsTarget(PlainTarget):
     """Token trees as rows of a batch, one pass per sequence. Fulfils ``lookahead.core.Target``.
 
     Attributes:
-        lengths: by slot, the tokens that its state has taken in.
+        lengths: by slot, the tokens that the state has processed.
     """
 
     path = "batch-rows"
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         super().__init__(model, reason)
-        #: By slot, the tokens that were accepted behind those.
+        #: By slot, the accepted tokens that the state has not processed yet.
         self._pending: dict[int, list[int]] = {}
         self._passes: dict[int, _Pass] = {}
         sizes: list[tuple[Any, Any]] = [
             (module, getattr(module, "chunk_size", None)) for module in model.modules()
         ]
+        #: Modules that scan many tokens in chunks, and the size of their chunks.
         self._scans = [(module, size) for module, size in sizes if isinstance(size, int)]
 
     def depth_limit(self, slot: int) -> int:
@@ -73,18 +93,19 @@ class BatchRowsTarget(PlainTarget):
         return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Trees one after the other. Where all are of one row, states go on in place, as in plain decoding.
+        """Evaluate trees one after the other.
 
-        Such a step must be committed before the next one.
+        If all trees have one row, their tokens are processed in place, as in plain decoding; such a step must be
+        committed before the next one.
         """
         for slot, _ in trees:
             self._passes.pop(slot, None)
         if all(len(tree) == 1 for _, tree in trees):
-            return [self._absorb(slot, tree.tokens) for slot, tree in trees]
+            return [self._process(slot, tree.tokens) for slot, tree in trees]
         return [self._evaluate(slot, tree) for slot, tree in trees]
 
-    def _absorb(self, slot: int, tokens: Sequence[int] = ()) -> Scores:
-        """Take pending and further tokens into the state; scores of the last one."""
+    def _process(self, slot: int, tokens: Sequence[int] = ()) -> Scores:
+        """Process the pending tokens and ``tokens``; returns the scores of the last one."""
         tokens = [*self._pending[slot], *tokens]
         with self._short_chunks(len(tokens)):
             scores = self._run(slot, tokens)
@@ -93,37 +114,38 @@ class BatchRowsTarget(PlainTarget):
 
     def _evaluate(self, slot: int, tree: TokenTree) -> Scores:
         paths, nodes = leaf_paths(tree), tree.needs_logits_nodes()
-        if len(self._pending[slot]) * len(paths) > MOST_PENDING:
-            kept = self._caches[slot]
-            self._caches[slot] = repeated(kept, 1)
+        if len(self._pending[slot]) * len(paths) > MAX_PENDING:
+            before = self._caches[slot]
+            self._caches[slot] = repeated(before, 1)
             try:
-                self._absorb(slot)
-            except OutOfMemory:  # half way through the layers, and the step is tried again
-                self._caches[slot] = kept
+                self._process(slot)
+            except OutOfMemory:  # some layers may have processed the tokens; the step will be tried again
+                self._caches[slot] = before
                 raise
         pending, width = self._pending[slot], len(max(paths, key=len))
         padded = [path + path[-1:] * (width - len(path)) for path in paths]
-        place = {node: (row, depth) for row, path in enumerate(paths) for depth, node in enumerate(path)}
+        location = {node: (row, depth) for row, path in enumerate(paths) for depth, node in enumerate(path)}
         device, length = self.model.device, self.lengths[slot]
         ids = torch.tensor(
             [[*pending, *(tree.tokens[node] for node in path)] for path in padded], device=device
         )
         positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
-        named = {"logits_to_keep": width} if self.facts.takes_rows else {}
+        named = {"logits_to_keep": width} if self.facts.accepts_logits_to_keep else {}
         with (
             memory_errors(f"a step of {len(paths)} x {ids.shape[1]} tokens"),
             self._short_chunks(ids.shape[1]),
         ):
             cache = repeated(self._caches[slot], len(paths))
             logits = run_model(self.model, self.facts, cache, ids, positions, **named)[:, -width:]
-            logits = logits[tuple(zip(*(place[node] for node in nodes), strict=True))]
+            logits = logits[tuple(zip(*(location[node] for node in nodes), strict=True))]
         self._passes[slot] = _Pass(tree, paths, cache)
         return LogitsRows(LogitsBatch(logits[None]), 0, None if len(nodes) == len(tree) else nodes)
 
     @contextmanager
     def _short_chunks(self, tokens: int) -> Iterator[None]:
-        """Scans of so few tokens are not padded to the chunks of 256 that are right for prompts."""
-        short = max(SHORTEST_CHUNK, 1 << (tokens - 1).bit_length())
+        """Within the block, scans use chunks for ``tokens`` tokens: they would pad a step to a prompt's chunk of
+        256."""
+        short = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         scans = self._scans if tokens > 1 else []
         try:
             for module, size in scans:
@@ -134,7 +156,7 @@ class BatchRowsTarget(PlainTarget):
                 module.chunk_size = size
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the state of the row that the path fills; where it fills none, its tokens are pending."""
+        """Keep the state of the row that the path fills; if it fills none, its tokens become pending."""
         for slot, path in paths:
             last = self._passes.pop(slot, None)
             if last is None:  # a step of one row
@@ -155,7 +177,8 @@ class BatchRowsTarget(PlainTarget):
 
 
 def leaf_paths(tree: TokenTree) -> list[list[int]]:
-    """The nodes from the root to each node that needs logits and has none such below it."""
+    """The paths from the root to the leaves, as lists of nodes. Rows that need no logits are left out below the last
+    row that does."""
     needed, inner = tree.needs_logits_nodes(), 0
     for node in needed:
         inner |= tree.ancestors[node] & ~(1 << node)
@@ -164,12 +187,13 @@ def leaf_paths(tree: TokenTree) -> list[list[int]]:
 
 
 def repeated(cache: Any, rows: int) -> Any:
-    """A cache of one sequence as that of so many equal rows; passes through it leave the first as it is."""
+    """A copy of a cache of one sequence, repeated ``rows`` times; passes through the copy do not change the
+    original."""
     other = copy(cache)
     other.layers = [copy(layer) for layer in cache.layers]
     for layer in other.layers:
         for name, value in vars(layer).items():
-            if isinstance(value, dict):  # states by number, which are written in place
+            if isinstance(value, dict):  # recurrent states by number, which layers write in place
                 setattr(layer, name, {key: _repeat(state, rows) for key, state in value.items()})
             elif torch.is_tensor(value) and value.dim() > 1:  # keys and values, which grow by concatenation
                 setattr(layer, name, value.expand(rows, *value.shape[1:]))
@@ -181,51 +205,51 @@ def _repeat(state: Any, rows: int) -> Any:
 
 
 class NoSteps(SettingsError):
-    """One-row steps do not continue a model's text."""
+    """Steps of one row do not continue the model's text."""
 
 
 class StepTrial(Trial):
-    """A trial whose right logits are those of plain decoding: the prompt, then one token after the other.
+    """A trial whose reference is plain decoding: the prompt, then one token per pass.
 
-    Causal passes will not do: some models clamp in their scan of many tokens and not in their recurrence, and the
-    text of plain decoding is that of the recurrence. Not every model has positions besides the order of its rows, so
-    a wrong ancestor alone is the control.
+    Causal passes are no reference here: some models clamp values in their scan of many tokens but not in their
+    recurrence, and plain decoding uses the recurrence. Many recurrent models have no positions except the order of
+    tokens, so a wrong ancestor is the only negative control.
     """
 
     name = "trial of steps"
     controls = (WRONG_ANCESTOR,)
-    strict = 1e-4
+    tolerance = 1e-4
 
-    def causal(self, model: PreTrainedModel, halves: bool = False) -> torch.Tensor:
-        """The rows by steps of one row; with ``halves`` by causal passes.
+    def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
+        """The rows by steps of one token; with ``in_two_passes`` by causal passes.
 
         Raises:
-            NoSteps: as it says; the model keeps its state somewhere else.
+            NoSteps: the model keeps its state elsewhere, so that steps do not continue its text.
         """
-        passes = super().causal(model, halves)
-        if halves:
+        passes = super().reference(model, in_two_passes)
+        if in_two_passes:
             return passes
         facts, device = PassFacts(model), model.device
         caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
-        found: dict[tuple[int, ...], torch.Tensor] = {}
+        rows: dict[tuple[int, ...], torch.Tensor] = {}
         texts = [tuple(text) for text in self.texts()]
         steps = None
         try:
             for text in sorted(set(texts), key=len):
-                known = text[:-1] if text[:-1] in caches else ()
-                caches[text] = repeated(caches[known], 1)
-                ids = torch.tensor([text[len(known) :]], device=device)
-                positions = torch.arange(len(known), len(text), device=device)[None]
-                found[text] = run_model(model, facts, caches[text], ids, positions)[0, -1].float().cpu()
+                prefix = text[:-1] if text[:-1] in caches else ()
+                caches[text] = repeated(caches[prefix], 1)
+                ids = torch.tensor([text[len(prefix) :]], device=device)
+                positions = torch.arange(len(prefix), len(text), device=device)[None]
+                rows[text] = run_model(model, facts, caches[text], ids, positions)[0, -1].float().cpu()
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            apart, why = torch.inf, first_line(error)
+            median, why = torch.inf, summary(error)
         else:
-            steps = torch.stack([found[text] for text in texts])
-            apart = float(distance(steps, passes).median())
-            why = f"they are {apart:.2g} away from causal passes"
-        explained = EXPLAINED[model.dtype in HALF]
-        # Passes that are not even like themselves, by dropout or NaN, say nothing of where the state is kept.
-        if steps is None or (apart > explained > float(distance(super().causal(model), passes).median())):
+            steps = torch.stack([rows[text] for text in texts])
+            median = float(distance(steps, passes).median())
+            why = f"their distance from causal passes is {median:.2g}"
+        rounding = ROUNDING[model.dtype in HALF_DTYPES]
+        # If two causal passes already differ (dropout, NaN), the distance says nothing about the state.
+        if steps is None or (median > rounding > float(distance(super().reference(model), passes).median())):
             raise NoSteps(
                 f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "
                 f"through one do not continue its text ({why}); use model.generate without custom_generate"

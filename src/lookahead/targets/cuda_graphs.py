@@ -1,21 +1,27 @@
-"""The step on a GPU: static cache, row buckets, one captured graph per bucket.
+"""The step on a GPU: one captured CUDA graph per bucket of rows, and whether a model's passes can be captured.
 
-At one row per step a model of 7B is a few hundred small kernels, and launching them from Python takes longer
-than they run. So the pass over a bucket of rows is captured once and replayed: all that changes from step to
-step (token ids, depths, ancestor bits, the live length) lies in one buffer of int32 that is copied to the
-device once per step, and one copy brings the argmaxes back. Rows up to the bucket's size are padded with
-rows that see the root alone; the cache is handed to attention whole, with its live length on the device.
+A pass of one row through a 7B model is a few hundred small kernels, and launching them from Python takes longer than
+running them. So the pass is captured once per bucket of rows and replayed. Everything that changes from step to step
+(the number of committed tokens, token ids, depths, ancestor bits) lies in one int32 buffer that is copied to the
+device once per step. A step of fewer rows than its bucket is padded with rows that see only the root. Attention gets
+the whole cache and reads the number of committed tokens on the device.
 
-A bucket's first step runs uncaptured, which sets up libraries and compiles kernels; its second is captured.
-Cache and graphs outlive their target: the next target of the same model takes them over, so that a short text
-does not pay for capturing anew. One such arena per model is kept while none is in use.
+Example, a step of 3 rows (root 7, its chain 9, 4) after T = 20 tokens in the bucket of 4:
 
-One sequence at a time is captured; several share an ordinary pass. On a CPU the same code runs without capture,
-which is how it is tested.
+    length | token ids | depths  | ancestor bits, one word per row
+    20     | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
+
+A bucket's first step runs uncaptured, because libraries are set up and kernels compiled in it; its second step is
+captured. Cache and graphs are kept in an arena that outlives its target: the next target of the same model takes it
+over, so a short text does not wait for captures. Each model keeps at most one arena that is not in use.
+
+Only steps of one sequence are captured; several sequences share an ordinary pass. On a CPU the same code runs without
+captures, for tests.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,27 +30,30 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..attention import get
 from ..attention.bits import pack_bits, word_count
-from ..core import Scores, TokenTree
+from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from .attention_hook import TreeAttention
-from .cache import Placement, TreeCache
-from .facts import ModelFacts, memory_errors
+from .equivalence import compare
+from .facts import ModelFacts, memory_errors, summary
+from .fingerprint import forget, remember
 from .logits import LogitsBatch, LogitsRows, best_tokens
 from .transformers import TransformersTarget, run_model
+from .tree_cache import Placement, TreeCache
 
-#: Rows of a captured pass. While weights are what a step reads, padding costs little.
+#: Rows of a captured pass. Padding costs little as long as reading the weights takes most of a step.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Tokens of a cache to begin with; where it grows, passes are captured anew.
+#: Tokens of a cache at first. When it grows, passes must be captured again.
 CAPACITY = 1024
 
 
 def bucket_of(rows: int) -> int | None:
-    """The smallest bucket that holds so many rows; None where none does."""
+    """The smallest bucket for ``rows`` rows; None if there is none."""
     return next((bucket for bucket in BUCKETS if bucket >= rows), None)
 
 
 def fill(buffer: torch.Tensor, tree: TokenTree, length: int, bucket: int) -> None:
-    """Write a step into a host buffer of ``buffer_size(bucket)`` int32: length, ids, depths, words."""
+    """Write a step into a host buffer of ``buffer_size(bucket)`` int32; the example above shows the layout."""
     missing = bucket - len(tree)
     head = [length, *tree.tokens, *([tree.tokens[0]] * missing), *tree.depths, *([0] * missing)]
     buffer[: len(head)] = torch.tensor(head, dtype=torch.int32)
@@ -52,16 +61,16 @@ def fill(buffer: torch.Tensor, tree: TokenTree, length: int, bucket: int) -> Non
 
 
 def buffer_size(bucket: int) -> int:
-    """Numbers that describe a step of so many rows."""
+    """Integers that describe a step of ``bucket`` rows."""
     return 1 + 2 * bucket + bucket * word_count(bucket)
 
 
 def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
-    """Why no pass of a model can be captured, known before any is tried; "" where nothing speaks against it."""
+    """Why no pass of a model can be captured, as far as is known before trying; "" if no reason is known."""
     name = type(model).__name__
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
-        return f"{name} is spread over {', '.join(sorted(devices))}, and a graph knows one device"
+        return f"{name} is spread over {', '.join(sorted(devices))}, and a graph runs on one device"
     if facts.alibi is not None or facts.rope_type:
         what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
         return f"{name} has {what}, which change from step to step"
@@ -71,7 +80,7 @@ def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
 
 
 class CapturedPass:
-    """The forward pass of one bucket in one slot, captured where there is a GPU."""
+    """The forward pass of one bucket in one slot; captured on a GPU."""
 
     def __init__(self, slot: int, bucket: int, device: torch.device) -> None:
         self.bucket = bucket
@@ -80,15 +89,15 @@ class CapturedPass:
         self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
         self.columns = torch.arange(bucket, device=device)
         self.slots = torch.tensor([[slot]], device=device)
-        self.seen = slice(slot, slot + 1)
+        self.read_slots = slice(slot, slot + 1)
         self.copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.graph: Any = None
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self, target: CudaGraphTarget, tree: TokenTree, length: int) -> LogitsBatch:
-        """The tree's logits (1, Q, V) and argmaxes (1, Q), in memory of their own."""
+        """The tree's logits (1, Q, V) and argmaxes (1, Q), in memory that the next step does not overwrite."""
         if self.copied is not None:
-            self.copied.synchronize()  # the last step's copy may still be under way where nobody read its logits
+            self.copied.synchronize()  # if nothing was read of the last step, its copy may still be running
         fill(self.host, tree, length, self.bucket)
         self.numbers.copy_(self.host, non_blocking=True)
         if self.copied is not None:
@@ -99,27 +108,26 @@ class CapturedPass:
             if self.graph is None:
                 self._capture(target)
             self.graph.replay()
-        # Cloned, because the next replay writes to the same place.
+        # Cloned, because the next replay overwrites the results.
         return LogitsBatch(*(result[:, : len(tree)].clone() for result in self.results))
 
     def _capture(self, target: CudaGraphTarget) -> None:
         self.graph, self.results = target.arena.capture(lambda: self.evaluate(target))
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything that is captured, from the numbers to the argmaxes: no host value is read or made here."""
+        """The part that is captured, from the buffer to the argmaxes. It reads and makes no value on the host."""
         rows, cache = self.bucket, target.cache
         length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
-        at = (length + self.columns)[None].long()
-        # Attention masks nothing of the cache: it is handed over whole, and its live length is read on the device.
-        cache.placement = Placement(self.slots, at, self.seen, cache.capacity)
-        with target.attention.within(target.model, length, words.view(1, rows, -1), depths[None]):
+        write_columns = (length + self.columns)[None].long()
+        cache.placement = Placement(self.slots, write_columns, self.read_slots, cache.capacity)
+        with target.attention.installed(target.model, length, words.view(1, rows, -1), depths[None]):
             positions = (length + depths)[None].long()
             logits = run_model(target.model, target.facts, cache, ids[None].long(), positions)
         return logits, best_tokens(logits)
 
 
 class Arena:
-    """What outlives a target: the cache, and the passes captured over it. Knows no model, so it keeps none."""
+    """What outlives a target: the cache and the passes captured over it. Holds no reference to the model."""
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
@@ -129,41 +137,41 @@ class Arena:
         self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Room in the cache; where that moves it, passes are captured anew."""
-        room = self.cache.slots, self.cache.capacity
+        """Ensure room in the cache. If the cache moves for it, captured passes are dropped."""
+        before = self.cache.slots, self.cache.capacity
         self.cache.reserve(slots, capacity)
-        if (self.cache.slots, self.cache.capacity) != room:
+        if (self.cache.slots, self.cache.capacity) != before:
             self.passes.clear()
-            if self.on_gpu:  # a pool must not be used again when all its graphs are gone
+            if self.on_gpu:  # a memory pool must not be used again after its last graph is gone
                 self.memory_pool = torch.cuda.graph_pool_handle()
 
     def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
-        """A graph, and where it writes its results."""
+        """Capture ``evaluate``. Returns the graph, and the tensors to which each replay writes its results."""
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # One stream for all captures: each new one would have a cuBLAS workspace of its own. Other threads may
-            # go on allocating; only this one is watched.
+            # One stream for all captures, because each stream gets a cuBLAS workspace of its own. Other threads may
+            # allocate during the capture.
             with torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"):
                 return graph, evaluate()
         finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
 
     def leave(self, idle: list[Arena]) -> None:
-        """For the next target of this attention; one is enough."""
+        """Leave the arena to the next target of this attention, unless one is there already."""
         if not idle:
             idle.append(self)
 
 
 class InArena(TransformersTarget):
-    """A target whose cache and captured passes outlive it: the next one of the same attention takes them over."""
+    """A target whose cache and captured passes outlive it: the next target of the same attention takes them over."""
 
     attention: TreeAttention
 
     def take_arena(
         self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
     ) -> TreeCache:
-        """The arena that the last target left, emptied, or a new one; its cache."""
-        # Memory that inference mode made could not be written outside of it, and it is to be used again.
+        """Take over the arena that an earlier target left, with an empty cache, or make one. Returns the cache."""
+        # Tensors made in inference mode cannot be written outside of it, and a later target may be outside.
         with torch.inference_mode(False):
             if attention.idle:
                 self.arena: Arena = attention.idle.pop()
@@ -180,7 +188,7 @@ class InArena(TransformersTarget):
 
     @contextmanager
     def in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Room for (slot, tokens) in the arena; inside, the model's GPU is the current one, where kernels start."""
+        """Ensure room for (slot, tokens) in the arena. Within the block the model's GPU is the current device."""
         device = self.model.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(False), self.attention.lock, current:
@@ -191,14 +199,14 @@ class InArena(TransformersTarget):
 
 
 class CudaGraphTarget(InArena):
-    """``TransformersTarget`` with captured passes and the tree attention. Same logits, up to the arithmetic.
+    """``TransformersTarget`` with captured passes and the tree attention. Its logits are the same up to rounding.
 
     Args:
         model: a causal language model.
-        facts: what is known of it.
-        attention: of this model as its weights are now: captured passes read them where they lie.
-        capacity: tokens per slot to begin with; when storage grows, passes are captured anew.
-        reason: one line that says why this path was taken.
+        facts: of the model.
+        attention: of this model with its weights where they are now: captured passes hold their addresses.
+        capacity: tokens per slot at first; when storage grows, passes are captured again.
+        reason: why this path was taken, in one line.
     """
 
     path = "cuda-graph"
@@ -216,13 +224,13 @@ class CudaGraphTarget(InArena):
 
     @property
     def passes(self) -> dict[tuple[int, int], CapturedPass]:
-        """By slot and bucket."""
+        """Captured passes by slot and bucket."""
         return self.arena.passes
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         rows = max(len(tree) for _, tree in trees)
         bucket = bucket_of(rows)
-        # Padding is written too, so the room is the bucket's.
+        # Padding rows are written too, so there must be room for the whole bucket.
         room = [(slot, self.lengths[slot] + (bucket or rows)) for slot, _ in trees]
         with self.in_arena(f"a step of {rows} rows for {len(trees)} sequences", room):
             if len(trees) > 1 or bucket is None:
@@ -238,8 +246,100 @@ class CudaGraphTarget(InArena):
     def _visibility(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
-        """Ancestor bits in place of a mask."""
-        live, words = torch.tensor(lengths), pack_bits([tree.ancestors for tree in trees], positions.shape[1])
-        rows = (live.int(), words, (positions - live[:, None]).int())
-        with self.attention.within(self.model, *(tensor.to(self.model.device) for tensor in rows)):
+        """Installs the tree attention, which reads ancestor bits, so the model gets no mask."""
+        committed = torch.tensor(lengths)
+        words = pack_bits([tree.ancestors for tree in trees], positions.shape[1])
+        arguments = (committed.int(), words, (positions - committed[:, None]).int())
+        with self.attention.installed(self.model, *(tensor.to(self.model.device) for tensor in arguments)):
             yield None
+
+
+def captured_attention(
+    model: PreTrainedModel, facts: ModelFacts, backend: str = "auto", warn: bool = False
+) -> tuple[TreeAttention | None, str]:
+    """The attention for ``CudaGraphTarget`` on this model.
+
+    Args:
+        model: a causal language model.
+        facts: from a probe with the mode "tree".
+        backend: of the attention; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
+        warn: if passes cannot be captured, warn once per model.
+
+    Returns:
+        the attention, or None if passes cannot be captured or compute other logits; and why, in one line.
+    """
+
+    def check() -> tuple[TreeAttention | None, str]:
+        attention, reason = _check_captures(model, facts, backend)
+        forget(model, "trial")
+        if attention is None and warn:
+            warnings.warn(
+                f"steps are not captured: {reason}; using the transformers path, with the same result",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return attention, reason
+
+    return remember(model, f"cuda-graph {backend}", check)
+
+
+def _check_captures(
+    model: PreTrainedModel, facts: ModelFacts, backend: str
+) -> tuple[TreeAttention | None, str]:
+    name = type(model).__name__
+    if why := uncapturable(model, facts):
+        return None, why
+    try:
+        attention = TreeAttention(model, get(backend, model.device))
+    except SettingsError as error:
+        return None, str(error)
+    try:
+        if reads := host_reads(CudaGraphTarget(model, facts, attention)):
+            return None, f"{name} reads values on the host in its pass ({reads})"
+        result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
+    except OutOfMemory:
+        raise
+    except Exception as error:  # a model or a compiler may fail in any way on a pass that it was not made for
+        if isinstance(error, torch.AcceleratorError):
+            torch.cuda.synchronize(model.device)  # raises if the device cannot be used any more
+        if attention.backend == "triton":
+            warnings.warn(
+                f"the attention kernel does not run here ({summary(error)}); using sdpa, with the same result",
+                RuntimeWarning,
+                stacklevel=7,
+            )
+            return _check_captures(model, facts, "sdpa")
+        return None, f"{name} cannot be captured ({summary(error)})"
+    if not result.ok:
+        return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
+    how = "captured passes" if model.device.type == "cuda" else "passes in buckets of rows, without capture"
+    where = f"{name} on {model.device.type}: {how}, attention by {attention.backend}"
+    return attention, f"{where} ({result.reason})"
+
+
+def host_reads(target: CudaGraphTarget) -> str:
+    """The first operation of a pass that reads a value on the host, which a graph cannot hold; "" if there is none,
+    and on a CPU.
+
+    To be called before anything is captured, because a failed capture leaves the device's random numbers unusable.
+    Every bucket is evaluated once before the check, so kernels are compiled, or fail to compile, before the first
+    text.
+    """
+    device = target.model.device
+    if device.type == "cpu":
+        return ""
+    before = torch.cuda.get_sync_debug_mode()
+    with target.in_arena("a step", [(0, BUCKETS[-1])]):
+        passes = [CapturedPass(0, bucket, device) for bucket in BUCKETS]
+        try:
+            for mode in (before, "error"):
+                torch.cuda.set_sync_debug_mode(mode)
+                for captured_pass in passes:
+                    captured_pass.evaluate(target)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return summary(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return ""

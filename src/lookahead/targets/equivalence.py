@@ -1,65 +1,242 @@
-"""Does a path compute what the model computes? One check for every path: tree steps, compiled and captured passes.
+"""Does a path compute what the model computes? One check for all paths: tree steps, compiled and captured passes.
 
-A path evaluates a fixed trial (two prompts, two token trees each with a commit between them, single rows), and each
-row of logits x is compared with the model's own causal pass over the same text. The distance is the relative L2
-distance, both sides centred, since softmax knows no constant:
+A path evaluates a fixed trial, and each row of its logits x is compared with a row r of the model's own causal pass
+over the same text. The error of a row is the relative L2 distance. Both rows are centred first, because softmax does
+not change when a constant is added to all logits:
 
     e(x, r) = |(x - mean x) - (r - mean r)| / |r - mean r|
 
-- float32, float64: r is the model's own pass, and e must stay below ``Trial.strict``.
-- bfloat16, float16: rounding alone makes e large, and how large differs by a factor of ten from row to row. So r is
-  the model evaluated in float32, and each row's e is divided by that of the model's own passes in the working dtype
-  over the same text: the path must be at most ``FACTOR`` times as far from float32 as the model itself in any row,
-  and ``FACTOR_OF_ALL`` times over all rows. Over all rows means both the root mean square and the geometric mean:
-  the one is raised by an error in some rows, the other by a small one in all of them, which the root mean square
-  does not show where a few rows of a text round ten times as much as the rest.
+- float32 and float64: r is the model's own pass, and e must stay below ``Trial.tolerance``.
+- bfloat16 and float16: rounding alone makes e large, and ten times larger in some rows than in others. So r comes
+  from the model evaluated in float32, and e is divided by the error of the model's own pass in its dtype, row by row.
+  In no row may the path be more than ``MAX_ROW_FACTOR`` times as far from float32 as the model itself, and over all
+  rows no more than ``MAX_MEAN_FACTOR`` times. Two means must hold: the root mean square shows a large error in some
+  rows, the geometric mean a small error in all of them, which a few rows with large rounding errors would hide.
 
-Beside it stands a negative control, through the same path: a tree in which two rows have one wrong ancestor and one
-row is one position off. These rows must stand out by ``MARGIN`` times the difference found, or the trial could not
-have shown such an error. Where a trial fails, others with longer prompts are run, and one that passes is enough: a
-router of experts that tips over in one text is no error of the path, an error of the path is in all.
+A negative control goes through the same path: a tree in which two rows have a wrong ancestor and one row is one
+position off. The errors of these rows must exceed the largest error of the correct rows by ``CONTROL_MARGIN``,
+or the trial could not have shown such a fault. A failed trial is repeated with other, longer prompts, and one success
+is enough: a router of experts may tip over by rounding in one text, while a faulty path fails in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..core import Target
-from .attention_hook import with_masks
+from ..core import Target, TokenTree
+from .attention_hook import mask_compatible_attention
 from .facts import PassFacts
 from .fingerprint import remember
-from .trial import LENGTHS, Trial
 
-#: Largest distance from float32 in 16 bits, in those of the model's own passes.
-FACTOR = 3.0
-#: The same for the means over all rows, which a wrong weight or kernel raises.
-FACTOR_OF_ALL = 1.5
-#: How far the control must stand out, in differences.
-MARGIN = 2.0
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Largest error of a row in 16 bits, as a multiple of the error of the model's own pass.
+MAX_ROW_FACTOR = 3.0
+#: The same for the means over all rows.
+MAX_MEAN_FACTOR = 1.5
+#: Smallest error of the negative control, as a multiple of the largest error of the correct rows.
+CONTROL_MARGIN = 2.0
 #: Dtypes that are judged by the model's own rounding error.
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+# ------------------------------------------------------------------------------------------------ the trial
+
+#: Prompt lengths of slots 0 and 1, for each trial.
+PROMPT_LENGTHS = ((6, 4), (9, 5), (14, 3))
+#: Sliding windows and chunks up to this size are exceeded by the first prompt of every trial.
+LONGEST_WINDOW = {"cpu": 128, "cuda": 8192}
+
+
+def trial_tree(token: int, vocabulary: int) -> TokenTree:
+    """A tree of eight rows whose branches leave at two depths, so that a row's column is not its position.
+
+    0 ─┬─ 1 ─┬─ 2 ── 3
+       │     └─ 6 ── 7
+       └─ 4 ── 5
+    """
+    ids = [(token * (i + 3) + 11 * i + 5) % vocabulary for i in range(9)]
+    return _tree(ids, vocabulary, [0, 1, 2, 0, 4, 1, 6])
+
+
+def _tree(ids: Sequence[int], vocabulary: int, parents: Sequence[int]) -> TokenTree:
+    tree = TokenTree(ids[0])
+    for row, parent in enumerate(parents, 1):
+        token = ids[row]
+        while tree.child(parent, token) is not None:
+            token = (token + 1) % vocabulary
+        tree.add(token, parent, needs_logits=True)
+    return tree
+
+
+def _control_tree(tree: TokenTree, vocabulary: int) -> TokenTree:
+    """The negative control: rows 5 and 7 have another parent of the same depth, row 3 is one position off."""
+    wrong = _tree(tree.tokens, vocabulary, [0, 1, 2, 0, 1, 1, 2])
+    wrong.tokens = list(tree.tokens)
+    wrong.depths[3] += 1
+    return wrong
+
+
+#: Rows of ``_control_tree`` with a wrong ancestor, and with a wrong position.
+WRONG_ANCESTOR, WRONG_POSITION = (5, 7), (3,)
+#: The path that a trial commits. Its last rows are neither adjacent nor in place.
+PATH = (0, 1, 6, 7)
+
+
+class Trial:
+    """Prompts and trees of one comparison.
+
+    There are two prompts, for each two trees with a commit after each, then two steps of a single row in slot 0.
+    Before the first tree its control tree is evaluated once.
+
+    Args:
+        facts: of the model.
+        number: of the trial; trials differ in tokens and prompt lengths.
+        device: type of the model's device.
+
+    Attributes:
+        name: under which the reference logits are remembered.
+        controls: rows of the control tree, by kind of fault.
+        tolerance: largest error in float32 and float64.
+    """
+
+    name = "trial"
+    controls: tuple[tuple[int, ...], ...] = (WRONG_ANCESTOR, WRONG_POSITION)
+    tolerance = 1e-3
+
+    def __init__(self, facts: PassFacts, number: int, device: str) -> None:
+        vocabulary = facts.vocabulary
+        self.vocabulary = vocabulary
+        generator = torch.Generator().manual_seed(number)
+        first, second = PROMPT_LENGTHS[number]
+        window = max(facts.kinds.sliding_window, facts.kinds.chunk)
+        longest = min(LONGEST_WINDOW.get(device, 8192), facts.max_positions - 16, facts.rope_boundary - 16)
+        if window <= longest:
+            first = max(first, window + 2)
+        low = min(3, vocabulary - 1)  # the first tokens of a vocabulary are often special
+        self.prompts = [
+            torch.randint(low, vocabulary, (n,), generator=generator).tolist() for n in (first, second)
+        ]
+        self.trees = [
+            [trial_tree(13 + 4 * number + 2 * turn + b, vocabulary) for b in (0, 1)] for turn in (0, 1)
+        ]
+        self.singles = [(17 + number) % vocabulary, (29 + number) % vocabulary]
+
+    def texts(self) -> list[list[int]]:
+        """The text up to and including each row, in the order of the rows of ``run``."""
+        prefixes = [list(prompt) for prompt in self.prompts]
+        texts = [list(prompt) for prompt in self.prompts]
+        for trees in self.trees:
+            for b, tree in enumerate(trees):
+                texts += [prefixes[b] + tree.path_tokens(node) for node in range(len(tree))]
+            prefixes = [
+                prefix + [tree.tokens[n] for n in PATH] for prefix, tree in zip(prefixes, trees, strict=True)
+            ]
+        return texts + [prefixes[0] + self.singles[: i + 1] for i in range(len(self.singles))]
+
+    def run(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        """Evaluate the trial on a fresh target.
+
+        Both sequences share the pass of the first trees; each of the second trees has a pass of its own.
+
+        Returns:
+            logits (rows, V) in the order of ``texts``, and those of slot 0's control tree, (8, V).
+        """
+        prompts = list(enumerate(self.prompts))
+        rows = [scores.row(0).float().cpu() for scores in target.prefill(prompts)]
+        control = _forward(target, [(0, _control_tree(self.trees[0][0], self.vocabulary))])
+        first, second = (list(enumerate(trees)) for trees in self.trees)
+        rows += _forward(target, first)
+        target.commit([(slot, PATH) for slot, _ in prompts])
+        rows += [row for pair in second for row in _forward(target, [pair])]
+        target.commit([(slot, PATH) for slot, _ in prompts])
+        for token in self.singles:
+            rows += _forward(target, [(0, TokenTree(token))])
+            target.commit([(0, [0])])
+        for slot, _ in prompts:
+            target.release(slot)
+        return torch.stack(rows), torch.stack(control)
+
+    def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
+        """Logits (rows, V) by the model's own causal passes: no cache and no mask; shorter texts are padded at their
+        end, where causal attention does not look.
+
+        Args:
+            in_two_passes: with other widths and batch sizes than the one pass, so with other rounding.
+        """
+        texts = [tuple(text) for text in self.texts()]
+        prefixes = {text[:end] for text in texts for end in range(len(text))}
+        longest = sorted(set(texts) - prefixes, key=lambda text: (len(text), text))
+        middle = len(longest) // 2
+        rows: dict[tuple[int, ...], torch.Tensor] = {}
+        for batch in [longest[:middle], longest[middle:]] if in_two_passes else [longest]:
+            width = max(map(len, batch))
+            ids = torch.tensor(
+                [text + text[-1:] * (width - len(text)) for text in batch], device=model.device
+            )
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
+            for text in texts:
+                for whole, of_whole in zip(batch, logits, strict=True):
+                    if whole[: len(text)] == text:
+                        rows[text] = of_whole[len(text) - 1].float().cpu()
+        return torch.stack([rows[text] for text in texts])
+
+
+def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.Tensor]:
+    rows = []
+    for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):
+        rows += [scores.row(node).float().cpu() for node in tree.needs_logits_nodes()]
+    return rows
+
+
+def bit_equal_rows(target: Target) -> tuple[int, int]:
+    """Compare the rows of a tree with steps of a single row over the same text, to the bit.
+
+    Returns:
+        (rows that are equal, rows). The target must have slot 0 free.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(
+        min(3, target.vocabulary - 1), target.vocabulary, (40,), generator=generator
+    ).tolist()
+    target.prefill([(0, prompt)])
+    tree = (
+        trial_tree(13, target.vocabulary) if target.depth_limit(0) >= 3 else TokenTree(13 % target.vocabulary)
+    )
+    rows, equal = _forward(target, [(0, tree)]), 0
+    target.release(0)
+    for node, row in enumerate(rows):
+        target.prefill([(0, prompt)])
+        for token in tree.path_tokens(node):
+            (single,) = _forward(target, [(0, TokenTree(token))])
+            target.commit([(0, [0])])
+        target.release(0)
+        equal += torch.equal(row, single)
+    return equal, len(rows)
+
+
+# ------------------------------------------------------------------------------------------ the comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """What a comparison found.
+    """The result of a comparison. Errors are relative L2 distances, in 16 bits divided by the model's own.
 
     Attributes:
         ok: the path may be used.
-        difference: of the worst row: in 16 bits the factor over the model's own error, else the relative L2
-            distance.
-        control: the same of the weaker of the two deliberate errors.
-        limit: what ``difference`` may be.
+        difference: the largest error of a row.
+        control: the error of the negative control, of its weaker fault.
+        limit: of ``difference``.
         noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
-        reason: the figures in words.
+        reason: these figures in words.
     """
 
     ok: bool
@@ -71,7 +248,7 @@ class Equivalence:
 
     @property
     def margin(self) -> float:
-        """How far the control stands out; ``MARGIN`` is asked for."""
+        """``control`` as a multiple of ``difference``; at least ``CONTROL_MARGIN`` is needed."""
         return self.control / max(self.difference, 1e-12)
 
 
@@ -85,30 +262,32 @@ def compare(
     """Compare a path with the model's own causal passes.
 
     Args:
-        make_target: a fresh target of the path, for each trial.
-        widened: the model is inside ``in_float32``, so it is judged as in float32.
-        kind: of trial.
+        make_target: makes a fresh target of the path; called once per trial.
+        widened: the model is inside ``in_float32`` and judged as in float32.
+        kind: of the trials.
 
     Raises:
         OutOfMemory: a pass did not fit. Other errors are those of the path.
     """
-    half = model.dtype in HALF and not widened
-    limit = FACTOR if half else kind.strict
-    for number in range(len(LENGTHS)):
+    half = model.dtype in HALF_DTYPES and not widened
+    limit = MAX_ROW_FACTOR if half else kind.tolerance
+    for number in range(len(PROMPT_LENGTHS)):
         trial = kind(facts, number, model.device.type)
         name = f"{kind.name} {number}{' widened' if widened else ''}"
-        with with_masks(model):
-            exact, own, noise = remember(model, name, partial(_reference, model, trial, half))
-        unit = torch.maximum(own, own.median())  # a row may be right by chance
-        found, wrong = trial.run(make_target())
-        apart = distance(found, exact)
-        errors = apart / unit
-        behind = slice(len(trial.prompts), len(trial.prompts) + len(wrong))
-        controls = distance(wrong, exact[behind]) / unit[behind]
-        control = min(float(controls[list(rows)].max()) for rows in kind.controls)
-        means = errors.square().mean().sqrt(), (apart / own).clamp(min=0.1).log().mean().exp()
-        difference, of_all = float(errors.max()), float(max(means))
-        ok = difference <= limit and control >= MARGIN * difference and (of_all <= FACTOR_OF_ALL or not half)
+        with mask_compatible_attention(model):
+            reference, own_errors, noise = remember(model, name, partial(_reference, model, trial, half))
+        unit = torch.maximum(own_errors, own_errors.median())  # a row may be right by chance
+        logits, control_logits = trial.run(make_target())
+        absolute = distance(logits, reference)
+        errors = absolute / unit
+        first_tree = slice(len(trial.prompts), len(trial.prompts) + len(control_logits))
+        control_errors = distance(control_logits, reference[first_tree]) / unit[first_tree]
+        control = min(float(control_errors[list(rows)].max()) for rows in kind.controls)
+        root_mean_square = errors.square().mean().sqrt()
+        geometric_mean = (absolute / own_errors).clamp(min=0.1).log().mean().exp()
+        difference, mean = float(errors.max()), float(max(root_mean_square, geometric_mean))
+        stands_out = control >= CONTROL_MARGIN * difference
+        ok = difference <= limit and stands_out and (mean <= MAX_MEAN_FACTOR or not half)
         if ok:
             break
     reason = f"difference {difference:.2g}, {limit:g} allowed"
@@ -116,75 +295,78 @@ def compare(
         dtype = str(model.dtype).removeprefix("torch.")
         reason = (
             f"difference {difference:.2g} times the model's own error of {noise:.1e} in {dtype}, {limit:g} allowed, "
-            f"{of_all:.2g} over all rows, {FACTOR_OF_ALL:g} allowed"
+            f"{mean:.2g} over all rows, {MAX_MEAN_FACTOR:g} allowed"
         )
     reason += f"; a wrong ancestor or position shows as {control:.2g}"
     return Equivalence(ok, difference, control, limit, noise, reason)
 
 
 def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A trial's right logits (rows, V), the model's own distance from them by row, and ``Equivalence.noise``."""
-    own = trial.causal(model)
+    """A trial's reference logits (rows, V), the model's own error by row (rows,), and ``Equivalence.noise``."""
+    own = trial.reference(model)
     if not half:
         return own, torch.ones(len(own), dtype=torch.float64), 0.0
-    other = trial.causal(model, halves=True)
+    other = trial.reference(model, in_two_passes=True)
     try:
         with in_float32(model):
-            exact = trial.causal(model)
+            exact = trial.reference(model)
         errors = torch.maximum(distance(own, exact), distance(other, exact))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # Quantised weights, say: what is left is how far two right evaluations are apart.
+        # The weights cannot be widened, quantised ones for example. Two evaluations of the model estimate its error.
         exact, errors = own, 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
     noise = float(errors.square().mean().sqrt())
     return exact, errors.clamp(min=max(1e-6, 0.1 * float(errors.median()))), noise
 
 
-def distance(rows: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """e of each row, (rows,) float64; infinite where a logit is NaN."""
-    apart, size = (rows - exact).double(), exact.double()
-    apart, size = (x - x.mean(dim=-1, keepdim=True) for x in (apart, size))
-    found: torch.Tensor = apart.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-30)
-    return found.nan_to_num(nan=torch.inf)
+def distance(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """e(x, r) of each row, (rows,) float64; infinite for a row with NaN. Both arguments are (rows, V)."""
+    difference, size = (rows - reference).double(), reference.double()
+    difference, size = (x - x.mean(dim=-1, keepdim=True) for x in (difference, size))
+    errors: torch.Tensor = difference.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-30)
+    return errors.nan_to_num(nan=torch.inf)
 
 
-def differ(found: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """What is wrong where two evaluations of one row of logits, (V,) each, cannot both be right; "" where they can.
+def differ(equivalence: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """Whether two evaluations of one row of logits, (V,) each, differ by more than rounding.
 
-    Each may be as far from float32 as ``compare`` allows a path, so they may be twice that apart.
+    Each may be as far from float32 as ``compare`` allows a path to be, so the two may be twice that apart.
 
     Args:
-        found: what ``compare`` found of the model; None allows what float32 does.
+        equivalence: the result of ``compare`` for the model; None allows what float32 allows.
+
+    Returns:
+        "" if the difference is within the limit, else both figures in words.
     """
-    noise = found.noise if found is not None else 0.0
-    limit = 2 * max(Trial.strict, FACTOR * noise)
-    apart = float(distance(theirs.to(ours), ours.double()))
-    return "" if apart <= limit else f"relative distance {apart:.2g}, {limit:.2g} is allowed"
+    noise = equivalence.noise if equivalence is not None else 0.0
+    limit = 2 * max(Trial.tolerance, MAX_ROW_FACTOR * noise)
+    error = float(distance(theirs.to(ours), ours.double()))
+    return "" if error <= limit else f"relative distance {error:.2g}, {limit:.2g} is allowed"
 
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes with its own weights in float32, without a second copy of it. One thread at a time.
+    """Evaluate a 16-bit model with its own weights in float32, without a second copy of it. For one thread at a time.
 
-    Each module's weights are widened for the length of its own call and then dropped. Embeddings look up in their
-    own dtype, and the rows are widened after.
+    Each module's weights are widened for the length of its own call. Embeddings look rows up in their own dtype and
+    widen the result.
     """
-    narrow: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
 
     def widen(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        narrow.append((module, dict(module._parameters)))
-        for name, weight in narrow[-1][1].items():
-            if weight is not None and weight.dtype in HALF:
+        saved.append((module, dict(module._parameters)))
+        for name, weight in saved[-1][1].items():
+            if weight is not None and weight.dtype in HALF_DTYPES:
                 module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
         return tuple(map(_float, args)), {name: _float(value) for name, value in named.items()}
 
     def restore(module: nn.Module, args: Any, output: Any) -> None:
         # Modules return in the reverse order of their calls.
-        module._parameters.update(narrow.pop()[1])
+        module._parameters.update(saved.pop()[1])
 
     with ExitStack() as hooks:
-        # Where a call raised: last of all, and the outermost module last.
-        hooks.callback(lambda: [module._parameters.update(weights) for module, weights in reversed(narrow)])
+        # If a call raises, its modules are still widened: restore them when all hooks are gone, outermost last.
+        hooks.callback(lambda: [module._parameters.update(weights) for module, weights in reversed(saved)])
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 hooks.enter_context(module.register_forward_hook(lambda module, args, output: _float(output)))
@@ -195,9 +377,4 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def _float(value: Any) -> Any:
-    return value.float() if torch.is_tensor(value) and value.dtype in HALF else value
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and first line, for a reason in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return value.float() if torch.is_tensor(value) and value.dtype in HALF_DTYPES else value

@@ -1,18 +1,28 @@
 """Exact mode: the same bits with and without drafting, in any dtype, on any model whose operations allow it.
 
-What rounding depends on is the shape of an operation and the place of a row in it. So every step, those of plain
-decoding too, is evaluated in passes of one number of rows R, whatever trees and sequences its rows come from; and
-attention is cut by absolute positions (``lookahead.attention.exact``). What is left is a property of the operations
-at hand: that a row's result depends neither on its place among the R nor on what the others hold. A certificate
-(``targets.certificate``) checks that when a model is first used so, and exact mode is refused where it fails.
+The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, of plain
+decoding too, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
+attention is divided by absolute positions (``lookahead.attention.exact``). One condition remains, and it is a
+property of the operations: the result of a row must depend neither on its index among the R rows nor on the other
+rows. A certificate (``targets.certificate``) checks this when a model is first used in exact mode, and exact mode is
+refused if it fails. Example with R = 4, two sequences whose trees have 3 and 2 rows:
 
-Prompts go the model's own way, each alone and in one pass, with and without drafting alike.
+    pass 1:  a0  a1  a2  b0      plain decoding evaluates the same tokens in passes such as
+    pass 2:  b1  (b1 b1 b1)      a0 (a0 a0 a0): rows in parentheses are copies of the first row
+
+Prompts are evaluated by the model's own passes, each alone and in one pass, with and without drafting.
+
+On a GPU the passes are captured, and one graph serves every step: all that changes lies in one buffer. With the
+kernel there is one graph. With torch's operations, the slots and pages that attention reads are part of a graph, so
+their numbers are rounded up to powers of two; a page of which a row sees nothing does not change the row's bits.
+Texts are made from replays only; results of the warm-up before a capture are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +31,16 @@ from transformers import PreTrainedModel
 from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import Scores, TokenTree
 from .attention_hook import TreeAttention, implementation
-from .cache import Placement, TreeCache
+from .cuda_graphs import CAPACITY, InArena
 from .facts import ModelFacts, memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model
+from .tree_cache import Placement, TreeCache
 
-#: R by the device's type. Fixed, and not by measured times, so that one machine gives one text.
+#: R by type of device. A constant, not a measured optimum, so that a machine always gives the same text.
 ROWS = {"cpu": 16, "cuda": 64}
 
-#: A row of a pass: slot, token, position, own column, columns of its path from the root on, committed tokens.
+#: A row of a pass: slot, token, position, its column, the columns of its path from the root on, committed tokens T.
 Row = tuple[int, int, int, int, list[int], int]
 
 
@@ -38,14 +49,14 @@ class ExactTarget(TransformersTarget):
 
     Args:
         model: a causal language model whose certificate holds.
-        facts: what is known of it.
-        attention: that calls ``lookahead.attention.exact.attend``.
-        capacity: tokens per slot to begin with.
-        reason: one line that says why this path was taken.
-        cache: to use in place of a new one.
+        facts: of the model.
+        attention: with the function ``lookahead.attention.exact.attend`` or its kernel.
+        capacity: tokens per slot at first.
+        reason: why this path was taken, in one line.
+        cache: to use instead of a new one.
 
     Attributes:
-        rows: R, of every pass.
+        rows: R, the rows of every pass.
     """
 
     path = "exact"
@@ -64,11 +75,12 @@ class ExactTarget(TransformersTarget):
         self.rows = ROWS.get(model.device.type, ROWS["cuda"])
 
     def depth_limit(self, slot: int) -> int:
-        """``DEPTH`` at most, so that the keys below B(p) are committed ones."""
+        """At most ``DEPTH``, so that all keys below B(p) are committed."""
         return min(DEPTH, super().depth_limit(slot))
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Passes of R rows until all rows of all trees are done: a row's ancestors stand before it."""
+        """Evaluate all rows of all trees in passes of R rows. Ancestors come before their descendants, so they are in
+        the same pass or an earlier one."""
         self._check_rope(trees)
         rows: list[Row] = []
         for slot, tree in trees:
@@ -84,12 +96,13 @@ class ExactTarget(TransformersTarget):
             logits = torch.cat([self._evaluate(rows[start : start + self.rows]) for start in starts])
         scores: list[Scores] = []
         for _, tree in trees:
-            mine, logits = logits[: len(tree)], logits[len(tree) :]
-            scores.append(LogitsRows(LogitsBatch(mine[None]), 0))
+            of_tree, logits = logits[: len(tree)], logits[len(tree) :]
+            scores.append(LogitsRows(LogitsBatch(of_tree[None]), 0))
         return scores
 
     def _evaluate(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits (n, V) of at most R rows. The others are copies of the first, to the place where they write."""
+        """Logits (n, V) of n <= R rows. The pass is filled up with copies of the first row, which also write to its
+        column."""
         numbers = np.zeros((self.rows, 5 + WINDOW), np.int64)
         pages: dict[int, int] = {}
         for r, (slot, token, position, column, path, length) in enumerate(rows):
@@ -103,20 +116,80 @@ class ExactTarget(TransformersTarget):
         return self._run(torch.from_numpy(numbers), sorted(pages.items()))[: len(rows)]
 
     def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        """Logits (R, V) of a pass."""
+        """Logits (R, V) of a pass, from its rows (R, 5 + WINDOW) and the (slot, number of pages) below them."""
         return self.evaluate(numbers.to(self.model.device), pages)
 
-    def evaluate(self, there: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        """Everything that may be captured: from the numbers (R, 5 + WINDOW) on the device to the logits (R, V)."""
-        ids, positions, slots, columns, counts = there[:, :5].T.contiguous()
+    def evaluate(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        """The part that can be captured: from the rows (R, 5 + WINDOW) on the device to the logits (R, V)."""
+        ids, positions, slots, columns, counts = numbers[:, :5].T.contiguous()
         self.cache.placement = Placement(slots[None], columns[None], slice(None), self.cache.capacity)
-        given = (slots, positions, counts, there[:, 5:], pages)
-        with self.attention.within(self.model, *given), _experts_row_by_row(self.model):
+        arguments = (slots, positions, counts, numbers[:, 5:], pages)
+        with self.attention.installed(self.model, *arguments), _experts_row_by_row(self.model):
             logits = run_model(self.model, self.facts, self.cache, ids[None], positions[None])
         return logits[0]
 
 
 def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, a mixture of experts evaluates each row by itself; otherwise rows of one expert share a product."""
+    """Within the block a mixture of experts evaluates each row by itself; otherwise rows of one expert share a matrix
+    product, whose shape then depends on the other rows."""
     mixture = model._can_set_experts_implementation()
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
+
+
+class CapturedExactTarget(InArena, ExactTarget):
+    """``ExactTarget`` with captured passes, and the same arguments."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts,
+        attention: TreeAttention,
+        capacity: int = CAPACITY,
+        reason: str = "",
+    ) -> None:
+        capacity = -(-max(capacity, CAPACITY) // PAGE) * PAGE
+        cache = self.take_arena(model, facts, attention, capacity)
+        ExactTarget.__init__(self, model, facts, attention, capacity, reason, cache)
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
+        room = [(slot, self.lengths[slot] + len(tree)) for slot, tree in trees]
+        with self.in_arena(f"a step for {len(trees)} sequences", room):
+            return super().forward(trees)
+
+    def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
+        if (
+            self.attention.backend == "exact_triton"
+        ):  # the kernel reads positions on the device and needs no pages
+            pages = []
+        if count := max((number for _, number in pages), default=0):
+            count = min(1 << (count - 1).bit_length(), self.cache.capacity // PAGE)
+        last = max((slot for slot, number in pages if number), default=0)
+        key = (min(1 << last.bit_length(), self.cache.slots), count)
+        with self.in_arena("a pass", ()):
+            if key not in self.arena.passes:
+                self.arena.passes[key] = _CapturedPass(self, numbers, *key)
+            captured: _CapturedPass = self.arena.passes[key]
+            captured.numbers.copy_(numbers)
+            captured.graph.replay()
+            logits: torch.Tensor = captured.logits.clone()  # the next replay overwrites them
+            return logits
+
+
+class _CapturedPass:
+    """A captured pass whose attention reads ``count`` pages of each of the first ``slots`` slots."""
+
+    def __init__(self, target: CapturedExactTarget, numbers: torch.Tensor, slots: int, count: int) -> None:
+        self.numbers = numbers.to(target.model.device, copy=True)
+        pages = [(slot, count) for slot in range(slots if count else 0)]
+        target.evaluate(self.numbers, pages)  # libraries are set up in the first pass
+        # A failed capture would leave the device's random numbers unusable, so the first pass is checked before.
+        if not target.attention.checked_for_host_reads:
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                target.evaluate(self.numbers, pages)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+            target.attention.checked_for_host_reads = True
+        captured: Any = target.arena.capture(lambda: target.evaluate(self.numbers, pages))
+        self.graph, self.logits = captured

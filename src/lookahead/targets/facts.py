@@ -1,35 +1,56 @@
-"""What every target must know of a model, found once; and the one translation of an allocator's failure."""
+"""What targets need to know of a model, read once; and how errors of a pass are reported."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory
+from ..core.errors import first_line
 from .masks import AlibiBias, LayerKinds
 
-#: More positions than any text has: the limit of a model that has none.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Maximum positions of a model without a limit: more than any text has.
 NO_LIMIT = 1 << 30
 
 
-class PassFacts:
-    """What any pass of a model needs.
+class Limits:
+    """What the library must know of any model to decode with it.
 
     Attributes:
         config: the text config.
         vocabulary: V, columns of the logits.
         max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
-        cache_name: of the cache among the arguments of ``forward``.
-        takes_positions, takes_rows: whether ``forward`` has ``position_ids``, ``logits_to_keep``.
-        kinds: of its attention layers.
         rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
             changes; ("", ``NO_LIMIT``) if none.
-        rotary: is told of every pass's positions.
+    """
+
+    config: Any
+    vocabulary: int
+    max_positions: int
+    rope_type: str = ""
+    rope_boundary: int = NO_LIMIT
+
+
+class PassFacts(Limits):
+    """What any forward pass of a model needs.
+
+    Attributes:
+        config: the text config.
+        vocabulary: V, the columns of the logits.
+        max_positions: positions that the model was made for; ``NO_LIMIT`` without a limit.
+        cache_name: of the cache among the arguments of ``forward``.
+        accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
+        kinds: of its attention layers.
+        rope_type, rope_boundary: the rotary type whose frequencies depend on the length of the text, and the
+            position at which they change; ("", ``NO_LIMIT``) if they do not.
+        rotary: to be called before every pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,18 +59,19 @@ class PassFacts:
         self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or NO_LIMIT)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self.takes_positions = "position_ids" in parameters
-        self.takes_rows = "logits_to_keep" in parameters
+        self.accepts_position_ids = "position_ids" in parameters
+        self.accepts_logits_to_keep = "logits_to_keep" in parameters
         self.kinds = LayerKinds.of(self.config)
         self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.rotary = RotaryReset(model)
 
 
 class ModelFacts(PassFacts):
-    """What token trees need besides.
+    """What token trees need in addition.
 
     Attributes:
-        shapes: per layer (key heads, key head size, value head size), None where a layer keeps nothing.
+        alibi: the bias of an ALiBi model, or None.
+        shapes: per layer (key heads, key head size, value head size); None for a layer without keys and values.
         dtype: of keys, values and masks.
     """
 
@@ -58,7 +80,9 @@ class ModelFacts(PassFacts):
         self.alibi = AlibiBias.of(model, self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
-        # Keys and values of one token, through the model's own cache.
+        # The model's own cache shows the shapes once it holds one token.
+        from transformers import DynamicCache
+
         cache = DynamicCache(config=self.config)
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
@@ -73,8 +97,8 @@ class ModelFacts(PassFacts):
 
 def _rope_boundary(config: Any) -> tuple[str, int]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    for entry in several:
+    by_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in by_layer_kind or [parameters]:
         kind = entry.get("rope_type") or entry.get("type") or ""
         if kind == "dynamic":
             return kind, int(config.max_position_embeddings)
@@ -86,36 +110,38 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
 
 
 class RotaryReset:
-    """Rotary frequencies that depend on the length of a text alone, where a model keeps those of an earlier one.
+    """Makes rotary frequencies depend on the current text only.
 
-    With dynamic NTK scaling transformers computes frequencies anew for each length that is longer than all before,
-    and takes the first ones again only for a text shorter than the trained length. In between, a text would be
-    decoded with the frequencies of whatever was decoded before it.
+    With dynamic NTK scaling transformers computes new frequencies for each length greater than all before, and
+    returns to the original ones only for a text shorter than the trained length. A text of a length in between would
+    be decoded with frequencies left by an earlier text.
 
     Args:
-        model: any; without such scaling there is nothing to do.
+        model: any; a model without such scaling needs no reset.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: list[Any] = [
-            one for one in model.modules() if "dynamic" in str(getattr(one, "rope_type", ""))
+            module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", ""))
         ]
 
     def before(self, positions: torch.Tensor) -> None:
-        """Called before a pass over rows at these positions."""
+        """Reset the frequencies if needed. To be called before a pass over rows at these positions."""
         for module in self._modules:
             length = int(positions.max()) + 1
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 if getattr(module, name) > max(length, module.original_max_seq_len):
-                    kind = name.removesuffix("max_seq_len_cached")  # of a layer, where kinds have their own
-                    first = getattr(module, f"{kind}original_inv_freq").to(getattr(module, f"{kind}inv_freq"))
-                    module.register_buffer(f"{kind}inv_freq", first, persistent=False)
+                    # Models with several kinds of layers have frequencies for each, named with the kind as prefix.
+                    prefix = name.removesuffix("max_seq_len_cached")
+                    original = getattr(module, f"{prefix}original_inv_freq")
+                    original = original.to(getattr(module, f"{prefix}inv_freq"))
+                    module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
                     setattr(module, name, module.original_max_seq_len)
 
 
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
-    """Turn an allocator's failure into ``OutOfMemory``, which the decoding loop knows how to answer.
+    """Raise an allocator's failure as ``OutOfMemory``, to which the decoding loop answers with fewer rows.
 
     Args:
         what: what did not fit, for the message.
@@ -124,10 +150,15 @@ def memory_errors(what: str) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         text = str(error).lower()
-        named = "can't allocate memory" in text or "out of memory" in text
-        if isinstance(error, OutOfMemory) or not (named or isinstance(error, MemoryError)):
+        from_allocator = "can't allocate memory" in text or "out of memory" in text
+        if isinstance(error, OutOfMemory) or not (from_allocator or isinstance(error, MemoryError)):
             raise
         raise OutOfMemory(
             f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "
             "a smaller dtype, or a smaller (W, N, G)"
         ) from error
+
+
+def summary(error: BaseException) -> str:
+    """An error's type and first line, for a reason of one line."""
+    return f"{type(error).__name__}: {first_line(error, 160)}"

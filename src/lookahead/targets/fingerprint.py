@@ -1,68 +1,85 @@
-"""What is found out of a model once, and what can be seen cheaply of a change to it: where its weights lie, who wrote
-to them, and who is called.
+"""What was found out about a model, remembered until the model changes.
 
-Numbers written behind torch's back, by ``weight.data += delta`` or through another view of the memory, leave no
-trace; ``lookahead.refresh`` is for these.
+``fingerprint`` sees cheaply where weights lie, who wrote to them, and which functions are called. It does not see
+numbers written without torch's knowledge, by ``weight.data += delta`` or through another view of the memory;
+``lookahead.refresh`` is for these.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-PLAIN = frozenset((bool, int, float, str, type(None)))
-_Found = TypeVar("_Found")
-_memo: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+#: Types of module attributes that are compared by value.
+PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+_Result = TypeVar("_Result")
+#: model -> name -> (fingerprint, result)
+_remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-def remember(model: nn.Module, name: str, find: Callable[[], _Found]) -> _Found:
-    """What ``find`` returns, found once per model and name until a change of the model is seen."""
-    known, key = _memo.setdefault(model, {}), fingerprint(model)
-    if name not in known or known[name][0] != key:
-        known[name] = key, find()
-    found: _Found = known[name][1]
-    return found
+def remember(model: nn.Module, name: str, compute: Callable[[], _Result]) -> _Result:
+    """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
+    results, key = _remembered.setdefault(model, {}), fingerprint(model)
+    if name not in results or results[name][0] != key:
+        results[name] = key, compute()
+    result: _Result = results[name][1]
+    return result
 
 
-def forget(model: nn.Module, names: str = "") -> None:
-    """Drop what is remembered of a model; with ``names`` only what begins so."""
-    known = _memo.get(model, {})
-    for name in [name for name in known if name.startswith(names)]:
-        del known[name]
+def forget(model: nn.Module, prefix: str = "") -> None:
+    """Drop what is remembered of a model under names that begin with ``prefix``."""
+    results = _remembered.get(model, {})
+    for name in [name for name in results if name.startswith(prefix)]:
+        del results[name]
+
+
+#: Where transformers' hooks on layers come from that capture hidden states and attentions. They stay on a model after
+#: ``output_hidden_states`` or ``output_attentions`` and do nothing unless a call asks for these again.
+CAPTURING = "transformers.utils.output_capturing"
+INSTALLED = "_output_capturing_hooks_installed"
+
+
+def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """Hooks that may change or read what a module computes; those that transformers leaves behind do not count."""
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != CAPTURING]
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     """Changes when a weight or buffer is replaced or written, or a module, method, hook, attribute or setting is.
 
-    Setting names that begin with "_" are transformers' own; which attention is taken is looked at apart.
+    Settings whose names begin with "_" belong to transformers; of these only the attention implementation counts.
     """
-    found: list[Any] = [
+    if not isinstance(model, nn.Module):  # packed weights, which nobody else can reach
+        return (id(model),)
+    parts: list[Any] = [
         *map(id, _global_forward_hooks.values()),
         *map(id, _global_forward_pre_hooks.values()),
     ]
     config = getattr(model, "config", None)
     if config is not None:
-        text = config.get_text_config(decoder=True)
-        for settings in {id(config): config, id(text): text}.values():
-            found.append(repr([item for item in vars(settings).items() if item[0][:1] != "_"]))
-        found.append(getattr(config, "_attn_implementation", None))
+        text_config = config.get_text_config(decoder=True)
+        for settings in {id(config): config, id(text_config): text_config}.values():
+            parts.append(repr([item for item in vars(settings).items() if item[0][:1] != "_"]))
+        parts.append(getattr(config, "_attn_implementation", None))
     for module in model.modules():
         attributes = vars(module)
-        found += (
+        parts += (
             id(module),
             type(module).forward,
-            id(attributes.get("forward")),  # not itself, which may hold the model
-            *map(id, module._forward_hooks.values()),
+            id(attributes.get("forward")),  # its id: a bound method would keep the model alive
+            *map(id, active_hooks(module._forward_hooks)),
             None,
-            *map(id, module._forward_pre_hooks.values()),
+            *map(id, active_hooks(module._forward_pre_hooks)),
         )
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 version = 0 if tensor.is_inference() else tensor._version
-                found += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
-        found += [value for value in attributes.values() if type(value) in PLAIN]
-    return tuple(found)
+                parts += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
+        parts += [
+            value for name, value in attributes.items() if type(value) in PLAIN_TYPES and name != INSTALLED
+        ]
+    return tuple(parts)

@@ -1,4 +1,4 @@
-"""Logits of one forward pass, read by node."""
+"""The logits of one forward pass, read by node."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .top import top_of_rows
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit of every row, the first of equals; -1 where a logit is NaN."""
+    """Per row the token with the largest logit, the lowest of equals; -1 if a logit is NaN."""
     values, tokens = logits.max(dim=-1)
-    return tokens.masked_fill(values.isnan(), -1)  # NaN wins every max
+    return tokens.masked_fill(values.isnan(), -1)  # the maximum of numbers and NaN is NaN
 
 
 class LogitsBatch:
-    """Logits (B, R, V) of the rows that need them; what is asked of them comes to the host in one copy.
+    """The logits of a pass. The argmaxes of all rows come to the host in one copy, and so do the k best tokens.
 
     Args:
-        tokens: ``best_tokens`` of them (B, R), where these are known.
+        logits: (B, R, V), of the rows that need logits.
+        tokens: their ``best_tokens`` (B, R), if known.
     """
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
@@ -32,7 +33,8 @@ class LogitsBatch:
         self._top: tuple[np.ndarray, np.ndarray] | None = None
 
     def best(self, b: int, r: int) -> int:
-        """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
+        """The token with the largest logit in row r of sequence b, the lowest of equals. Raises NumericalError on
+        NaN."""
         if self._best is None:
             self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
         token = self._best[b][r]
@@ -44,7 +46,7 @@ class LogitsBatch:
         return token
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k best tokens of every row and their log-odds against the best, both (B, R, min(k, V))."""
+        """The k best tokens of every row and their logits minus the row's largest, both (B, R, min(k, V))."""
         if self._top is None or self._top[0].shape[-1] < k:
             logits = self.logits.detach()
             batch, rows, vocabulary = logits.shape
@@ -53,9 +55,9 @@ class LogitsBatch:
                 ids, odds = top_of_rows(logits.reshape(batch * rows, vocabulary), k)
             else:
                 values, tokens = logits.topk(k, dim=-1)
-                # Token ids are whole only up to 2 ** 24 as floats, so they travel as bits.
-                odds_there = values.float() - values[..., :1].float()
-                packed = torch.stack((tokens.int().view(torch.float32), odds_there)).cpu().numpy()
+                # One copy for both. float32 holds integers up to 2 ** 24 only, so the ids keep their bits.
+                log_odds = values.float() - values[..., :1].float()
+                packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
                 ids, odds = packed[0].view(np.int32), packed[1]
             self._top = ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
         ids, odds = self._top
@@ -63,12 +65,12 @@ class LogitsBatch:
 
 
 class LogitsRows:
-    """One sequence's share of a ``LogitsBatch``; fulfils ``lookahead.core.Scores``.
+    """The logits of one sequence in a ``LogitsBatch``. Fulfils ``lookahead.core.Scores``.
 
     Args:
-        batch: the pass.
-        b: which sequence.
-        nodes: node of each logits row, in order; None where row r is node r.
+        batch: logits of the pass.
+        b: index of the sequence.
+        nodes: the node of each row of logits; None if row r is node r.
     """
 
     def __init__(self, batch: LogitsBatch, b: int, nodes: Sequence[int] | None = None) -> None:
@@ -84,7 +86,7 @@ class LogitsRows:
         return self._batch.logits[self._b, node if self._row is None else self._row[node]]
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        """Tokens and log-odds of the k best, both (n, k), as numpy arrays; one host copy for the pass."""
+        """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""
         ids, odds = self._batch.top(k)
         rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]
         return ids[self._b, rows], odds[self._b, rows]

@@ -1,6 +1,30 @@
-"""From token trees to what a transformers model wants: token ids, positions and additive 4-D masks.
+"""Token trees as inputs of transformers models: token ids, positions and additive 4-D masks.
 
-A bool 4-D mask is silently added to the scores by eager attention, so masks are always additive floats.
+A row sees the committed prefix, its ancestors and itself, and its position is T + depth. Example: a step with W = 3,
+N = 3 and G = 1 after T committed tokens. The window has N - 1 = 2 levels: level 0 is the root r and the chain a1 a2
+below it, and each row of level 1 (b0 b1 b2) hangs below the row of its column. The candidate is the chain c0 c1:
+
+    r ─┬─ a1 ─┬─ a2 ── b2
+       │      └─ b1
+       ├─ b0
+       └─ c0 ── c1
+
+    row      r  a1 a2 b0 b1 b2 c0 c1
+    column   0  1  2  3  4  5  6  7     in the cache: T + column
+    depth    0  1  2  1  2  3  1  2     position: T + depth
+
+    r        #  .  .  .  .  .  .  .     #: the row on the left sees this row (mask 0)
+    a1       #  #  .  .  .  .  .  .     .: it does not (mask: the dtype's lowest number)
+    a2       #  #  #  .  .  .  .  .     All rows see columns 0 to T - 1, the committed prefix.
+    b0       #  .  .  #  .  .  .  .
+    b1       #  #  .  .  #  .  .  .
+    b2       #  #  #  .  .  #  .  .
+    c0       #  .  .  .  .  .  #  .
+    c1       #  .  .  .  .  .  #  #
+
+(``tests/test_targets.py`` compares this drawing with the mask.) A row's column is not its position, so sliding
+windows, chunks and position biases must use positions. Masks are additive floats, because eager attention adds a bool
+4-D mask to the scores without a warning.
 """
 
 from __future__ import annotations
@@ -22,11 +46,11 @@ from ..core import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
-    """Which attention patterns a model's layers use; a model of several takes a mask for each by name.
+    """The attention patterns of a model's layers. A model with several expects one mask per kind, by name.
 
     Attributes:
-        kinds: names as in ``config.layer_types``; one entry where all layers are alike.
-        sliding_window: keys seen by sliding layers, own row included; 0 for none.
+        kinds: names as in ``config.layer_types``; one entry if all layers are alike.
+        sliding_window: keys that a row of a sliding layer sees, itself included; 0 for no limit.
         chunk: size of attention chunks; 0 for none.
     """
 
@@ -36,7 +60,7 @@ class LayerKinds:
 
     @classmethod
     def of(cls, config: Any) -> LayerKinds:
-        """Read them from a text config."""
+        """The kinds of a text config."""
         window = getattr(config, "sliding_window", None) or 0
         chunk = getattr(config, "attention_chunk_size", None) or 0
         kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
@@ -44,7 +68,7 @@ class LayerKinds:
 
 
 def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> tuple[Any, Any]:
-    """Token ids and positions, both (B, Q); short trees are padded with copies of their root."""
+    """Token ids and positions of ``rows`` rows, both (B, Q); smaller trees are padded with copies of their root."""
     ids, positions = [], []
     for tree, length in zip(trees, lengths, strict=True):
         missing = rows - len(tree)
@@ -59,7 +83,10 @@ def tree_bits(trees: Sequence[TokenTree], rows: int) -> torch.Tensor:
 
 
 def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """(B, longest prefix + Q): the logical position of every cache column; columns past the rows count as far off."""
+    """The position of the token in every cache column, (B, longest prefix + Q).
+
+    Columns behind a sequence's rows hold no token; they get position 0. The mask hides them.
+    """
     rows = positions.shape[1]
     result = torch.arange(max(lengths) + rows).repeat(len(lengths), 1)
     for b, length in enumerate(lengths):
@@ -76,9 +103,9 @@ def attention_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of them by layer kind.
+    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such by layer kind.
 
-    0 where a row sees a key (the committed prefix, its ancestors, itself), the dtype's lowest number elsewhere.
+    It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
     """
     rows, query = positions.shape[1], positions[:, :, None]
     keys = key_positions(positions, lengths)[:, None]
@@ -101,15 +128,14 @@ def attention_masks(
 
 @dataclass(frozen=True, slots=True)
 class AlibiBias:
-    """ALiBi models (Bloom, Falcon, MPT): the bias from logical positions.
+    """The attention bias of ALiBi models (Bloom, Falcon, MPT), by position.
 
-    These models number keys by their place in the cache. In a tree step a row's place is not its position, so for
-    the length of one pass the blocks' own bias is replaced by the same values taken at logical positions, by module
-    pre-hooks.
+    These models count keys by cache column, and in a tree step a row's column is not its position. During a pass,
+    module pre-hooks replace the bias of each block by the values at the keys' positions.
 
     Attributes:
-        name: the parameter of the blocks, ``alibi`` or ``position_bias`` (MPT's, which has no batch axis).
-        blocks: the modules that take it.
+        name: of the bias among the blocks' arguments: ``alibi``, or ``position_bias`` (MPT; without a batch axis).
+        blocks: the modules with that argument.
         heads, head_size: of the attention.
     """
 
@@ -120,12 +146,13 @@ class AlibiBias:
 
     @property
     def one_sequence_only(self) -> bool:
+        """The bias has no batch axis, so a pass can hold one sequence only."""
         return self.name == "position_bias"
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> AlibiBias | None:
-        """The bias of a model, or None where it has none."""
-        if getattr(config, "alibi", True) is False:  # a Falcon with rotary positions
+        """The bias of a model; None if it has none."""
+        if getattr(config, "alibi", True) is False:  # Falcon with rotary positions
             return None
         for name in ("alibi", "position_bias"):
             lists = [child for child in model.modules() if isinstance(child, nn.ModuleList)]
@@ -138,23 +165,23 @@ class AlibiBias:
 
     @contextmanager
     def at(self, mask: torch.Tensor, keys: torch.Tensor) -> Iterator[None]:
-        """For one pass: additive mask (B, 1, Q, width) and key positions (B, width) as given."""
+        """Within the block, blocks use this additive mask (B, 1, Q, width) and key positions (B, width)."""
         batch, width = keys.shape
         keys = keys.to(mask.device)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kwargs = dict(kwargs)
             if self.one_sequence_only:
-                table = kwargs[self.name]  # (heads, 1, longest): distances to the last key
+                table = kwargs[self.name]  # (heads, 1, longest), by distance to the last key
                 kwargs[self.name] = table[:, :, -width:][:, :, keys[0]]
                 kwargs["attention_mask"] = mask < 0
                 return args, kwargs
             table = kwargs[self.name].reshape(batch, self.heads, 1, -1)
             bias = table.gather(3, keys[:, None, None].expand(batch, self.heads, 1, width))
-            if kwargs[self.name].dim() == 3:  # Bloom: (B * heads, 1, width), the mask apart
+            if kwargs[self.name].dim() == 3:  # Bloom: (B * heads, 1, width); the mask is separate
                 kwargs[self.name] = bias.reshape(batch * self.heads, 1, width)
                 kwargs["attention_mask"] = mask
-            else:  # Falcon: (B, heads, 1, width), and once more inside the mask
+            else:  # Falcon: (B, heads, 1, width), and again inside the mask
                 kwargs[self.name] = bias
                 scaled = bias * (1 / math.sqrt(self.head_size))
                 kwargs["attention_mask"] = scaled.masked_fill(mask < 0, torch.finfo(mask.dtype).min)

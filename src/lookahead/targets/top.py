@@ -1,8 +1,12 @@
 """The k best tokens of every row of logits in CPU memory, by numba.
 
-Floats are compared as whole numbers of the same order. The k groups of ``GROUP`` tokens with the largest maxima hold
-the k best tokens, so only these are looked at one by one; compiled passes bring the maxima along. Of equals the
-lower token stands first, as argmax has it; NaN stands above all.
+The vocabulary is divided into groups of ``GROUP`` tokens. The k groups with the largest maxima contain the k best
+tokens, so only these groups are searched token by token. Compiled passes already know the maxima.
+
+Logits are compared as integers of the same order: the bits of a non-negative float increase with its value, and those
+of a negative float are inverted except for the sign. In 16 bits, 1.0 is 0x3f80 and stays, and -1.0 is 0xbf80 and
+becomes 0xc07f, which is less than 0xffff, the -0.0 that is set to 0. Among equals the lower token comes first, as in
+argmax; NaN is above all numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import torch
 from numba import njit
 
 GROUP = 32
-#: Groups that are compared at once: most have no maximum that is among the best.
+#: Groups that are first compared together: most blocks of groups contain none of the best.
 BLOCK = 16
-#: Whole numbers that stand for the bits of a dtype.
+#: The integer type with the size of a dtype.
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 LAST = 0x7FFFFFFF
 
@@ -24,11 +28,14 @@ LAST = 0x7FFFFFFF
 def top_of_rows(
     logits: torch.Tensor, k: int, peaks: np.ndarray[Any, Any] | None = None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens (R, k) int32 and log-odds (R, k) float32 against the best, best first.
+    """The k best tokens of every row.
 
     Args:
         logits: (R, V) on the CPU; V >= k >= 1.
-        peaks: the largest logit of each group, (R, V / 32 rounded up) float32, where these are known.
+        peaks: the largest logit of each group, (R, V / GROUP rounded up) float32, if known.
+
+    Returns:
+        tokens (R, k) int32, best first, and their logits minus the row's largest, (R, k) float32.
     """
     if logits.dtype not in BITS:
         logits = logits.float()
@@ -46,13 +53,16 @@ def top_of_rows(
 
 @njit(error_model="numpy", cache=True)
 def _insert(best: Any, value: int, number: int) -> None:
-    """Keep the largest values, largest first, each in one word with its number; of equals the lower number first."""
-    key, at = np.int64(value) << 32 | (LAST - number), len(best) - 1
-    if key > best[at]:
-        while at > 0 and key > best[at - 1]:
-            best[at] = best[at - 1]
-            at -= 1
-        best[at] = key
+    """Insert (value, number) into ``best``, which holds the largest values in descending order.
+
+    An entry is one 64-bit word: the value above LAST - number, so that among equal values the lower number is larger.
+    """
+    key, i = np.int64(value) << 32 | (LAST - number), len(best) - 1
+    if key > best[i]:
+        while i > 0 and key > best[i - 1]:
+            best[i] = best[i - 1]
+            i -= 1
+        best[i] = key
 
 
 @njit(error_model="numpy", cache=True)
@@ -73,12 +83,12 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
                 start = row * width + group * GROUP
                 for value in flat[start : start + min(GROUP, vocabulary - group * GROUP)]:
                     peak = max(peak, flat.dtype.type(value ^ ((value >> sign) & rest)))
-            order[group] = 0 if peak == -1 else peak  # -1 stands for -0.0, which equals 0.0
+            order[group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
         for start in range(0, count, BLOCK):
             peak = flat.dtype.type(lowest)
             for group in range(start, start + BLOCK):
                 peak = max(peak, order[group])
-            if peak > groups[k - 1] >> 32:  # of equals the lower group was first
+            if peak > groups[k - 1] >> 32:  # among equals the lower group comes first
                 for group in range(start, min(start + BLOCK, count)):
                     _insert(groups, order[group], group)
         bound = groups[k - 1] >> 32

@@ -1,8 +1,8 @@
 """Targets for decoder-only models of transformers, on public interfaces only.
 
-One forward pass evaluates any number of token trees: positions are T + depth, the mask is "my ancestors and
-the committed prefix", keys and values are written into a cache of our own, and the LM head runs only on rows
-that somebody reads. A single row of a single sequence goes the model's ordinary way, without a mask.
+One forward pass evaluates the trees of any number of sequences: positions are T + depth, a row sees the committed
+prefix and its ancestors (drawn in ``masks``), keys and values go to a cache of our own, and the LM head runs only on
+rows whose logits are needed. A single row of a single sequence needs no mask.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import Scores, SettingsError, TokenTree
-from .attention_hook import with_masks
-from .cache import TreeCache
+from .attention_hook import mask_compatible_attention
+from .cache import StoredTarget
 from .facts import ModelFacts, PassFacts, memory_errors
-from .kv_storage import StoredTarget
 from .logits import LogitsBatch, LogitsRows
 from .masks import attention_masks, key_positions, stack_rows
+from .tree_cache import TreeCache
 
 
 def run_model(
@@ -31,9 +31,16 @@ def run_model(
     positions: torch.Tensor,
     **named: Any,
 ) -> torch.Tensor:
-    """Logits (B, Q, V) of rows (B, Q) with their positions, through a cache; ``named`` goes to the model."""
+    """One pass of the model over token ids (B, Q) at positions (B, Q), through a cache.
+
+    Args:
+        named: further arguments of the model.
+
+    Returns:
+        logits (B, Q, V); fewer rows with ``logits_to_keep``.
+    """
     keywords: dict[str, Any] = {facts.cache_name: cache, "use_cache": True, **named}
-    if facts.takes_positions:
+    if facts.accepts_position_ids:
         keywords["position_ids"] = positions
     facts.rotary.before(positions)
     with torch.no_grad():
@@ -45,11 +52,11 @@ class TransformersTarget(StoredTarget):
     """Token trees on a transformers model. Fulfils ``lookahead.core.Target``.
 
     Args:
-        model: any causal language model whose probe says "tree".
-        facts: what is known of it.
-        capacity: tokens per slot to begin with; storage doubles when it is full.
-        reason: one line that says why this path was taken.
-        cache: keys and values to use in place of new ones.
+        model: a causal language model for which the probe found the mode "tree".
+        facts: of the model.
+        capacity: tokens per slot at first; storage grows by doubling.
+        reason: why this path was taken, in one line.
+        cache: to use instead of a new one.
     """
 
     path = "transformers"
@@ -71,24 +78,29 @@ class TransformersTarget(StoredTarget):
         self.lengths: dict[int, int] = {}
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position, or up to where its rotary base changes with the length."""
+        """Room up to the model's last position, or up to the position at which its rotary frequencies change."""
         length, facts = self.lengths[slot], self.facts
         limit = facts.max_positions - 1 - length
         if length < facts.rope_boundary:
             limit = min(limit, facts.rope_boundary - 1 - length)
         elif facts.rope_type == "dynamic":
-            limit = 0  # the base now changes with every token, so no two depths share one
+            limit = 0  # the frequencies change with every token, so a tree would need one set per depth
         return max(0, limit)
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether a row is the same, up to rounding, in any text that begins like this one."""
+        """Whether keys and values of a prefix can be reused by another text that begins with it."""
         return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Prompts one after the other, each unpadded, so that their logits are those of plain decoding.
+    def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copies of the slot's keys and values, per layer, each (1, heads, T, size); None for a layer without any."""
+        return self.cache.read(slot, self.lengths[slot])
 
-        Behind what ``reuse`` has left of a slot, the rest of a prompt is a tree without branches.
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
+        """Evaluate prompts one after the other and unpadded, so that their logits are those of plain decoding.
+
+        If ``reuse`` has filled the beginning of a slot, the rest of the prompt is evaluated as a tree without
+        branches.
         """
         scores: list[Scores] = []
         for slot, prompt in prompts:
@@ -104,7 +116,7 @@ class TransformersTarget(StoredTarget):
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """One pass over all trees; one pass each where the model's bias has no batch axis."""
+        """One pass over all trees; one pass each if the model's bias has no batch axis."""
         self._check_rope(trees)
         rows = max(len(tree) for _, tree in trees)
         alibi = self.facts.alibi
@@ -116,7 +128,7 @@ class TransformersTarget(StoredTarget):
     def _check_rope(self, trees: Sequence[tuple[int, TokenTree]]) -> None:
         longest = max(self.lengths[slot] for slot, _ in trees)
         if len(trees) > 1 and longest + 1 >= self.facts.rope_boundary:
-            # One rotary base serves a whole pass, so sequences on both sides of its change cannot share one.
+            # A pass uses one set of rotary frequencies, so sequences on both sides of the change cannot share it.
             raise SettingsError(
                 f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
@@ -139,7 +151,7 @@ class TransformersTarget(StoredTarget):
     def _visibility(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
-        """For one pass: which keys the rows see, as the mask to hand over or by other means with none."""
+        """Within the block the rows of a pass see their keys. Yields the mask to hand to the model, or None."""
         if positions.numel() == 1:
             yield None
             return
@@ -152,23 +164,27 @@ class TransformersTarget(StoredTarget):
                 yield None
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int]) -> torch.Tensor:
-        """Logits (B, len(nodes), V) of the given rows."""
+        """Logits (B, len(nodes), V) of these rows of the pass."""
         device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
-        some = len(nodes) < ids.shape[1]
-        if some:  # brought to the device only then: the copy waits for it
+        keep = None
+        if len(nodes) < ids.shape[1]:  # else no copy to the device is needed, which would wait for it
             keep = torch.tensor(nodes, device=device)
-            if self.facts.takes_rows:
+            if self.facts.accepts_logits_to_keep:
                 named["logits_to_keep"] = keep
-        with with_masks(self.model):
+        with mask_compatible_attention(self.model):
             ids, positions = ids.to(device), positions.to(device)
             logits = run_model(self.model, self.facts, self.cache, ids, positions, **named)
-        return logits[:, keep] if some and not self.facts.takes_rows else logits
+        return logits if keep is None or self.facts.accepts_logits_to_keep else logits[:, keep]
 
 
 class PlainTarget:
-    """The fallback: one row at a time through the model's own caches, one for each sequence.
+    """The fallback: one row per step, through the model's own cache, one per sequence.
 
-    Recurrent and convolutional layers ignore attention masks, so a tree's logits would be silently wrong there.
+    For models that cannot evaluate a tree. Recurrent and convolutional layers, for example, ignore attention masks.
+
+    Args:
+        model: a causal language model.
+        reason: why this path was taken, in one line.
     """
 
     path = "plain"
@@ -182,7 +198,7 @@ class PlainTarget:
         self._caches: dict[int, DynamicCache] = {}
 
     def depth_limit(self, slot: int) -> int:
-        """Always 0: the root alone."""
+        """Always 0: only the root fits."""
         return 0
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
@@ -198,14 +214,14 @@ class PlainTarget:
         device, length = self.model.device, self.lengths[slot]
         ids = torch.tensor([list(tokens)], device=device)
         positions = torch.arange(length, length + len(tokens), device=device)[None]
-        named = {"logits_to_keep": 1} if self.facts.takes_rows else {}
+        named = {"logits_to_keep": 1} if self.facts.accepts_logits_to_keep else {}
         with memory_errors(f"a pass of {len(tokens)} tokens"):
             logits = run_model(self.model, self.facts, self._caches[slot], ids, positions, **named)
         self.lengths[slot] = length + len(tokens)
         return LogitsRows(LogitsBatch(logits[:, -1:]), 0)
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Nothing to do: the only row of a step is always kept."""
+        """Does nothing: a step has one row, which is always kept."""
 
     def release(self, slot: int) -> None:
         self._caches.pop(slot, None)

@@ -1,15 +1,15 @@
 """The adaptive drafter: one calibrated token tree from every training-free source, and a controller of its rows.
 
-Knows numpy and the core; no torch, no model. docs/adaptive.md explains it.
+Knows numpy and the core; no torch, no model. docs/adaptive.md explains it. Only ``drafter`` and
+``settings`` are imported here, because the other modules load numpy and numba:
+
+    sequence      the state of one sequence
+    state         what may be kept across sequences
+    step_times    t(k), and the file that keeps it
+    measure       measure t(k) of a target
 """
 
-from .config import SOURCES, AdaptiveConfig
-from .drafter import AdaptiveDrafter
-from .measure import measure_times, model_key, times_for, warm_up
-from .state import AdaptiveState
-from .step_times import StepTimes, load_times, save_times
+from .drafter import Adaptive
+from .settings import SOURCES
 
-__all__ = [
-    "SOURCES", "AdaptiveConfig", "AdaptiveDrafter", "AdaptiveState", "StepTimes", "load_times",
-    "measure_times", "model_key", "save_times", "times_for", "warm_up",
-]  # fmt: skip
+__all__ = ["SOURCES", "Adaptive"]

@@ -1,7 +1,7 @@
 """The memory that compiled code works on: arrays of records with named fields, grouped in named tuples.
 
-Nothing here computes. A function takes the groups that it needs; whoever owns a group (``LogitCache``,
-``SuffixTrie``, ``Grower``) makes its arrays larger when need be.
+Nothing here computes. A compiled function takes the groups that it needs. The owner of a group (``LogitCache``,
+``SuffixTrie``, ``Grower``) allocates its arrays and enlarges them when needed.
 """
 
 from __future__ import annotations
@@ -12,130 +12,145 @@ import numpy as np
 
 
 def record(**fields: str) -> Any:
-    """A dtype whose elements have named fields: ``array[i].name`` for one, ``array["name"]`` for the column."""
+    """A dtype with named fields: ``array[i].name`` is one value, ``array["name"]`` is the column."""
     return np.dtype((np.record, list(fields.items())), align=True)
 
 
-#: A context of a suffix trie: how often it was seen, successors seen in all, the context one token shorter on the
-#: left, its last token, its length, the text that saw it last, and its three most frequent successors (0: none).
+#: One context (node) of a suffix trie.
 CONTEXT = record(
-    count="i4", total="i4", link="i4", token="i4", depth="i4", text="i4", first="i4", second="i4", third="i4"
+    count="i4",  # how often the context was seen
+    total="i4",  # how often it was followed by a token
+    link="i4",  # the context without its first token (suffix link)
+    token="i4",  # its last token
+    depth="i4",  # its length in tokens
+    text="i4",  # number of the text in which it was seen last
+    first="i4",  # its three most frequent successors, as context numbers; 0 for none
+    second="i4",
+    third="i4",
 )
-#: A bucket of proposals: how many there were and were right, and what follows from these: see ``calibration``.
+#: One bucket of the calibration; ``calibration`` explains how probability and level follow from the other three.
 BUCKET = record(hits="f8", trials="f8", prior="f8", probability="f8", level="i8")
-#: Numbers of the oldest entry of a table and of the next one.
+#: The numbers of a table's entries run from ``oldest`` to ``newest`` - 1.
 SPAN = record(oldest="i8", newest="i8")
-#: A row of the tree: the token, its parent row, ``pair`` as key of its last two tokens, and the probability that the
-#: target walks through it. Then, once the sources were asked (``asked``): how many tokens they propose behind it,
-#: how many of these come from the logit cache and by how many tokens their row was found there, and how many edges
-#: are worth a place in the heap. ``entry`` is scratch.
+#: One row of the token tree.
 NODE = record(
-    token="i4", parent="i4", pair="i8", probability="f8", depth="i4", asked="i4", proposals="i4", cached="i4",
-    order="i4", edges="i4", entry="i8",
-)  # fmt: skip
-#: A token that is proposed behind a row: its joint bucket, its bucket of the logit cache, its score there.
+    token="i4",
+    parent="i4",  # row of the parent, -1 for the root
+    pair="i8",  # key of the last two tokens: previous token * V + token
+    probability="f8",  # estimated probability that verification reaches the row
+    depth="i4",
+    asked="i4",  # 1 once the sources were asked; the next four fields are valid from then on
+    proposals="i4",  # number of tokens that the sources propose as children
+    cached="i4",  # how many of them come from the logit cache; these stand first
+    order="i4",  # the logit cache matched order + 1 tokens
+    edges="i4",  # number of proposals that are likely enough for the heap
+    entry="i8",  # scratch space of logit_cache.write_rows
+)
+#: A proposed child of a row: the token, its joint bucket, its bucket in the logit cache, its score (sampling).
 PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4")
-#: A token that followed the longest match: -1 for none; its bucket.
+#: A token that followed the longest suffix match (-1 for none), and its bucket.
 MATCH = record(token="i4", bucket="i4")
-#: A proposal that may become a row; ``cost`` is minus the probability of the path down to it.
+#: A proposal that may become a row; ``cost`` is minus the probability of its path from the root.
 EDGE = record(cost="f8", token="i8")
-#: What waits to be taken: an edge (node * MAX_EDGES + place) or, as ~node, a row to be expanded.
-WAITING = record(cost="f8", number="i8")
-#: How far growing is: rows, and entries of the heap.
-PROGRESS = record(rows="i8", heap="i8")
+#: An entry of the heap, smallest cost first. ``number`` is node * MAX_EDGES + index for an edge of the node, and
+#: ~node (negative) for a row whose edges are not known yet.
+HEAP_ENTRY = record(cost="f8", number="i8")
+#: Rows of the tree and entries of the heap so far.
+SIZES = record(rows="i8", heap="i8")
 
 #: Tokens that one suffix match proposes at most, and answers of the last step kept per position.
 MATCHES = 3
 ANSWERS = 3
-#: Proposals of a node beside those of the logit cache.
-BESIDE = 2 * MATCHES + ANSWERS
-#: Rows of ``Tree.matches`` and of the calibration of matches; places in ``Sources.texts``.
+#: Proposals of a row at most, beside those of the logit cache: two suffix matches and the answers.
+OTHER_PROPOSALS = 2 * MATCHES + ANSWERS
+#: The two tries: of this text, and of earlier texts. Index into ``Tree.matches``, ``Tree.contexts``,
+#: ``Calibration.matches`` and ``Sources.texts``.
 SUFFIX, CORPUS = 0, 1
 
 
 class TextEnd(NamedTuple):
-    """The end of a text in a suffix trie; no contexts at all where the source is off."""
+    """The end of a text in a suffix trie. ``contexts`` has length 0 if the source is off."""
 
-    trie: Any  # CONTEXT, by number; 0 is the root, the empty context
-    slots: Any  # key of context and token -> context
-    contexts: Any  # int32: those that the text ends with, by length; -1 behind the longest
+    trie: Any  # CONTEXT by number; 0 is the root, the empty context
+    slots: Any  # hash table: (context, next token) -> context
+    contexts: Any  # int32 (order + 1,): the contexts at the end of the text by length; -1 after the longest
     text: int  # number of the text in its trie
 
 
 class Cache(NamedTuple):
-    """The logit cache: by order m (three of them), rows by the key of their last m tokens."""
+    """The logit cache: three tables, by the last one, two and three tokens; n entries each."""
 
-    slots: Any  # (3, 2n) key -> number; an entry's place is its number modulo n
+    slots: Any  # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
     keys: Any  # (3, n)
-    origins: Any  # (3, n): where the row stood
-    ids: Any  # (3, n, width): the best tokens, -1 where there are no more
-    odds: Any  # (3, n, width): their log-odds against the best one; NaN where there was no such token
+    origins: Any  # (3, n): where the row stood: ON_PATH, REJECTED or WINDOW
+    ids: Any  # (3, n, width): the best tokens, best first; -1 after the last
+    odds: Any  # (3, n, width): their log-odds against the best token; NaN after the last
     spans: Any  # (3,) SPAN
     max_entries: int
 
 
 class Calibration(NamedTuple):
-    """What proposals of each kind are worth, as ``BUCKET``."""
+    """The observed accuracy of proposals by kind, as ``BUCKET``."""
 
-    logits: Any  # (3, kinds), by order
-    matches: Any  # (2, kinds): in this text, in the corpus
-    joint: Any  # (kinds,), by what all sources say together
+    logits: Any  # (3, kinds): of the logit cache, by order
+    matches: Any  # (2, kinds): of suffix matches in this text and in earlier texts
+    joint: Any  # (kinds,): of the combination of all sources
 
 
 class Tree(NamedTuple):
-    """The tree that is grown, and what is known of its rows."""
+    """The tree while it grows, and what the sources propose at its rows."""
 
     nodes: Any  # (rows,) NODE
     proposals: Any  # (rows, most) PROPOSAL
     edges: Any  # (rows, most) EDGE, likeliest first
     matches: Any  # (2, rows, MATCHES) MATCH
-    places: Any  # (2, rows): context that matches at a row; -1 where not looked for yet
-    heap: Any  # (rows + 2,) WAITING
-    progress: Any  # (1,) PROGRESS
+    contexts: Any  # (2, rows): the longest context that matches at a row; -1 if not searched yet
+    heap: Any  # (rows + 2,) HEAP_ENTRY
+    sizes: Any  # (1,) SIZES
 
 
 class Sources(NamedTuple):
-    """What proposes."""
+    """Where candidates come from."""
 
     texts: tuple[TextEnd, TextEnd]
     cache: Cache
-    answers: Any  # (depths, ANSWERS): what the last step answered there, best first; -1 for none
-    noise: Any  # (positions, V): Gumbel noise, by position of the token in the text modulo their number
-    known: Any  # (positions,): whose noise that is
+    answers: Any  # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
+    noise: Any  # (positions, V): Gumbel noise of a position of the text, stored at position modulo positions
+    noise_positions: Any  # (positions,): the position whose noise each entry holds; -1 for none
 
 
-class Rules(NamedTuple):
-    """What does not change within a step."""
+class Constants(NamedTuple):
+    """Values that do not change within a step."""
 
     vocabulary: int
     sampled: bool
     use_logits: bool
     use_answers: bool
     temperature: float
-    haste: float
+    expansion_factor: float  # see ``growth.EXPANSION_FACTOR``
     position: int  # tokens of the text
-    tail: tuple[int, int, int]  # the last three of them
+    tail: tuple[int, int, int]  # the last three tokens of the text
 
 
-class Step(NamedTuple):
-    """What a step has brought."""
+class StepResult(NamedTuple):
+    """The result of a step. ``own`` and ``credit`` are outputs."""
 
     path: Any  # accepted rows
-    tokens: Any  # the target's token under each
-    ids: Any  # (rows, top): best tokens of each row
-    odds: Any  # (rows, top): their log-odds against the best one
-    own: Any  # (rows,): the target's own token under each row; filled in
-    credit: Any  # by CREDITED: accepted tokens; added to
+    tokens: Any  # the target's token under each of them
+    ids: Any  # (rows, top): best tokens under each row
+    odds: Any  # (rows, top): their log-odds against the best token
+    own: Any  # (rows,): the target's token under each row; filled in
+    credit: Any  # accepted tokens by ``growth.CREDITED``; added to
 
 
 def new_tree(rows: int, proposals: int) -> Tree:
-    """Memory for trees of so many rows, with so many proposals behind each at most."""
+    """Memory for a tree of at most ``rows`` rows with at most ``proposals`` proposed children each."""
     return Tree(
         np.zeros(rows, NODE),
         np.zeros((rows, proposals), PROPOSAL),
         np.zeros((rows, proposals), EDGE),
         np.zeros((2, rows, MATCHES), MATCH),
         np.zeros((2, rows), np.int64),
-        np.zeros(rows + 2, WAITING),
-        np.zeros(1, PROGRESS),
+        np.zeros(rows + 2, HEAP_ENTRY),
+        np.zeros(1, SIZES),
     )

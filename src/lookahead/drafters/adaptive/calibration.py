@@ -1,18 +1,32 @@
-"""What a proposal is worth: the observed share of right ones among proposals of its kind.
+"""The probability that a proposed token is right: the observed accuracy of proposals of its kind (its bucket).
 
     probability of a bucket = (hits + prior_weight * prior) / (trials + prior_weight)
 
-Each source has buckets of its own; two sources that agree say more than either, so the levels of confidence of all of
-them choose a joint bucket, whose probability is the edge's.
+Each source has its own buckets. Two sources that agree are more reliable than either, so the confidence levels of all
+sources choose a joint bucket, and its probability is that of the edge.
 
-- A suffix match: by order (tokens that match), share of the token among what followed, times seen, and whether this
-  text has seen it.
-- A row of the logit cache, one table by order: by height (sampling only: the best score, noise included, above the
-  row's best logit), by origin (where the row stood), and by the lead of the best token over the second or the
-  distance of another token from the best.
-- Joint: by zone (how far from the root), by what the last step answered at this position, by the state of the suffix
-  match, by the state of the logit cache. A state is a level of confidence in the token; or that the source proposes
-  other tokens, its best at such a level; or that it proposes nothing.
+An example. The suffix match proposes "the" as the only successor of five tokens, seen three times. That is one bucket
+of matches, with prior 0.60, hits 0, trials 0:
+
+    before any proposal     (0 + 4 * 0.60) / (0 + 4) = 0.60     level 7, since 0.55 < 0.60 <= 0.75
+    "the" was right         (1 + 4 * 0.60) / (1 + 4) = 0.68     level 7
+    nine more, eight right  (9 + 4 * 0.60) / (10 + 4) = 0.81    level 8, since 0.75 < 0.81 <= 0.9
+
+The logit cache proposes "the" too, as the best token with a lead of 1.5 over the second; its bucket has the estimate
+0.50, level 6. The pair (match at level 8, cache at level 6), with the zone and what the last step answered, selects
+the joint bucket. Say it has 18 hits in 20 trials and the prior 0.85: (18 + 4 * 0.85) / (20 + 4) = 0.89 is the
+probability of the edge.
+
+What the features of a bucket are:
+
+- A suffix match: the order (number of matching tokens), the share of this token among all successors, how often it
+  was seen, and whether it was last seen in this text.
+- A row of the logit cache, one table for each order: the height (sampling only: the best score with noise minus the
+  row's best logit), the origin (where the row stood), and the lead of the best token over the second, or the distance
+  of another token from the best.
+- Joint: the zone (depth in the tree), what the last step answered at this position, the state of the suffix match,
+  and the state of the logit cache. A state is a level of confidence in the token; or "proposes other tokens", with
+  the level of its best one; or "proposes nothing".
 """
 
 from __future__ import annotations
@@ -28,35 +42,35 @@ from .arrays import BUCKET, Calibration
 from .compiling import compiled
 
 PRIOR_WEIGHT = 4.0
-#: No edge is surer than this, and the edges under one node together are not either.
+#: Upper limit of the probability of an edge, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
-#: Trials after which old ones begin to fade, so that a warm state follows a change of workload.
+#: Beyond this many trials, hits and trials are halved, so that a warm state follows a change of workload.
 MAX_TRIALS = 4000.0
 
-#: Upper ends of the levels of confidence but the last.
+#: Upper ends of the levels of confidence, except the last.
 LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-#: Suffix matches: longest order that is told apart, upper ends of shares, kinds of one order.
+#: Suffix matches: the longest order with buckets of its own, upper ends of the shares, buckets of one order.
 MATCH_ORDERS = 8
 SHARES = (0.12, 0.3, 0.55, 0.9)
 MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
-#: The logit cache: keys of the last one, two and three tokens.
+#: The logit cache has keys of the last one, two and three tokens.
 ORDERS = 3
 #: Where a row stood: on the path, on a rejected branch, in the window.
 ON_PATH, REJECTED, WINDOW = range(3)
-#: Upper ends of leads and distances but the last.
+#: Upper ends of the bins of leads and distances, except the last.
 DISTANCES = np.array([0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5, 9.0], dtype=np.float32)
 BINS = len(DISTANCES) + 1
 #: Leads of the best token, then distances of others.
 KINDS = 2 * BINS
-#: The bin of a best token with no second one beside it.
+#: The bin of the best token of a row that has no second token.
 NO_SECOND = BINS // 2
-#: Bins of distances in steps of 1 / FINE, the last one for all beyond.
+#: The bin of each distance in steps of 1 / FINE; the last entry is for all larger distances.
 FINE = 20
 BIN_OF = np.searchsorted(DISTANCES, np.arange(256) / FINE)
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
 #: Joint buckets: the root's children, the next two depths, deeper.
 ZONES = 3
-#: The last step answered other tokens at this position or none, this one best, this one later.
+#: At this position the last step gave other tokens or none, this token first, or this token later.
 ANSWERED_NOT, ANSWERED_BEST, ANSWERED_LATER = range(3)
 ANSWERED = 3
 #: States of a source: LEVELS, then OTHER + level, then NOTHING.
@@ -69,7 +83,7 @@ ZONE = ANSWERED * AGREEMENT
 
 @compiled
 def place_in(ends: Any, value: float) -> int:
-    """Place of a value among intervals with these upper ends."""
+    """The index of the interval that contains a value, from the upper ends of the intervals."""
     place = 0
     for end in ends:
         place += 1 if end < value else 0
@@ -78,7 +92,7 @@ def place_in(ends: Any, value: float) -> int:
 
 @compiled
 def learn(bucket: Any, right: bool) -> None:
-    """A proposal of this kind was judged, verified or not."""
+    """Count one proposal of this bucket. It need not have been a row of the tree: only the target's token matters."""
     hits = bucket.hits + (1.0 if right else 0.0)
     trials = bucket.trials + 1.0
     if trials > MAX_TRIALS:
@@ -91,7 +105,7 @@ def learn(bucket: Any, right: bool) -> None:
 
 
 def load(buckets: Any, hits: Any, trials: Any) -> None:
-    """Take counts over; there must be as many as buckets."""
+    """Set the counts of all buckets; the arrays have the same shape."""
     estimate = (hits + PRIOR_WEIGHT * buckets["prior"]) / (trials + PRIOR_WEIGHT)
     buckets["hits"], buckets["trials"] = hits, trials
     buckets["probability"] = np.minimum(estimate, MAX_PROBABILITY)
@@ -99,7 +113,7 @@ def load(buckets: Any, hits: Any, trials: Any) -> None:
 
 
 def new_calibration(sampled: bool) -> Calibration:
-    """Buckets of which nothing has been seen, for greedy or sampled decoding."""
+    """Buckets with priors and no trials, for greedy or sampled decoding."""
     return Calibration(*(part.copy() for part in _beginning(sampled)))
 
 

@@ -1,4 +1,4 @@
-"""How the functions of this package are compiled: by numba, as they stand; read or debug them as plain Python.
+"""Compiles the functions of this package with numba. They are plain Python, to be read and debugged as such.
 
 ``NUMBA_DISABLE_JIT=1`` in the environment leaves them uncompiled, with the same results.
 """
@@ -17,10 +17,19 @@ import numpy as np
 from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: The newest version of numba whose private parts (``_cache`` of a dispatcher, ``entry_point`` of an overload) are
+#: known to be as they are used here. With a newer one, functions are compiled in each process and called the public
+#: way, which takes longer and gives the same results.
+CHECKED = (0, 68)
 #: A number as compiled code holds it; uncompiled, it makes sums of narrower fields of records as wide as there.
 int64 = cast(Callable[[Any], int], np.int64)
 #: Numba has types for part of its settings only.
 _njit = cast(Callable[..., Any], numba.njit)
+
+
+def numba_version() -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(part) for part in numba.__version__.split(".")[:2])
 
 
 def _jit(function: Any) -> Any:
@@ -41,7 +50,7 @@ def entry(function: Function) -> Function:
     Its machine code is kept on disk, where there is a folder to write to.
     """
     result = _jit(function)
-    if result is not function:  # not so where the JIT is off
+    if result is not function and numba_version() <= CHECKED:  # the same function where the JIT is off
         # Without a folder that can be written to it is compiled in each process.
         with suppress(RuntimeError):
             result._cache = _Cache(function)

@@ -1,14 +1,33 @@
 """How many rows a step may have, from measured step times. Knows numbers only: no tree, no model.
 
-With F(k) the expected tokens of a step of k rows and t(k) its time, the best long-run rate is reached by the k that
-maximises F(k) - lambda * t(k), where lambda is that rate itself (renewal reward); maximising F(k) / t(k) step by step
-is not. k = 1 is always a candidate, and lambda is at least 1 / t(1).
+**The rule.** F(k) is the expected number of tokens of a step of k rows, t(k) its time, lambda the rate of recent
+steps in tokens per second, at least that of plain decoding. A step gets the k that maximises
 
-Never slower than plain decoding: the regret of a text is the time of its steps, with all that the drafter does in
-them, minus that of plain decoding for the tokens that they emitted. It may reach ``MAX_REGRET`` plain steps and a
-share of the text's time. What is left of that is the loss budget: a step that could lose more is not made, and where
-none can be made any longer, a cooldown of plain steps follows. What one sequence's drafter takes keeps all of the
-pass waiting, so it is counted once for each of them.
+    F(k) + EXPLORATION * (k - 1) - lambda * t(k)
+
+k = 1 is always a candidate. Maximising F(k) / t(k) in each step does not give the best long-run rate; maximising the
+difference, with the long-run rate as the price of a second, does (renewal reward). An example with t(1) = 10 ms:
+
+    k                                  1     2     4     6     8    12    16
+    F(k)                            1.00  1.60  2.30  2.68  2.95  3.29  3.43
+    t(k) in ms                      10.0  10.2  10.5  11.2  12.0  14.5  17.0
+    value at lambda = 100 tokens/s  0.00  0.59  1.28  1.60  1.82  1.95  1.88    choice: 12 rows
+    value at lambda = 200 tokens/s -1.00 -0.43  0.23  0.48  0.62  0.50  0.18    choice: 8 rows
+
+Plain decoding makes 100 tokens/s here. A text whose drafts are accepted more often than that has a larger lambda: its
+seconds are worth more tokens, so it takes fewer unlikely rows.
+
+**Beside the rule**, because F is an estimate and t is noisy:
+
+- The regret of a text is the time of its steps, with all of the drafter's work, minus the time of plain decoding for
+  the same tokens. It may reach ``MAX_REGRET`` plain steps and a share of the text's time. What is left is the loss
+  budget. A step that could lose more than the loss budget is not made. This limits the loss; it does not exclude it.
+- Before the first accepted draft, a step may lose at most ``COLD_SHARE`` of the loss budget.
+- If the loss budget does not cover the smallest drafted step, plain steps follow until it does (cooldown).
+- Growing a tree that is not used (a probe) costs time too. Where it is not cheap, not every step probes.
+- F is corrected by the ratio of accepted to expected tokens of recent steps.
+
+In a batch all sequences wait for the rows and the drafter of each one, so these costs count once for each sequence.
 """
 
 from __future__ import annotations
@@ -19,37 +38,41 @@ from statistics import fmean
 
 from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
 
-#: What a text may lose against plain decoding: so many plain steps, and a share of its time; a larger one where a
-#: plain step takes less than ``TINY`` seconds and drafting costs much beside it.
+#: The regret that a text may reach: plain steps, and a share of its time. The share is larger if a plain step takes
+#: less than ``TINY`` seconds, because drafting costs a larger part of such a step.
 MAX_REGRET, SHARE, TINY, TINY_SHARE = 2.0, 0.01, 1e-3, 0.02
-#: Plain steps that gains may add to the loss budget.
+#: Plain steps that gains can add to the loss budget at most.
 MOST_GAIN = 8.0
-#: Share of the loss budget that one step may lose before any draft of the text was accepted: first estimates may
-#: promise too much, and of what they lost each later step wins a hundredth back.
+#: Share of the loss budget that one step may lose before a draft of the text was accepted. The first estimates may be
+#: too high, and a loss is won back slowly (at ``SHARE`` of the time).
 COLD_SHARE = 0.25
-#: Exploration bonus: tokens that one more row brings later, accepted or not, because its scores are learnt from.
+#: Exploration bonus in tokens per row: what the scores of one more row, accepted or not, bring to later steps.
 EXPLORATION = 0.01
-#: Probes that take less of a plain step are made at each one; others may take this share of the time in vain.
+#: A probe that takes less than the first share of a plain step is made in every step. Dearer probes take at most the
+#: second share of the time.
 CHEAP_PROBE, PROBE_SHARE = 0.05, 0.02
-#: Of a plain step, what a draft before it is seen to cost at most: much of what one pass takes is the machine's.
+#: The largest change of ``StepTimes.after`` by one observation, in plain steps; larger differences are noise.
 NOISE = 0.2
 #: Plain steps of a cooldown at least.
 COOLDOWN = 8
-#: Weight of one step in lambda and in the correction of F. Both begin as if some had gone as expected before.
+#: Weight of one step in the averages of lambda and of the correction of F, and the weight of the assumed history with
+#: which both start: steps of plain decoding, and estimates that were right.
 RECENT, BEFORE = 1 / 64, 5 / 64
 
 
 class Controller:
-    """One sequence's choice of rows, and its bound on regret.
+    """Chooses the rows of one sequence's steps and limits its regret.
 
     Args:
-        times: shared by all sequences of a model.
+        times: step times, shared by all sequences of a model.
         context: tokens of the prompt.
-        sampled: whether tokens are drawn.
+        sampled: whether tokens are sampled.
 
     Attributes:
-        context, batch: tokens so far, and sequences in the pass; kept up to date by the owner.
-        regret: seconds lost against plain decoding so far, negative where gained; spent: seconds of all steps.
+        context: tokens of the text; the owner updates it.
+        batch: sequences in the forward pass; the owner updates it.
+        regret: seconds lost against plain decoding so far; negative if time was gained.
+        spent: seconds of all steps.
         cooldowns: how often the loss budget was used up.
     """
 
@@ -57,36 +80,36 @@ class Controller:
         self.times, self.context, self.batch, self._sampled = times, context, 1, sampled
         self.regret = self.spent = 0.0
         self.cooldowns = 0
-        #: None if the last step was a plain one. Else it left cold caches behind: seconds of its pass if it was a
-        #: probe that found none, else 0.
-        self._probed: float | None = None
+        #: None after a plain step. After a probe that drafted nothing: the seconds of its forward pass. After a
+        #: drafted step: 0. Both leave cold caches, which make the next plain step slower.
+        self._probe_pass: float | None = None
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
         )
 
     @property
-    def _place(self) -> tuple[int, int, bool]:
+    def _bin(self) -> tuple[int, int, bool]:
         return self.batch, self.context, self._sampled
 
     @property
     def table(self) -> Sequence[float]:
-        """t(k) by place in the menu, t(1) first; empty before the first step was measured."""
-        return self.times.table(*self._place) or ()
+        """t(k) in seconds by index in ``MENU``, t(1) first; empty before the first measured step."""
+        return self.times.table(*self._bin) or ()
 
     @property
     def rate(self) -> float:
-        """lambda: tokens per second of late, at least plain decoding's."""
+        """lambda: tokens per second of recent steps, at least the rate of plain decoding."""
         plain = self.table[0]
         return max(1 / plain, (self._tokens.value + BEFORE) / (self._seconds.value + BEFORE * plain))
 
     @property
     def bias(self) -> float:
-        """Tokens accepted over tokens expected of late."""
+        """The correction of F: accepted over expected tokens of recent steps."""
         return (self._accepted.value + BEFORE) / (self._expected.value + BEFORE)
 
     @property
     def share(self) -> float:
-        """Of a text's time, what may be lost."""
+        """The share of a text's time that may be lost."""
         return SHARE if self.table[0] >= TINY else TINY_SHARE
 
     @property
@@ -95,22 +118,25 @@ class Controller:
         return MAX_REGRET * self.table[0] + self.share * self.spent - self.regret
 
     @property
-    def _least(self) -> float:
-        """Seconds that probing and the smallest drafted step may lose."""
+    def _smallest_loss(self) -> float:
+        """Seconds that a probe and the smallest drafted step (two rows) may lose together."""
         after = max(0.0, self.times.after.value) if self.batch == 1 else 0.0
         return self.batch * self.times.probe.value + after + self.table[1] - self.table[0]
 
     @property
     def can_set_up(self) -> bool:
-        """Whether the loss budget pays for setting up drafting, and a first drafted step."""
+        """Whether the loss budget covers setting up the drafter and one drafted step."""
         if not self.table:
             return False
-        return self.loss_budget >= self.batch * self.times.setup.value + self._least
+        return self.loss_budget >= self.batch * self.times.setup.value + self._smallest_loss
 
     def prices(self, limit: int) -> list[float]:
-        """prices[k]: the probability under which row k (from 1) and all further ones cannot pay.
+        """prices[k]: if row k (counted from 0) is less likely than this, neither it nor any further row pays.
 
-        There are as many as rows that the loss budget allows, ``limit`` at most, and one more at the front.
+        Growth of the tree ends there. The length is 1 + the rows that the loss budget allows, at most ``limit``.
+
+        In the example of the module, t(8) = 12 ms and t(12) = 14.5 ms: a row costs 0.625 ms there. At lambda = 200 it
+        pays if its probability is at least 0.125 - EXPLORATION = 0.115, so prices[8] = 0.115.
         """
         table, rate, bias = self.table, self.rate, self.bias
         most, last = self.loss_budget, place_of(limit)
@@ -120,73 +146,81 @@ class Controller:
         while last and table[last] > most:
             last -= 1
         prices = [0.0] * (min(limit, MENU[last]) + 1)
-        for i in range(last):  # the cheapest way on to any later entry
+        for i in range(last):  # the lowest slope of t from here to any larger entry
             cheapest = min((table[j] - table[i]) / (MENU[j] - MENU[i]) for j in range(i + 1, last + 1))
             prices[MENU[i]] = max(0.0, rate * cheapest - EXPLORATION) / bias
         return prices
 
     def choose(self, probabilities: Sequence[float]) -> int:
-        """Rows of the step, from the falling probabilities of the nodes (root included)."""
+        """The number of rows of the step, from the probabilities of the grown nodes, root first."""
         table, rate, bias = self.table, self.rate, self.bias
-        best, most, total, place = 1, -inf, 1.0, 0
+        best, best_value, tokens, entry = 1, -inf, 1.0, 0
         for k, p in enumerate(probabilities, 1):
-            total += p * bias + EXPLORATION if k > 1 else 0.0
-            place += k > MENU[place]
-            if k == MENU[place] or k == len(probabilities):
-                value = total - rate * table[place]
-                if value > most:
-                    best, most = k, value
+            tokens += p * bias + EXPLORATION if k > 1 else 0.0
+            entry += k > MENU[entry]
+            if k == MENU[entry] or k == len(probabilities):
+                value = tokens - rate * table[entry]
+                if value > best_value:
+                    best, best_value = k, value
         return best
 
     def set_up(self, seconds: float) -> None:
-        """To set up drafting took ``seconds``."""
+        """Count the seconds that setting up the drafter took."""
         self.regret += self.batch * self.times.setup.add(seconds)
 
     def learn_plain(self, passes: list[float], own: float, disturbed: bool) -> None:
-        """A run of plain steps: the seconds of each pass, and ``own`` of the drafter in all of them.
+        """Learn from consecutive plain steps.
 
         Args:
-            disturbed: a drafted step or a probe came before; the first pass found cold caches, and that is its price.
+            passes: seconds of each forward pass.
+            own: seconds of the drafter in all of these steps together.
+            disturbed: whether a drafted step or a probe came before. Then the first pass found cold caches, and its
+                extra time is charged to that draft.
         """
         if self.table:
             plain = self.table[0]
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
             self.regret += self.batch * own
-            if disturbed and passes and self.batch == 1:  # much larger passes find cold caches anyway
+            if (
+                disturbed and passes and self.batch == 1
+            ):  # the pass of a batch is too large for the caches anyway
                 after, most = self.times.after, NOISE * plain
-                # Beside the probe's pass just before, since a machine that has become slower is no price of drafts.
-                seen = passes[0] - max(plain, self._probed or 0.0)
+                # Compared with the probe's own pass: a machine that became slower is not a cost of drafting.
+                seen = passes[0] - max(plain, self._probe_pass or 0.0)
                 after.add(after.value + max(-most, min(most, seen - after.value)))
                 self.regret += after.value
         clean = passes[disturbed:]
         if clean:
-            self.times.learn(self._place, 1, fmean(clean), len(clean))
+            self.times.learn(self._bin, 1, fmean(clean), len(clean))
         for seconds in passes:
             self._advance(1, seconds, 0.0)
-        self._probed = None
+        self._probe_pass = None
 
     def learn(self, rows: int, expected: float, tokens: int, passed: float, own: float = 0.0) -> None:
-        """A step of ``rows`` rows emitted ``tokens`` where ``expected`` were expected.
+        """Learn from a step in which candidates were grown, whether or not rows were drafted.
 
         Args:
-            passed: seconds of what ``StepTimes.bins`` holds for as many rows.
-            own: seconds that the drafter took beside it.
+            rows: rows of the step.
+            expected: F(rows), the expected number of tokens.
+            tokens: emitted tokens.
+            passed: seconds of the step as ``StepTimes.bins`` counts them.
+            own: further seconds of the drafter.
         """
         times, table, more = self.times, self.table, self.times.rows - self.times.batch
-        alone, undisturbed = rows == self.batch == 1, self._probed is None
+        alone, undisturbed = rows == self.batch == 1, self._probe_pass is None
         after = times.after.value if alone and not undisturbed else 0.0
         passed = max(min(passed, table[0]), passed - max(0.0, after))
         if rows == 1 or more:
-            times.learn(self._place, times.mean, passed)
-        # Of the time of one pass much is the machine's: what such passes take as a rule is charged.
+            times.learn(self._bin, times.mean, passed)
+        # A single pass is noisy, so the average time of such passes is charged.
         cost = table[place_of(rows)] + after
-        if self.batch > 1 and more:  # all wait for the rows of one: its loss, and the rows of others are not
+        if self.batch > 1 and more:  # charge this sequence for its own rows only
             passes = interpolated(MENU, table, times.mean)
             cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])
         cost += self.batch * min(own, SPIKE * times.probe.value)
         self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
         self._advance(tokens, cost, expected - 1)
-        self._probed = passed if alone and undisturbed else 0.0
+        self._probe_pass = passed if alone and undisturbed else 0.0
 
     def _advance(self, tokens: int, seconds: float, expected: float) -> None:
         self.spent += seconds
@@ -196,8 +230,8 @@ class Controller:
         self._expected.add(expected)
 
     def cooldown(self, rows: int) -> int:
-        """Plain steps to make after a step of ``rows`` rows with candidates probed; mostly 0."""
-        plain, missing = self.table[0], self._least - self.loss_budget
+        """The number of plain steps that must follow a step of ``rows`` rows; mostly 0."""
+        plain, missing = self.table[0], self._smallest_loss - self.loss_budget
         probe = self.batch * self.times.probe.value
         if missing <= 0:
             return 0 if rows > 1 or probe < CHEAP_PROBE * plain else ceil(probe / (PROBE_SHARE * plain)) - 1

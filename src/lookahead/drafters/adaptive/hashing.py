@@ -22,7 +22,7 @@ def new_slots(*shape: int) -> Any:
 
 @compiled
 def _home(slots: Any, key: int) -> int:
-    """Where a key stands if nothing is in its way. No product exceeds 63 bits, as Python's numbers must not."""
+    """The slot of a key if it is free. No product exceeds 63 bits, as Python's numbers must not."""
     key = int64(key)
     low, high = key & 0x7FFFFFFF, key >> 31
     mixed = low ^ high * 0x85EB
@@ -32,7 +32,7 @@ def _home(slots: Any, key: int) -> int:
 
 @compiled
 def find(slots: Any, key: int) -> int:
-    """Place of the key's slot, or of the empty one that it would take."""
+    """The index of the key's slot, or of the empty slot that it would take."""
     place, mask = _home(slots, key), len(slots) - 1
     while slots[place].key != key + 1 and slots[place].key != 0:
         place = (place + 1) & mask
@@ -41,7 +41,7 @@ def find(slots: Any, key: int) -> int:
 
 @compiled
 def remove(slots: Any, key: int) -> None:
-    """Take a key out; those behind it move up, so that no gap parts them from where they are looked for."""
+    """Remove a key. Keys after it move up, so that linear probing still finds them."""
     mask = len(slots) - 1
     gap = place = find(slots, key)
     while True:
@@ -57,7 +57,7 @@ def remove(slots: Any, key: int) -> None:
 
 @entry
 def rehash(old: Any, new: Any) -> None:
-    """Enter all that is in one table into another, which is empty."""
+    """Insert all keys of one table into an empty one."""
     for slot in range(len(old)):
         if old[slot].key != 0:
             place = find(new, old[slot].key - 1)
@@ -66,7 +66,7 @@ def rehash(old: Any, new: Any) -> None:
 
 @entry
 def enter(slots: Any, keys: Any) -> None:
-    """Enter keys, all different, into an empty table: each with its place among ``keys``."""
+    """Insert different keys into an empty table; the value of each is its index in ``keys``."""
     for value in range(len(keys)):
         place = find(slots, keys[value])
         slots[place].key, slots[place].value = keys[value] + 1, value

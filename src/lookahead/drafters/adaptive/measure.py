@@ -1,4 +1,4 @@
-"""Measure a target's step times, and hand out those of a model in hand."""
+"""Measures a target's step times, and keeps those of each loaded model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ...core import Request, Target, TokenTree, decode
-from .drafter import AdaptiveDrafter
+from ...core import Request, Start, Target, TokenTree, decode
+from .drafter import Adaptive
 from .step_times import StepTimes, from_points, load_times, save_times
 
-#: Rows of the short calibration, the most telling ones first, and its context.
+#: Rows of the short measurement, the most informative first, and its context. Other numbers are interpolated.
 SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
-#: The short calibration ends after so many seconds, or so many of the quickest step; two points are measured anyway.
+#: The short measurement ends after this many seconds, or this many steps; two points are always measured.
 PATIENCE, PATIENT_STEPS = 0.5, 5
 
 
@@ -34,19 +34,19 @@ def measure_times(
     progress: Callable[[int, int, int, float], None] | None = None,
     patience: float = PATIENCE,
 ) -> StepTimes:
-    """Time steps of a target on random tokens: forward, the choice at the root, reading all rows, commit.
+    """Time steps of a target on random tokens: forward pass, choice at the root, reading all rows, commit.
 
     Args:
-        target: any; its slots must be free, and they are left free.
+        target: any target; its slots must be free, and they are free afterwards.
         vocabulary: V.
-        rows, contexts, batches: what to measure; contexts that the model cannot hold are left out.
-        repeats: steps per point at most; the quickest counts.
-        progress: told (batch, context, rows, seconds) of every point.
-        patience: seconds after which no more is measured than must be; a large model is not held up.
+        rows, contexts, batches: what to measure; contexts that are too long for the model are left out.
+        repeats: steps per point at most; the fastest counts.
+        progress: called with (batch, context, rows, seconds) for every point.
+        patience: seconds after which only the first two numbers of rows are measured.
     """
     rng = random.Random(0)
     times = StepTimes()
-    # The first step of a size compiles or allots memory; where passes are captured, the second one captures.
+    # The first step of a size compiles or allocates; with CUDA graphs, the second one captures.
     discard = 2 if target.path == "cuda-graph" else 1
     target.prefill([(0, [0])])
     longest = target.depth_limit(0) - (repeats + discard) * len(rows)
@@ -58,8 +58,8 @@ def measure_times(
         target.prefill([(slot, prompt) for slot in slots])
         spent: dict[int, list[float]] = {count: [] for count in rows}
         try:
-            # Sizes take turns, and the quickest counts: what else the machine does then tells them apart least.
-            # A plain step comes behind another one, because a wide one leaves cold caches behind.
+            # Sizes alternate and the fastest step counts, so that other work on the machine affects all sizes alike.
+            # A plain step follows another one, because a step of many rows leaves cold caches.
             for _, count in product(range(discard + repeats), (1, *rows)):
                 late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
                 if late and (count not in rows[:2] or len(spent[count]) > discard):
@@ -89,16 +89,16 @@ def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
 
 
 def _random_tree(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> TokenTree:
-    """A tree of the shape that drafts have: every node under one of the first half."""
+    """A tree shaped like a draft: every node is a child of one of the first half."""
     tree = TokenTree(rng.randrange(vocabulary))
-    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary runs out of children
+    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary has too few different children
         parent = rng.randrange((len(tree) + 1) // 2)
         tree.add(rng.randrange(vocabulary), parent if tree.depths[parent] < deepest else 0, needs_logits=True)
     return tree
 
 
 class _NoNoise:
-    """Noise of a warm-up: none."""
+    """Zero noise, for the warm-up."""
 
     temperature = 1.0
 
@@ -110,30 +110,29 @@ class _NoNoise:
 
 
 def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
-    """Draft for a few tokens, greedily and with noise, so that no text pays for compilation; price the set-up.
+    """Draft a few tokens, greedily and with noise, so that no text waits for compilation; measure the set-up.
 
     Args:
-        target: its slots must be free, and they are left free.
+        target: its slots must be free, and they are free afterwards.
         vocabulary: V.
-        times: told what it takes to set up drafting.
+        times: its ``setup`` is set.
     """
     prompt = [token % vocabulary for token in range(256)]
     spent = []
     for noise in (None, _NoNoise(vocabulary)):
-        drafter = AdaptiveDrafter({"budget": False, "max_rows": 8}, vocabulary)
-        drafter.use_noise(noise)
-        for _ in decode(target, [Request([*prompt[1:4], *prompt[1:4], 1], drafter, 4)]):
+        drafter = Adaptive(max_rows=8, budget=False)
+        for _ in decode(target, [Request([*prompt[1:4], *prompt[1:4], 1], drafter, 4, noise=noise)]):
             pass
-        for text in (4 * prompt, prompt):  # the longer one makes the tables grow
-            drafter.reset(text, 0, frozenset())
+        for text in (4 * prompt, prompt):  # the longer one enlarges the tables
+            sequence = drafter.start(Start(text, 0, vocabulary=vocabulary, noise=noise))
             start = perf_counter()
-            drafter.draft(8)
+            sequence.draft(8)
             spent.append(perf_counter() - start)
     times.setup.value = min(spent)
 
 
 def model_key(model: Any, path: str = "") -> str:
-    """What tells step times of models apart: shape, dtype, device and code path, not the weights.
+    """The key of a model's step times: shape, dtype, device and code path, but not the values of the weights.
 
     Args:
         model: a transformers model.
@@ -141,7 +140,13 @@ def model_key(model: Any, path: str = "") -> str:
     """
     config = model.config.get_text_config(decoder=True).to_dict()
     shape = {key: value for key, value in config.items() if isinstance(value, int) and key != "eos_token_id"}
-    parts = (type(model).__name__, json.dumps(shape, sort_keys=True), model.dtype, model.device, path)
+    parts = (
+        type(model).__name__,
+        json.dumps(shape, sort_keys=True),
+        getattr(model, "weights", model.dtype),
+        model.device,
+        path,
+    )
     return "|".join(str(part) for part in parts)
 
 
@@ -149,24 +154,24 @@ _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = w
 
 
 def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
-    """The step times of a model in hand: kept ones, or measured now and kept for later processes. Also warms up.
+    """The step times of a loaded model: read from disk, or measured now and written to disk. Also warms up.
 
-    All callers of one model share the result, and what any of them learns later, which is not kept.
+    All callers of one model share the result and its later updates, which are not written to disk.
 
     Args:
         model: a transformers model.
         path: of the target that evaluates it.
-        make_target: called where nothing is known yet; for a fresh target, which has a ``vocabulary``.
+        make_target: returns a new target with a ``vocabulary``; called if nothing is known yet.
     """
     mine = _of_models.setdefault(model, {})
-    key = (model.dtype, model.device, path)
+    key = (getattr(model, "weights", model.dtype), model.device, path)
     if key not in mine:
         target = make_target()
         name = model_key(model, path)
         times = load_times(name)
         if times is None:
             times = measure_times(target, target.vocabulary)
-            with suppress(OSError):  # a cache that cannot be written: the next process measures again
+            with suppress(OSError):  # the folder cannot be written: the next process measures again
                 save_times(name, times)
         warm_up(target, target.vocabulary, times)
         mine[key] = times

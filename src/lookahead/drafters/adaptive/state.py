@@ -1,7 +1,7 @@
-"""What a drafter learns, and what of it may be kept from one request to the next.
+"""What the adaptive drafter learns, and what of it may be kept across requests.
 
-Text statistics of one request show in the drafts of the next one (never in its output). So nothing is kept
-unless a caller makes a state and hands it in, and states are scoped by a key of the caller's choice.
+Kept statistics of one request influence the drafts of the next one (never its output). So nothing is kept unless a
+caller creates a state and passes it, and a state has a scope that the caller chooses.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy as np
 
 from ...core import SettingsError
 from .calibration import ORDERS, load, new_calibration
-from .config import AdaptiveConfig
+from .settings import AdaptiveSettings
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
-from .step_times import StepTimes
 
 FORMAT = 2
 #: Bytes that a file which ``load`` reads may unpack to.
@@ -31,28 +30,25 @@ MAX_WIDTH = 64
 
 
 class Tables:
-    """What one way of decoding has taught: greedy and sampled rows keep other numbers of tokens, of other worth."""
+    """Logit cache and calibration of greedy or of sampled decoding, which keep different numbers of tokens."""
 
-    def __init__(self, config: AdaptiveConfig, sampled: bool) -> None:
+    def __init__(self, config: AdaptiveSettings, sampled: bool) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
         self.calibration = new_calibration(sampled)
 
 
 class AdaptiveState:
-    """What drafters of one model and tokenizer may share.
+    """What sequences of one model and tokenizer may share.
 
     Args:
-        config: anything that ``AdaptiveConfig.of`` takes.
-        keep: keep text and calibrations from request to request; otherwise only step times are shared.
-        times: step times to begin with.
-        scope: what may share it: model, tokenizer, tenant, in words. Saved, and compared when loaded.
+        settings: sizes of the tables: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
+        scope: a name of what may share the state, such as model, tokenizer and tenant. It is saved, and compared
+            when the state is loaded.
     """
 
-    def __init__(
-        self, config: Any = None, keep: bool = True, times: StepTimes | None = None, scope: str = ""
-    ) -> None:
-        self.config, self.keep, self.scope = AdaptiveConfig.of(config), keep, scope
-        self.times = times if times is not None else StepTimes()
+    def __init__(self, settings: AdaptiveSettings | None = None, scope: str = "") -> None:
+        self.settings = settings if settings is not None else AdaptiveSettings()
+        self.scope = scope
         self._tables: dict[bool, Tables] = {}
         #: The largest token in what was loaded from a file.
         self.largest = -1
@@ -60,10 +56,13 @@ class AdaptiveState:
     @cached_property
     def corpus(self) -> SuffixTrie:
         """Suffix trie of the texts of all requests."""
-        return SuffixTrie(self.config.suffix_order, 4 * self.config.max_entries)
+        return SuffixTrie(self.settings.suffix_order, 4 * self.settings.max_entries)
+
+    def __repr__(self) -> str:
+        return f"AdaptiveState({self.settings}, scope={self.scope!r})"
 
     def check(self, vocabulary: int) -> None:
-        """Raise SettingsError where what was loaded holds tokens that such a vocabulary has not."""
+        """Raise SettingsError if the loaded state holds tokens outside this vocabulary."""
         if self.largest >= vocabulary:
             raise SettingsError(
                 f"a saved state must be of this model: it holds token {self.largest}, "
@@ -71,9 +70,9 @@ class AdaptiveState:
             )
 
     def tables(self, sampled: bool) -> Tables:
-        """Those of greedy or of sampled decoding."""
+        """The tables of greedy or of sampled decoding."""
         if sampled not in self._tables:
-            self._tables[sampled] = Tables(self.config, sampled)
+            self._tables[sampled] = Tables(self.settings, sampled)
         return self._tables[sampled]
 
     def save(self, path: str | Path) -> None:
@@ -100,14 +99,14 @@ class AdaptiveState:
 
     @classmethod
     def load(
-        cls, path: str | Path, config: Any = None, times: StepTimes | None = None, scope: str = ""
+        cls, path: str | Path, settings: AdaptiveSettings | None = None, scope: str = ""
     ) -> AdaptiveState:
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
             SettingsError: the file is too large, of another format or scope, or not such a file.
         """
-        state = cls(config, times=times, scope=scope)
+        state = cls(settings, scope)
         try:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(member.file_size for member in archive.infolist())

@@ -1,4 +1,4 @@
-"""t(k): the seconds that a step of k rows takes here, kept up to date by the steps themselves, and kept on disk."""
+"""t(k): the time of a step of k rows on this machine. Every step updates it, and measured times are kept on disk."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
 
-#: Rows that a step may be given; times are kept for these alone.
+#: Numbers of rows for which times are kept; between them t(k) is that of the next larger number.
 MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-#: Weight of one measured step in its average, and relative cost of one more row before anything was measured.
+#: Weight of one step in its average, and the assumed relative cost of one more row before any measurement.
 WEIGHT, GUESS = 0.08, 0.02
-#: What took this many times as long as usual was interrupted by something else, and counts as so many times.
+#: A time is clipped at this many times the usual one: the step was interrupted by something else.
 SPIKE = 2.0
-FORMAT = 3  # of the file; raised too where compiled passes take other times than before
+FORMAT = 3  # of the file; it is raised too when a change makes compiled passes faster or slower
 #: Added to the number of a bin for sampled texts.
 SAMPLED = 64
 
 
 class Average:
-    """Exponential moving average: starts at ``value``; what is above ``spike`` times the average is clipped."""
+    """An exponential moving average that starts at ``value`` and clips values above ``spike`` times the average."""
 
     def __init__(self, value: float = 0.0, weight: float = WEIGHT, spike: float = inf) -> None:
         self.value, self.weight, self.spike = value, weight, spike
 
     def add(self, value: float) -> float:
-        """Take one in; returns it as clipped."""
+        """Add a value. Returns the clipped value."""
         if value > self.spike * self.value > 0:
             value = self.spike * self.value
         self.value += self.weight * (value - self.value)
@@ -43,19 +43,20 @@ class Average:
 
 
 class StepTimes:
-    """t(k) in seconds by number of sequences and length of the context.
+    """t(k) in seconds, by number of sequences and length of the context.
 
-    Tables are kept by (batch, context) bins; one that was never measured starts from the nearest, where a pass over
-    as many rows in all took as long. Rows are those of each sequence, on average over the pass. A step of one row
-    tells how fast the machine is and moves its whole table; a step of more rows moves its own entry, and those beside
-    it less and less. So what is known of plain decoding comes from plain steps alone.
+    There is one table for each (batch, context) bin. A bin that was never measured starts from the nearest one, read
+    at the same total number of rows. Rows are counted per sequence, as the mean over the pass. A step of one row
+    shows how fast the machine is now and scales the whole table; a step of more rows changes its own entry, and its
+    neighbours less and less. So t(1) follows from plain steps alone.
 
     Attributes:
-        bins: tables by bin, seconds by place in ``MENU``. The first is a whole plain step, with no drafter's time in
-            it; the others are what follows once the tree is grown: the pass, and learning from its rows.
-        probe: seconds of a drafter in a step of one row: growing candidates, and learning from that row.
-        after: seconds by which the plain step after that is longer, since the model finds cold caches.
-        setup: seconds to set up drafting for a text, its prompt read; draw: to draw the noise of one position.
+        bins: tables by bin, seconds by index in ``MENU``. The first entry is a whole plain step without the drafter's
+            time; the others are the forward pass and learning from its rows, without growing the tree.
+        probe: seconds of the drafter in a step of one row: growing candidates, and learning from that row.
+        after: seconds by which the next plain step is longer, because the drafter left cold caches.
+        setup: seconds to set up drafting for a text, including reading its prompt.
+        draw: seconds to draw the noise of one position.
         batch, rows: sequences in the pass, and rows of all their trees.
     """
 
@@ -67,52 +68,52 @@ class StepTimes:
         self._taken = 0.0
 
     def drafted(self, rows: int) -> None:
-        """A sequence that shares these times joins the coming pass with so many rows."""
+        """A sequence joins the next pass with this many rows."""
         if self._evaluated:
             self.batch, self.rows, self._evaluated = 0, 0, False
         self.batch += 1
         self.rows += rows
 
     def evaluated(self) -> float:
-        """The pass is over; returns the seconds that all drafters have taken so far."""
+        """The pass is over. Returns the seconds of all drafters so far."""
         self._evaluated = True
         return self._taken
 
     def take(self, seconds: float) -> float:
-        """A drafter took so long; returns the seconds of all so far."""
+        """Add the seconds of one drafter. Returns those of all drafters so far."""
         self._taken += seconds
         return self._taken
 
     @property
     def mean(self) -> float:
-        """Rows of each sequence in the pass, on average."""
+        """Mean rows per sequence in the pass."""
         return max(1.0, self.rows / max(1, self.batch))
 
     @staticmethod
     def bin_of(batch: int, context: int, sampled: int = 0) -> tuple[int, int]:
-        """Bins by half powers of two, and by powers of two; contexts of up to 256 tokens share one.
+        """The bin: half powers of two for the batch, powers of two for the context; up to 255 tokens share a bin.
 
-        Sampled texts have bins of their own: to draw a token takes longer than to find the largest logit.
+        Sampled texts have separate bins, because sampling a token takes longer than finding the largest logit.
         """
         return int(2 * log2(max(1, batch))) + SAMPLED * sampled, max(0, context.bit_length() - 8)
 
     def table(self, *place: int) -> list[float] | None:
-        """Seconds by place in ``MENU``, in the bin of such a place; None before the first measurement."""
+        """Seconds by index in ``MENU``, for the arguments of ``bin_of``; None before the first measurement."""
         key = self.bin_of(*place)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
-            more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # sequences to one of the other
+            more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # how many times as many sequences
             self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
         return self.bins.get(key)
 
     def learn(self, place: tuple[int, ...], rows: float, seconds: float, steps: float = 1) -> None:
-        """So many steps of ``rows`` rows took ``seconds`` each; ``place`` is what ``bin_of`` takes."""
+        """Learn that ``steps`` steps of ``rows`` rows took ``seconds``; ``place`` holds ``bin_of``'s arguments."""
         table = self.table(*place)
         if table is None:
             guess = seconds / (1 + GUESS * (rows - 1))
             self.bins[self.bin_of(*place)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
             return
-        if 1 < rows < 2:  # of some sequences of a batch only: their rows tell what two of each would cost
+        if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1
             rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
         own = place_of(round(rows))
@@ -120,17 +121,17 @@ class StepTimes:
         for i in range(len(table)):
             if not own or i:
                 table[i] *= change ** (0.5 ** abs(i - own) if own else 1.0)
-        for i in range(len(table)):  # more rows are never quicker: what says so is noise
+        for i in range(len(table)):  # more rows are never faster; anything else is noise
             table[i] = max(table[i], table[own]) if i > own else min(table[i], table[own])
 
 
 def place_of(rows: int) -> int:
-    """Place in ``MENU`` of the smallest entry that is not below ``rows``."""
+    """The index in ``MENU`` of the smallest number of at least ``rows``."""
     return min(bisect_left(MENU, rows), len(MENU) - 1)
 
 
 def from_points(points: dict[int, float]) -> list[float]:
-    """A table from measured (rows, seconds): straight lines between, the last slope beyond, never falling."""
+    """A table from measured {rows: seconds}: linear between the points, the last slope beyond, never falling."""
     rows = sorted(points)
     seconds = [points[k] for k in rows]
     table: list[float] = []
@@ -140,7 +141,7 @@ def from_points(points: dict[int, float]) -> list[float]:
 
 
 def interpolated(known: Sequence[int], seconds: Sequence[float], rows: float) -> float:
-    """Seconds of so many rows by those of known ones; the first of them for fewer, the last slope for more."""
+    """Seconds of ``rows`` rows, linear between known points; constant before the first, the last slope beyond."""
     after = min(bisect_left(known, rows), len(known) - 1)
     before = max(0, after - 1)
     if known[after] == rows or after == before:
@@ -153,7 +154,7 @@ def times_file(model: str) -> Path:
     """Where the step times of one model on this machine are kept: in the user's cache folder.
 
     Args:
-        model: whatever tells models, dtypes, devices and code paths apart.
+        model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).
     """
     machine = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores"]
     torch: Any = sys.modules.get("torch")
@@ -178,10 +179,10 @@ def save_times(model: str, times: StepTimes) -> Path:
 
 
 def load_times(model: str) -> StepTimes | None:
-    """Step times that were kept for this machine and model, or None.
+    """The kept step times of this machine and model, or None.
 
     Raises:
-        SettingsError: the file is there and damaged.
+        SettingsError: the file is damaged.
     """
     path = times_file(model)
     if not path.is_file():

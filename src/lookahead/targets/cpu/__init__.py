@@ -1,12 +1,29 @@
-"""The compiled path on CPUs: a forward pass of our own that reads a transformers model's weights.
+"""The compiled path on CPUs: a forward pass of our own.
 
-``architectures`` says which decoder-only models it knows, where each keeps its parts, and how others join. Entered
-through ``compile_model``; ``CpuTarget`` evaluates token trees on the result. Rows are batch-invariant: a row has the
-same bits in any tree. The user's model is read and never changed. docs/cpu.md has the rest.
+A model comes from transformers (``architectures`` says which classes it knows, where each keeps its parts, and how
+others join) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token trees
+on the result. Rows are batch-invariant: a row has the same bits in any tree. The user's model is read and never
+changed. docs/cpu.md has the rest.
 """
 
-from .architectures import REGISTRY, Spec, Unsupported, register
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .blueprint import Unsupported
 from .compiled_model import CompiledModel, compile_model
 from .target import CpuTarget
 
+if TYPE_CHECKING:
+    from .architectures import REGISTRY, Spec, register
+
 __all__ = ["REGISTRY", "CompiledModel", "CpuTarget", "Spec", "Unsupported", "compile_model", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """What is known of transformers' classes, imported when it is asked for: a GGUF file needs no transformers."""
+    if name not in ("REGISTRY", "Spec", "register"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import architectures
+
+    return getattr(architectures, name)

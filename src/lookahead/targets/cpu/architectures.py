@@ -8,29 +8,19 @@ Anything else is refused here by name or found by the probe at load, and runs on
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from transformers.pytorch_utils import Conv1D
 
 from ..facts import ModelFacts
+from ..fingerprint import active_hooks
+from . import formats
+from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .formats import Linear
-
-#: (a, b) of x * sigmoid(a x + b x^3): the tanh form of GELU is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
-ACTIVATIONS = dict.fromkeys(("silu", "swish"), (1.0, 0.0)) | dict.fromkeys(
-    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ((8 / math.pi) ** 0.5, 0.044715 * (8 / math.pi) ** 0.5)
-)
-#: Of a layer's rows, by their names in ``Spec`` and in ``execution_plan.LAYER``.
-NORMS = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm")
-
-
-class Unsupported(Exception):
-    """Why a model cannot be compiled, in one line for people."""
 
 
 def _window(config: Any, layer: int) -> int:
@@ -162,7 +152,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
         raise Unsupported("torch has hooks for every module, which compiled passes would not call")
     for path, module in model.named_modules():
         where = f"{type(module).__name__} {path}".strip()
-        if module._forward_hooks or module._forward_pre_hooks:
+        if active_hooks(module._forward_hooks) or active_hooks(module._forward_pre_hooks):
             raise Unsupported(f"{where} has hooks, which compiled passes would not call")
         if "forward" in vars(module):
             raise Unsupported(f"{where} has a forward of its own, which compiled passes would not call")
@@ -173,7 +163,8 @@ def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> A
     """The part, if it is exactly of these kinds: an adapter or a quantised layer computes something else."""
     part = module.get_submodule(path)
     if type(part) not in kinds:
-        raise Unsupported(f"a part of the model is {type(part).__name__}, not a plain {kinds[0].__name__}")
+        found = f"{type(part).__module__}.{type(part).__name__}"
+        raise Unsupported(f"{path} is {found}, not a plain {kinds[0].__name__}")
     return part
 
 
@@ -188,25 +179,18 @@ def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
 
 def linear_of(module: nn.Module, path: str) -> Linear:
     """Weight and bias of a linear; zeros for a bias that is not there."""
+    from transformers.pytorch_utils import Conv1D
+
     linear = plain(module, path, (nn.Linear, Conv1D))
     weight = linear.weight.detach()
     weight = weight if type(linear) is nn.Linear else weight.t()
     return Linear(weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach())
 
 
-class Norm(NamedTuple):
-    """Weight and bias (n,) fp32, epsilon, and the kind: 0 none, 1 RMS, 2 layer norm, which takes the mean away."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    epsilon: float
-    kind: int
-
-
 def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
     """A norm's numbers; one that changes nothing where there is none."""
     if not path:
-        return Norm(torch.ones(size).float(), torch.zeros(size).float(), 0.0, 0)
+        return Norm.none(size)
     norm: Any = module.get_submodule(path)
     weight = norm.weight.detach().float() + offset
     if isinstance(norm, nn.LayerNorm):
@@ -214,3 +198,111 @@ def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
         return Norm(weight, bias, norm.eps, 2)
     epsilon = getattr(norm, "variance_epsilon", None)
     return Norm(weight, torch.zeros_like(weight), float(norm.eps if epsilon is None else epsilon), 1)
+
+
+class _Parts:
+    """Reads the parts of one model by its spec."""
+
+    def __init__(self, model: nn.Module, facts: ModelFacts) -> None:
+        self.model, self.config, self.spec = model, facts.config, spec_of(model, facts)
+        (shape,) = set(facts.shapes)
+        assert shape is not None
+        self.key_heads, self.head_size, _ = shape
+        self.heads = int(self.config.num_attention_heads)
+        self.modules = list(model.get_submodule(self.spec.layers).children())
+        self.rotary: Any = model.get_submodule(self.spec.rotary) if self.spec.rotary else None
+        self.rotary_types = list(getattr(self.rotary, "layer_types", [""]))
+        self.rotary_size = 2 * self.angles(1).shape[2]
+        self.order = formats.paired(self.head_size, self.rotary_size)
+
+    def setting(self, name: str, default: float) -> float:
+        """A field of the config, where the spec names one and the config has it."""
+        return float((getattr(self.config, name) if name else None) or default)
+
+    def angles(self, positions: int) -> torch.Tensor:
+        """Cosine and sine from the model's own module, (tables, positions, R / 2, 2)."""
+        places, tables = torch.arange(positions)[None], []
+        if self.rotary is None:
+            return torch.empty(1, positions, 0, 2)
+        for kind in self.rotary_types:
+            with torch.no_grad():
+                both = self.rotary(torch.empty(1, dtype=torch.float32), places, *([kind] if kind else []))
+            tables.append(torch.stack([x[0, :, : x.shape[-1] // 2].float() for x in both], -1))
+        return torch.stack(tables)
+
+    def layers(self) -> Iterator[LayerParts]:
+        """The layers, made one by one: their linears may be copies."""
+        spec, config, hidden = self.spec, self.config, int(self.config.hidden_size)
+        for index, layer in enumerate(self.modules):
+            norms = {name: norm_of(layer, getattr(spec, name), hidden, spec.norm_offset) for name in NORMS}
+            head_norm, joint = self.head_norm(layer) if spec.query_norm else (None, False)
+            attention: Any = layer.get_submodule(spec.attention)
+            kind = config.layer_types[index] if len(self.rotary_types) > 1 else self.rotary_types[0]
+            yield LayerParts(
+                self.linears(layer), norms, head_norm, joint, bool(spec.gate or spec.gate_up),
+                float(attention.scaling), spec.window(config, index),
+                spec.rotates(config, index) and 1 + self.rotary_types.index(kind),
+                self.setting(spec.attention_cap, 0),
+            )  # fmt: skip
+
+    def linears(self, layer: nn.Module) -> dict[str, Any]:
+        """The linears of a layer as they are packed."""
+        spec, size = self.spec, self.head_size
+        if spec.qkv:
+            sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
+            query, key, value = formats.split(linear_of(layer, spec.qkv), *sizes)
+        else:
+            query, key, value = (linear_of(layer, path) for path in (spec.query, spec.key, spec.value))
+        down = linear_of(layer, spec.down)
+        if spec.gate_up:
+            halves = [down.weight.shape[1]] * 2
+            up = formats.gate_and_up(*formats.split(linear_of(layer, spec.gate_up), *halves))
+        elif spec.gate:
+            up = formats.gate_and_up(linear_of(layer, spec.gate), linear_of(layer, spec.up))
+        else:
+            up = linear_of(layer, spec.up)
+        query, key = (formats.reordered(linear, self.order) for linear in (query, key))
+        qkv = formats.joined(query, key, value)
+        return {"qkv": qkv, "output": linear_of(layer, spec.output), "up": up, "down": down}
+
+    def head_norm(self, layer: nn.Module) -> tuple[Norm, bool]:
+        """Query and key norms, and whether each is over all heads together (OLMo 2)."""
+        spec, weights, joint = self.spec, [], False
+        for path, heads in ((spec.query_norm, self.heads), (spec.key_norm, self.key_heads)):
+            norm = norm_of(layer, path, 0, spec.norm_offset)
+            # With one key head, a key norm looks the same either way: the query norm decides then.
+            joint = joint or len(norm.weight) > self.head_size
+            weights.append(norm.weight.view(-1, self.head_size)[:, self.order].expand(heads, -1))
+        return norm._replace(weight=torch.cat(weights)), joint
+
+
+def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
+    """The parts of a transformers model of a registered class; its weights are referred to, not copied.
+
+    Raises:
+        Unsupported: the model is not what the spec of its class assumes.
+    """
+    try:
+        parts = _Parts(model, facts)
+        spec, config = parts.spec, parts.config
+        embedding, factor = embedding_of(model, spec.embedding)
+        head = linear_of(model, spec.head)
+        down = linear_of(parts.modules[0], spec.down)
+        return Blueprint(
+            type(model).__name__, embedding.dtype, len(head.weight), embedding.shape[1], parts.heads,
+            parts.key_heads, parts.head_size, down.weight.shape[1], ACTIVATIONS[getattr(config, spec.activation)],
+            embedding, len(parts.modules), parts.layers,
+            norm_of(model, spec.norm, embedding.shape[1], spec.norm_offset), head,
+            embedding_factor=factor * parts.setting(spec.embedding_multiplier, 1),
+            position_embedding=embedding_of(model, spec.positions)[0] if spec.positions else None,
+            head_factor=1 / parts.setting(spec.logits_divisor, 1),
+            head_cap=parts.setting(spec.logits_cap, 0),
+            residual_factor=parts.setting(spec.residual_multiplier, 1),
+            rotary_size=parts.rotary_size,
+            angles=parts.angles if parts.rotary is not None else None,
+        )  # fmt: skip
+    except AttributeError as error:
+        name = type(model).__name__
+        raise Unsupported(
+            f"{name} is built differently from what the compiled path knows ({error})"
+        ) from error

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numba import config as numba_config
-from torch import nn
-from transformers import PreTrainedModel
 
+from ...core import LookaheadError
 from ...threads import thread_count
-from ..facts import ModelFacts
-from . import formats
-from .architectures import ACTIVATIONS, NORMS, Norm, Unsupported, embedding_of, linear_of, norm_of, spec_of
+from . import formats, packed
+from .blueprint import NORMS, Blueprint, Norm, Unsupported
 from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
-from .formats import GROUP, Arena, Format, Linear, format_for, round_up
+from .formats import FORMATS, Arena, Format, Linear, format_for, round_up
 from .forward_pass import pass_address
+from .packed import GROUP, PackedLinear
+from .packed_gemm import kernel_address
 from .thread_pool import thread_pool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..facts import ModelFacts
 
 
 class CompiledModel:
     """A model whose passes are one call for each thread. Several threads may run passes at once.
 
     Args:
-        model: a loaded model of a registered class; linears are copied, never written.
-        facts: what is known of it.
-        numbers: how products are computed; the best for this processor by default.
+        blueprint: its parts. Linears that are not packed yet are copied; the originals are never written.
+        numbers: how products are computed; by default the best format for this processor.
 
     Attributes:
         logits_strides: bytes from row to row of logits (R, width), and of peaks (R, width / 32) fp32.
@@ -37,133 +41,113 @@ class CompiledModel:
         Unsupported: the model is not what the spec of its class assumes.
     """
 
-    def __init__(self, model: nn.Module, facts: ModelFacts, numbers: Format | None = None) -> None:
-        self._spec = spec = spec_of(model, facts)
-        (shape,) = set(facts.shapes)
-        assert shape is not None
-        self.key_heads, self.head_size, _ = shape
-        try:
-            self.heads = int(facts.config.num_attention_heads)
-            self.embedding, scale = embedding_of(model, spec.embedding)
-            self.dtype = self.embedding.dtype
-            self.numbers = numbers or format_for(self.dtype)
-            self.layout = f"compiled passes on {self.numbers}"
-            layers = list(model.get_submodule(spec.layers).children())
-            self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
-            self._rotary = model.get_submodule(spec.rotary) if spec.rotary else None
-            self._rotary_types = list(getattr(self._rotary, "layer_types", [""]))
-            self._angles, self._rotary_size = torch.empty(len(self._rotary_types), 0), self.head_size
-            self._rotary_up_to(0)
-            self._order = formats.paired(self.head_size, self._rotary_size)
-            self._kept: list[torch.Tensor] = []  # what the records' addresses point to
-            self._layers, self._model = np.zeros(len(layers), LAYER), np.zeros(1, PLAN)
-            self._fill(model, layers, facts.config, scale)
-        except AttributeError as error:
-            name = type(model).__name__
-            raise Unsupported(
-                f"{name} is built differently from what the compiled path knows ({error})"
-            ) from error
+    def __init__(self, blueprint: Blueprint, numbers: Format | None = None) -> None:
+        self.blueprint, self.dtype = blueprint, blueprint.dtype
+        self.vocabulary, self.head_size = blueprint.vocabulary, blueprint.head_size
+        self.key_heads = blueprint.key_heads
+        packed = isinstance(blueprint.head, PackedLinear)
+        self.numbers = numbers or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
+        self.layout = f"compiled passes on {self.numbers}"
+        self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
+        self._angles = torch.empty(0, 0)
+        self._kept: list[Any] = []  # what the records' addresses point to
+        self._layers = np.zeros(blueprint.layer_count, LAYER)
+        self._model = np.zeros(1, PLAN)
+        self._fill()
         self._job = pass_address(self.numbers)
         self._idle: deque[ExecutionState] = deque()
 
-    def _fill(self, model: nn.Module, layers: list[nn.Module], config: Any, scale: float) -> None:
-        spec, size, plan = self._spec, self.head_size, self._model[0]
-
-        def setting(name: str, default: float) -> float:
-            return float((getattr(config, name) if name else None) or default)
-
-        a, b = ACTIVATIONS[getattr(config, spec.activation)]
-        factor, cap = setting(spec.residual_multiplier, 1), setting(spec.attention_cap, 0)
-        hidden, offset = self.embedding.shape[1], spec.norm_offset
-        head, arena = linear_of(model, spec.head), None
-        for index, (record, layer) in enumerate(zip(self._layers, layers, strict=True)):
-            linears = self._linears(layer)
-            if arena is None:  # every layer takes as much as the first
-                sizes = (formats.packed_bytes(linear, self.numbers) for linear in linears.values())
+    def _fill(self) -> None:
+        blueprint, plan, numbers = self.blueprint, self._model[0], self.numbers
+        hidden, heads_size = blueprint.hidden, blueprint.heads * blueprint.head_size
+        a, b = blueprint.activation
+        arena: Arena | None = None
+        for record, layer in zip(self._layers, blueprint.layers(), strict=True):
+            if arena is None and isinstance(blueprint.head, Linear):  # every layer takes as much as the first
+                linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
+                sizes = (formats.packed_bytes(linear, numbers) for linear in linears)
                 each = sum(round_up(size, 64) for size in sizes)
-                arena = Arena(len(layers) * each + formats.packed_bytes(head, self.numbers))
-            for name, linear in linears.items():
-                residual = name in ("output", "down")
-                record[name] = self._linear(linear, arena, factor if residual else 1.0, a, b)
+                arena = Arena(blueprint.layer_count * each + formats.packed_bytes(blueprint.head, numbers))
+            for name, linear in layer.linears.items():
+                factor = blueprint.residual_factor if name in ("output", "down") else 1.0
+                record[name] = self._linear(linear, arena, factor, a, b)
             for name in NORMS:
-                record[name] = self._norm(norm_of(layer, getattr(spec, name), hidden, offset))
-            if spec.query_norm:
-                record["head_norm"], record["joint_norm"] = self._head_norm(layer)
-            attention: Any = layer.get_submodule(spec.attention)
-            record["scale"], record["gated"] = attention.scaling, bool(spec.gate or spec.gate_up)
-            record["window"] = spec.window(config, index) or EVERYTHING
-            kind = config.layer_types[index] if len(self._rotary_types) > 1 else self._rotary_types[0]
-            record["rotates"] = spec.rotates(config, index) and 1 + self._rotary_types.index(kind)
-            record["cap"] = self._address(torch.tensor([cap], dtype=torch.float32)) if cap else 0
-        assert arena is not None
-        self.vocabulary = len(head.weight)
-        plan["final_norm"] = self._norm(norm_of(model, spec.norm, hidden, offset))
-        factor, cap = 1 / setting(spec.logits_divisor, 1), setting(spec.logits_cap, 0)
+                record[name] = self._norm(layer.norms[name])
+            if layer.head_norm is not None:
+                record["head_norm"], record["joint_norm"] = self._norm(layer.head_norm), layer.joint_norm
+            record["scale"], record["gated"] = layer.scale, layer.gated
+            record["window"] = layer.window or EVERYTHING
+            record["rotates"] = layer.rotary
+            record["cap"] = self._address(torch.tensor([layer.cap])) if layer.cap else 0
+        plan["final_norm"] = self._norm(blueprint.final_norm)
         # Tokens behind the vocabulary are never the best.
-        plan["lm_head"] = self._linear(head, arena, factor, cap=cap, padding=float("-inf"))
-        if spec.positions:
-            positions, _ = embedding_of(model, spec.positions)
-            plan["position_embedding"] = self._address(positions)
-        plan["embedding_scale"] = scale * setting(spec.embedding_multiplier, 1)
-        inner, heads_size = linears["down"].weight.shape[1], self.heads * size
-        element, step, width = self.numbers.input.bytes, self.numbers.step, round_up(self.vocabulary, GROUP)
-        self.logits_strides = width * self.dtype.itemsize, width // GROUP * 4
+        plan["lm_head"] = self._linear(
+            blueprint.head, arena, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
+        )
+        if blueprint.position_embedding is not None:
+            plan["position_embedding"] = self._address(blueprint.position_embedding)
+        plan["embedding_scale"] = blueprint.embedding_factor
+        embedding = blueprint.embedding
+        if isinstance(embedding, PackedLinear):
+            self._kept.append(embedding)
+            plan["embedding"] = embedding.panels.ctypes.data
+        else:
+            plan["embedding"] = embedding.data_ptr()
+        self.logits_strides = (
+            round_up(self.vocabulary, GROUP) * numbers.stored.bytes,
+            -(-self.vocabulary // GROUP) * 4,
+        )
         fields = {
-            "hidden": hidden, "heads": self.heads, "key_heads": self.key_heads, "head_size": size,
-            "padded_head": self.padded_head, "vocabulary": self.vocabulary, "layer_count": len(layers),
-            "layers": self._layers.ctypes.data, "embedding": self.embedding.data_ptr(),
-            "x_stride": 4 * round_up(hidden, GROUP), "normed_stride": round_up(hidden, step) * element,
-            "attended_stride": round_up(heads_size, step) * element,
-            "gated_stride": round_up(round_up(inner, GROUP), step) * element,
-            "qkv_stride": 4 * round_up(max(heads_size + 2 * self.key_heads * size, hidden), GROUP),
-            "logits_stride": self.logits_strides[0], "peaks_stride": self.logits_strides[1],
-        }  # fmt: skip
+            "hidden": hidden,
+            "heads": blueprint.heads,
+            "key_heads": self.key_heads,
+            "head_size": self.head_size,
+            "padded_head": self.padded_head,
+            "vocabulary": self.vocabulary,
+            "layer_count": blueprint.layer_count,
+            "layers": self._layers.ctypes.data,
+            "x_stride": 4 * round_up(hidden, GROUP),
+            "normed_stride": numbers.row_bytes(hidden),
+            "attended_stride": numbers.row_bytes(heads_size),
+            "gated_stride": numbers.row_bytes(round_up(blueprint.inner, GROUP)),
+            "qkv_stride": 4 * round_up(max(heads_size + 2 * self.key_heads * self.head_size, hidden), GROUP),
+            "logits_stride": self.logits_strides[0],
+            "peaks_stride": self.logits_strides[1],
+        }
         for name, number in fields.items():
             plan[name] = number
 
-    def _linears(self, layer: nn.Module) -> dict[str, Linear]:
-        """The linears of a layer as they are packed."""
-        spec, size = self._spec, self.head_size
-        if spec.qkv:
-            sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
-            query, key, value = formats.split(linear_of(layer, spec.qkv), *sizes)
-        else:
-            query, key, value = (linear_of(layer, path) for path in (spec.query, spec.key, spec.value))
-        down = linear_of(layer, spec.down)
-        if spec.gate_up:
-            up = formats.gate_and_up(
-                *formats.split(linear_of(layer, spec.gate_up), *[down.weight.shape[1]] * 2)
-            )
-        elif spec.gate:
-            up = formats.gate_and_up(linear_of(layer, spec.gate), linear_of(layer, spec.up))
-        else:
-            up = linear_of(layer, spec.up)
-        query, key = (formats.reordered(linear, self._order) for linear in (query, key))
-        qkv = formats.joined(query, key, value)
-        return {"qkv": qkv, "output": linear_of(layer, spec.output), "up": up, "down": down}
-
-    def _head_norm(self, layer: nn.Module) -> tuple[tuple[int, int, int, float], bool]:
-        """The record of query and key norms, and whether they are over all heads together."""
-        spec, weights = self._spec, []
-        for path, heads in ((spec.query_norm, self.heads), (spec.key_norm, self.key_heads)):
-            norm = norm_of(layer, path, 0, spec.norm_offset)
-            joint = len(norm.weight) == heads * self.head_size
-            weights.append(norm.weight.view(-1, self.head_size)[:, self._order].expand(heads, -1))
-        return self._norm(norm._replace(weight=torch.cat(weights))), joint
-
     def _address(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
+        return int(self._kept[-1].data_ptr())
 
     def _linear(
-        self, linear: Linear, arena: Arena, factor: float, a: float = 0.0, b: float = 0.0, cap: float = 0.0,
+        self,
+        linear: Linear | PackedLinear,
+        arena: Arena | None,
+        factor: float,
+        a: float = 0.0,
+        b: float = 0.0,
+        cap: float = 0.0,
         padding: float = 0.0,
-    ) -> tuple[int, int, int, int, int, int]:  # fmt: skip
+    ) -> tuple[int, int, int, int, int, int]:
         """The record ``execution_plan.LINEAR`` of packed weights."""
+        scalars = self._address(torch.tensor([factor, a, b, cap], dtype=torch.float32))
+        if isinstance(linear, PackedLinear):
+            self._kept.append(linear)
+            bias = linear.bias.clone() * factor
+            if padding:  # only the head has outputs that are not there and can be chosen
+                bias[self.vocabulary :] = padding
+            table = linear.panels.copy()
+            for place in np.unique(table[..., 1]):
+                table[..., 1][linear.panels[..., 1] == place] = kernel_address(int(place))
+            self._kept.append(table)
+            groups, blocks = len(table), -(-linear.inner // packed.BLOCK)
+            return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, scalars
+        assert arena is not None
         weights, bias, steps = formats.pack(linear, self.numbers, arena, padding)
         groups, size = weights.shape
-        numbers = self._address(torch.tensor([factor, a, b, cap], dtype=torch.float32))
-        return self._address(weights), size, self._address(bias * factor), steps, groups, numbers
+        return self._address(weights), size, self._address(bias * factor), steps, groups, scalars
 
     def _norm(self, norm: Norm) -> tuple[int, int, int, float]:
         return self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon
@@ -173,24 +157,23 @@ class CompiledModel:
         shape = len(self._layers), self.key_heads, self.padded_head
         return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
 
-    def _rotary_up_to(self, position: int) -> torch.Tensor:
-        """Cosine and sine of positions 0..position or more, from the model's own module.
+    def read(self, cache: KVCache, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """The model's keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D)."""
+        size = self.head_size
+        places = torch.argsort(formats.paired(size, self.blueprint.rotary_size))
+        return [(keys[..., places], values[..., :size].clone()) for keys, values in cache.read(slot, length)]
 
-        (types, positions, D / 2, 2); where only the first R numbers of a head rotate, the others have angle 0.
+    def _rotary_up_to(self, position: int) -> torch.Tensor:
+        """Cosine and sine of positions 0..position or more, (tables, positions, D / 2, 2).
+
+        Where only the first R numbers of a head rotate, the others have angle 0.
         """
         table = self._angles
-        if position >= table.shape[1] and self._rotary is not None:
-            places = torch.arange(1 << position.bit_length())[None]
-            shape = len(self._rotary_types), places.shape[1], self.head_size // 2
+        if position >= table.shape[1] and self.blueprint.angles is not None:
+            angles = self.blueprint.angles(1 << position.bit_length())
+            shape = *angles.shape[:2], self.head_size // 2
             table = torch.stack([torch.ones(shape), torch.zeros(shape)], -1).float()
-            for number, kind in enumerate(self._rotary_types):
-                with torch.no_grad():
-                    both = self._rotary(
-                        torch.empty(1, dtype=torch.float32), places, *([kind] if kind else [])
-                    )
-                self._rotary_size = both[0].shape[-1]
-                half = [x[0, :, : self._rotary_size // 2].float() for x in both]
-                table[number, :, : self._rotary_size // 2] = torch.stack(half, -1)
+            table[:, :, : angles.shape[2]] = angles
             self._angles = table
         return table
 
@@ -252,13 +235,24 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         raise Unsupported(f"compiled passes need weights as they are, the model is quantised by {name}")
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise Unsupported("compiled passes need every layer on the CPU")
+    from .architectures import blueprint_of
+
+    return checked(lambda: CompiledModel(blueprint_of(model, facts)))
+
+
+def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
+    """What ``make`` gives, where numba can compile here.
+
+    Raises:
+        Unsupported: it cannot, with one line that says why.
+    """
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
         )
     try:
-        return CompiledModel(model, facts)
-    except (MemoryError, Unsupported):
+        return make()
+    except (MemoryError, Unsupported, LookaheadError):
         raise
     except Exception as error:  # whatever numba and LLVM do on a processor or a folder that they cannot use
         first_line = (str(error).splitlines() or [""])[0][:160]

@@ -14,9 +14,10 @@ import torch
 from numba import njit
 
 from ...core import TokenTree
-from ..kv_storage import KVStorage
-from .formats import GROUP, Arena, Format, round_up
+from ..cache import KVStorage
+from .formats import Arena, Format, round_up
 from .gemm import ROW_BLOCK
+from .packed import GROUP
 
 #: Keys of so many columns lie side by side in the cache; scores are computed for so many columns at once.
 KEY_BLOCK, SCORE_BLOCK = 16, 64
@@ -198,6 +199,7 @@ class KVCache(KVStorage):
         self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
     ) -> None:
         self.key_heads, self._key_pair, self._dtype = key_heads, key_pair, np.dtype(f"i{dtype.itemsize}")
+        self._torch_dtype = dtype
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
 
@@ -221,6 +223,20 @@ class KVCache(KVStorage):
     def copy(self, slot: int, source: int, length: int) -> None:
         columns = round_up(length, SCORE_BLOCK)  # a key's numbers lie in blocks of columns
         self.storage[slot][:, :, :columns] = self.storage[source][:, :, :columns]
+
+    def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D as it is padded)."""
+        mine, heads = self.storage[slot], self.key_heads
+        layers, _, capacity, size = mine.shape
+        blocks = mine[:, :heads].reshape(
+            layers, heads, capacity // KEY_BLOCK, size // self._key_pair, KEY_BLOCK, self._key_pair
+        )
+        keys = blocks.transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, capacity, size)
+
+        def tensor(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+            return torch.from_numpy(numbers[None, :, :length].copy()).view(self._torch_dtype)
+
+        return [(tensor(keys[i]), tensor(mine[i, heads:])) for i in range(layers)]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place

@@ -3,6 +3,7 @@
     tiles     bf16 on matrix tiles (AMX)
     pairs     bf16 in vectors, two products at a time (AVX512-BF16)
     vectors   fp32 in vectors; bf16 weights are widened on the way
+    packed    weights of 4 to 8 bits as they lie in a file, times 8-bit activations, summed in integers (``packed``)
 
 Code for each format is made by closures over a ``Format``, so that nothing is decided while it runs. Weights lie in
 the order in which a gemm reads them, in groups of 32 outputs, each one stretch of memory (``pack``).
@@ -20,10 +21,9 @@ import torch
 from numba import types
 from numba.extending import register_jitable
 
-from .llvm import LANES, PAIRS, TILES, address_as, floats_at
+from .llvm import LANES, PAIRED_BYTES, PAIRS, TILES, VNNI, address_as, floats_at
+from .packed import BLOCK, GROUP, RECORD
 
-#: Outputs in a group of weights.
-GROUP = 32
 LARGE_PAGE = 1 << 21
 
 
@@ -60,7 +60,7 @@ class Format:
     """A kind of product and the numbers around it.
 
     Attributes:
-        kind: "tiles", "pairs" or "vectors".
+        kind: "tiles", "pairs", "vectors" or "packed".
         stored: weights, keys, values and logits, in the model's dtype.
         input: what a product reads.
         query: what attention's scores read.
@@ -80,8 +80,18 @@ class Format:
         """Different for every format."""
         return f"{self.kind}_{self.stored.bytes}"
 
+    def row_bytes(self, inner: int) -> int:
+        """Bytes of a row that a product reads; rows times packed weights have their quantized blocks behind them."""
+        size = round_up(inner, self.step) * self.input.bytes
+        return size + (-(-inner // BLOCK) * RECORD if self.kind == "packed" else 0)
+
     def __str__(self) -> str:
-        names = {"tiles": "AMX tiles", "pairs": "AVX512-BF16 pairs"}
+        products = "VNNI" if VNNI else "AVX2" if PAIRED_BYTES else "plain"
+        names = {
+            "tiles": "AMX tiles",
+            "pairs": "AVX512-BF16 pairs",
+            "packed": f"packed weights, 8-bit {products} products",
+        }
         return names.get(self.kind, f"{LANES}-lane vectors")
 
 
@@ -90,6 +100,7 @@ FORMATS = {
     ("pairs", torch.bfloat16): Format("pairs", BF16, BF16, FP32, 2, 1),
     ("vectors", torch.bfloat16): Format("vectors", BF16, FP32, FP32, 1, 1),
     ("vectors", torch.float32): Format("vectors", FP32, FP32, FP32, 1, 1),
+    ("packed", torch.float32): Format("packed", FP32, FP32, FP32, BLOCK, 1),
 }
 
 

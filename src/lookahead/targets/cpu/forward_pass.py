@@ -18,6 +18,8 @@ from .formats import FORMATS, Format
 from .gemm import gemm_of
 from .llvm import STAMP, VOID, address_as, at, call, emitted, floats_at, integers_at, jit
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
+from .packed import PANEL, decode_output
+from .packed_gemm import quantize
 from .thread_pool import STAGES, barrier, restart, share
 
 #: Counters of what is taken of each gemm of a layer, and of the LM head.
@@ -32,6 +34,7 @@ release_tiles = emitted(lambda b: call(b, "llvm.x86.tilerelease", VOID, []) and 
 def _embed_of(numbers: Format) -> Any:
     """Embeddings (V, hidden) of rows begin..end, in fp32, with those of their positions where these are learned."""
     weights_at, widen = numbers.stored.pointer, numbers.stored.widen
+    is_packed = numbers.kind == "packed"
 
     def embed(p: Any, begin: int, end: int) -> None:
         tokens = carray(integers_at(p.tokens), (end,))
@@ -39,14 +42,31 @@ def _embed_of(numbers: Format) -> Any:
         weights = carray(weights_at(p.embedding), (p.vocabulary, p.hidden))
         for r in range(begin, end):
             out = carray(floats_at(p.x + p.x_stride * r), (p.hidden,))
-            for i in range(p.hidden):
-                out[i] = widen(weights[tokens[r], i]) * p.embedding_scale
+            if is_packed:
+                panel = carray(integers_at(p.embedding + 16 * (tokens[r] // PANEL)), (2,))
+                decode_output(panel[1], panel[0], tokens[r] % PANEL, p.hidden, out, p.embedding_scale)
+            else:
+                for i in range(p.hidden):
+                    out[i] = widen(weights[tokens[r], i]) * p.embedding_scale
             if p.position_embedding != 0:
                 more = carray(weights_at(p.position_embedding), (positions[r] + 1, p.hidden))
                 for i in range(p.hidden):
                     out[i] += widen(more[positions[r], i])
 
     return jit(embed, numbers.name)
+
+
+def _quantize_rows(address: int, stride: int, rows: int, blocks: int, rank: int, size: int) -> None:
+    """Quantize this thread's share of the blocks of rows that a product is about to read."""
+    begin, end = share(rows * blocks, rank, size)
+    while begin < end:
+        row, block = begin // blocks, begin % blocks
+        last = min(blocks, block + end - begin)
+        quantize(address + stride * row, blocks, block, last)
+        begin += last - block
+
+
+quantize_rows = jit(_quantize_rows)
 
 
 def _attend_of(numbers: Format) -> Any:
@@ -78,17 +98,20 @@ def _attend_of(numbers: Format) -> Any:
 
 
 def _pass_of(numbers: Format) -> Any:
-    """The pass of one thread; ``arrived`` threads were counted before it (``thread_pool``)."""
+    """The pass of one thread, for ``_run``; ``arrived`` threads were counted before it (``thread_pool``)."""
     store, add, gate, activate, keep_logits = gemm_of(numbers)
     embed, (norm_rows, add_normed) = _embed_of(numbers), norms_of(numbers)
     rotate, attend = rotate_of(numbers), _attend_of(numbers)
-    on_tiles = numbers.kind == "tiles"
+    on_tiles, is_packed = numbers.kind == "tiles", numbers.kind == "packed"
 
     def add_branch(
         p: Any, linear: Any, norm: Any, source: int, stride: int, scratch: int, control: int, stage: int,
         arrived: int, rank: int, size: int,
     ) -> Any:  # fmt: skip
         """Add a linear's outputs to the rows, or their norm where there is one; returns the count of arrivals."""
+        if is_packed:
+            quantize_rows(source, stride, p.rows, linear.steps, rank, size)
+            arrived = barrier(control, arrived, size)
         if norm.kind == 0:
             add(linear, source, stride, p.rows, p.x, p.x_stride, 0, 0, scratch, control, stage, rank, size)
         else:
@@ -101,7 +124,7 @@ def _pass_of(numbers: Format) -> Any:
 
     add_branch = jit(add_branch, numbers.name)
 
-    def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
+    def run(address: int, control: int, rank: int, size: int, arrived: int, number: int) -> None:
         p = plan_at(address)
         rows, scratch = p.rows, p.scratch + rank * p.scratch_each
         if on_tiles:
@@ -153,7 +176,7 @@ def _pass_of(numbers: Format) -> Any:
             release_tiles()
         barrier(control, arrived, size)
 
-    return jit(run, numbers.name)
+    return run
 
 
 def _run(address: int, control: int, rank: int, size: int, arrived: int, number: int) -> None:
@@ -162,8 +185,10 @@ def _run(address: int, control: int, rank: int, size: int, arrived: int, number:
 
 @overload(_run, prefer_literal=True)
 def _run_code(address, control, rank, size, arrived, number):  # type: ignore[no-untyped-def]  # numba compares both
+    # Python's function itself: one made by jit would be linked and optimized once more.
     run = _pass_of(tuple(FORMATS.values())[number.literal_value])
-    return lambda address, control, rank, size, arrived, number: run(address, control, rank, size, arrived)
+    run.__annotations__.clear()
+    return run
 
 
 @cache

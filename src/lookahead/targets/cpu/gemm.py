@@ -18,9 +18,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from . import llvm
-from .formats import GROUP, Format
+from . import llvm, packed_gemm
+from .formats import Format
 from .llvm import LANES, VECTOR, VOID, call, const, lanes, load_numbers, multiply_add, offset
+from .packed import GROUP
 from .thread_pool import share, take
 from .vector_math import activation, soft_cap, store_rounded
 
@@ -112,6 +113,8 @@ def _microkernel(numbers: Format) -> Any:
 
     ``rows`` lie ``stride`` bytes apart; ``steps`` are those of the format. In vectors a step is 4 bytes of a row.
     """
+    if numbers.kind == "packed":
+        return packed_gemm.microkernel
     if numbers.kind == "tiles":
         return llvm.emitted(_on_tiles, 6)
     pairs = numbers.kind == "pairs"

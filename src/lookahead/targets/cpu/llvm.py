@@ -51,10 +51,19 @@ def _tiles_permitted() -> bool:
 TILES = LANES == 16 and _tiles_permitted()
 #: bf16 products of pairs in vectors (AVX512-BF16).
 PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
+#: Sums of four products of bytes (AVX512-VNNI, AVX-VNNI), and of two (AVX2).
+VNNI = X86 and (
+    (LANES == 16 and bool(_FEATURES.get("avx512vnni"))) or (LANES == 8 and bool(_FEATURES.get("avxvnni")))
+)
+PAIRED_BYTES = X86 and LANES >= 8
+#: fp16 numbers are widened by the processor (F16C).
+HALVES = LANES == 16 or ARM or bool(_FEATURES.get("f16c"))
 
 
 def _stamp() -> int:
-    digest = hashlib.sha256(repr((LANES, REGISTERS, FUSED, TILES, PAIRS)).encode())
+    digest = hashlib.sha256(
+        repr((LANES, REGISTERS, FUSED, TILES, PAIRS, VNNI, PAIRED_BYTES, HALVES)).encode()
+    )
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")
@@ -120,6 +129,37 @@ def load_numbers(builder: Any, address: Any, narrow: bool = False) -> Any:
         return load(builder, address, VECTOR, 4)
     bits = builder.zext(load(builder, address, ir.VectorType(I16, LANES), 2), INTEGERS)
     return builder.bitcast(builder.shl(bits, integers(16)), VECTOR)
+
+
+def widen_halves(builder: Any, bits: Any) -> Any:
+    """fp16 numbers as fp32, from 16-bit integers: a vector of them or one.
+
+    Without an instruction: exponent and fraction move to their places in fp32, and a product with 2^112 makes up for
+    the biases of the exponents, 15 and 127; it also makes small numbers normal. Infinity and NaN become large
+    numbers, which scales of weights never are.
+    """
+    wide = ir.VectorType(I32, bits.type.count) if isinstance(bits.type, ir.VectorType) else I32
+    floats = ir.VectorType(F32, wide.count) if wide is not I32 else F32
+    if HALVES:
+        half = ir.VectorType(ir.HalfType(), wide.count) if wide is not I32 else ir.HalfType()
+        return builder.fpext(builder.bitcast(bits, half), floats)
+
+    def constant(kind: Any, value: Any) -> Any:
+        if not isinstance(kind, ir.VectorType):
+            return ir.Constant(kind, value)
+        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+
+    bits = builder.zext(bits, wide)
+    number = builder.shl(builder.and_(bits, constant(wide, 0x7FFF)), constant(wide, 13))
+    number = builder.fmul(builder.bitcast(number, floats), constant(floats, 2.0**112))
+    sign = builder.shl(builder.and_(bits, constant(wide, 0x8000)), constant(wide, 16))
+    return builder.bitcast(builder.or_(builder.bitcast(number, wide), sign), floats)
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line, into the second level."""
+    hints = [ir.Constant(I32, number) for number in (0, 2, 1)]
+    call(builder, "llvm.prefetch.p0", VOID, [at(builder, address), *hints])
 
 
 def store_vector(builder: Any, value: Any, address: Any) -> None:

@@ -15,6 +15,8 @@ from numba import carray, from_dtype
 from .execution_plan import KEY_BLOCK, SEGMENT
 from .formats import Format
 from .llvm import REASSOCIATE, address_as, floats_at, integers_at, jit
+from .packed import BLOCK
+from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
 #: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
@@ -44,6 +46,7 @@ def statistics(address: int, size: int, norm: Any) -> Any:
 def norms_of(numbers: Format) -> tuple[Any, Any]:
     """``norm_rows`` and ``add_normed`` of a format."""
     element, narrow = numbers.input.pointer, numbers.input.narrow
+    is_packed = numbers.kind == "packed"
 
     def norm_rows(
         p: Any, norm: Any, rows: int, row_numbers: int, control: int, arrived: int, rank: int, size: int
@@ -67,6 +70,9 @@ def norms_of(numbers: Format) -> tuple[Any, Any]:
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
                 outs[i] = narrow((xs[i] - mean) * factor * ws[i] + bs[i])
+            if is_packed:
+                blocks = (p.hidden + BLOCK - 1) // BLOCK
+                quantize(out + p.normed_stride * r, blocks, 0, blocks)
         return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
 
     def add_normed(p: Any, norm: Any, rank: int, size: int) -> None:

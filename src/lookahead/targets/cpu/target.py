@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import insort
+from bisect import insort_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 
 from ...core import TokenTree
 from ...threads import one_thread
-from ..facts import ModelFacts, memory_errors
-from ..kv_storage import StoredTarget
+from ..cache import StoredTarget
+from ..facts import Limits, memory_errors
 from ..logits import LogitsBatch, LogitsRows
 from ..top import top_of_rows
 from .compiled_model import CompiledModel
@@ -50,7 +50,7 @@ class BufferPool:
     def release(self, buffer: Numbers) -> None:
         """Give a buffer back; its owner must not touch it any more."""
         with self._lock:
-            insort(self._free, buffer, key=len)
+            insort_left(self._free, buffer, key=len)  # the first of its size: its pages are in cache
             del self._free[: -self._most]
 
 
@@ -114,7 +114,7 @@ class CpuTarget(StoredTarget):
 
     Args:
         compiled: the model; several targets, each in a thread of its own, may share it.
-        facts: what is known of the transformers model.
+        facts: what is known of the model.
         capacity: tokens per slot to begin with; a slot's doubles when it is full.
         reason: one line that says why this path was taken.
     """
@@ -123,9 +123,7 @@ class CpuTarget(StoredTarget):
     cache: KVCache
     keeps_prefixes = True  # a row has the same bits wherever it is evaluated
 
-    def __init__(
-        self, compiled: CompiledModel, facts: ModelFacts, capacity: int = 256, reason: str = ""
-    ) -> None:
+    def __init__(self, compiled: CompiledModel, facts: Limits, capacity: int = 256, reason: str = "") -> None:
         self.compiled = compiled
         self.facts = facts
         self.reason = reason
@@ -194,6 +192,10 @@ class CpuTarget(StoredTarget):
         if self._memory is not None:
             buffers.release(self._memory)
         self._last = self._memory = None
+
+    def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copies of the slot's keys and values, per layer, each (1, heads, T, size)."""
+        return self.compiled.read(self.cache, slot, self.lengths[slot])
 
     def release(self, slot: int) -> None:
         super().release(slot)

@@ -9,6 +9,7 @@ compiled function of (argument, control, rank, size, arrived).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import register_jitable
 
@@ -31,6 +32,14 @@ RANKS, RANK_BYTES, SEEN, TAKEN, STAGES = 192, 64, 8, 16, 5
 SPINS, SPINS_AWAKE = 2000, 100_000
 
 
+#: The system's function that gives up the core to another thread: no arguments, an int for an answer.
+YIELD = "sched_yield"
+if sys.platform == "win32":
+    YIELD = "SwitchToThread"
+    # kernel32's, under a name that compiled code finds also where it comes from the cache on disk.
+    binding.add_symbol(YIELD, ctypes.cast(ctypes.windll.kernel32.SwitchToThread, ctypes.c_void_p).value)
+
+
 def _pause(builder: Any) -> None:
     if X86:
         call(builder, "llvm.x86.sse2.pause", VOID, [])
@@ -39,8 +48,7 @@ def _pause(builder: Any) -> None:
 
 
 def _yield_core(builder: Any) -> None:
-    if sys.platform != "win32":
-        call(builder, "sched_yield", I32, [])
+    call(builder, YIELD, I32, [])
 
 
 def _jump(builder: Any, address: Any, *arguments: Any) -> None:
@@ -169,8 +177,9 @@ class ThreadPool:
         self._memory = np.zeros(RANKS + RANK_BYTES * size + 64, np.uint8)
         # A cache line of its own for each word that several threads look at.
         self._control = self._memory.ctypes.data + -self._memory.ctypes.data % 64
-        begin = self._control - self._memory.ctypes.data + SIZE
-        self._memory[begin : begin + 8].view(np.int64)[:] = size
+        first = self._control - self._memory.ctypes.data
+        self._words = self._memory[first : first + (len(self._memory) - first) // 8 * 8].view(np.int64)
+        self._words[SIZE // 8] = size
         self._serve, self._post, self._lead = _pool_code(STAMP)
         self._one_job = threading.Lock()
         self._owner: Any = None
@@ -179,13 +188,21 @@ class ThreadPool:
             name = f"lookahead-step-{rank}"
             threading.Thread(target=self._help, args=(rank,), name=name, daemon=True).start()
 
+    def _word(self, place: int) -> int:
+        """A word of the control block."""
+        return int(self._words[place // 8])
+
     def _help(self, rank: int) -> None:
         wake = self._wake_locks[rank]
         wake.acquire()
         while True:
             self._serve(self._control, rank)
-            # Nobody wakes a helper whose leader was interrupted at the wrong moment: it looks for itself.
-            wake.acquire(timeout=1.0)
+            # Nobody wakes a helper whose leader was interrupted at the wrong moment: it looks for itself, once a
+            # second and at two words only, because ``_serve`` would wait for the next job for some 20 ms.
+            while not wake.acquire(timeout=1.0) and self._word(JOB_NUMBER) == self._word(
+                RANKS + RANK_BYTES * rank + SEEN
+            ):
+                pass
 
     def run(self, job: int, argument: int, owner: object) -> None:
         """Let every thread do its part of a job; back when all have done it.

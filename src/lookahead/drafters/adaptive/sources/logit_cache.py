@@ -1,8 +1,19 @@
-"""The logit cache: the best tokens of every row that was evaluated, by its last one, two and three tokens.
+"""The logit cache: the best tokens of every evaluated row, by its last one, two and three tokens.
 
-Rejected branches and window rows cost as much to evaluate as accepted ones and know as much about what the target
-says behind their last tokens; here nothing of them is lost. (Token Recycling, Luo et al., 2024, keeps such a table
-by one token; three tell far more.) A key of m tokens is their exact number in base V.
+Rows of rejected branches and of the window cost as much as accepted rows, and their logits say as much about what the
+target predicts after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such a table
+by the last token alone.) A key of m tokens is their number in base V.
+
+An example with V = 100. A step evaluated a row with token 7 after the tokens 5 and 6, and its best tokens were 8
+(log-odds 0), 3 (-0.4) and 9 (-2.1). The three tables get
+
+    order 0    key 7                          [8, 3, 9], log-odds [0, -0.4, -2.1], origin REJECTED
+    order 1    key 6 * 100 + 7 = 607          the same
+    order 2    key (5 * 100 + 6) * 100 + 7    the same
+
+Later a row of a tree ends with 2 6 7. Order 2 has no key 20607, order 1 has 607: the row gets the proposals 8, 3 and
+9. The bucket of 8 is that of a best token with a lead of 0.4 over the second (bin 2, up to 0.5); that of 9 is that of
+a distance of 2.1 (bin 6, up to 2.4).
 """
 
 from __future__ import annotations
@@ -11,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BESIDE, SPAN, Cache, Rules, Sources, Step, Tree
+from ..arrays import OTHER_PROPOSALS, SPAN, Cache, Constants, Sources, StepResult, Tree
 from ..calibration import (
     BIN_OF,
     BINS,
@@ -29,41 +40,45 @@ from ..calibration import (
 from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
 
-#: Candidates further behind than this are not kept when decoding greedily: one in a thousand of them is right.
+#: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is right.
 FURTHEST = -6.0
-#: Candidates of a row that are proposed when sampling.
+#: Tokens of a row that are proposed when sampling.
 SAMPLED_PROPOSALS = 8
 #: Entries that a new table has room for.
 FIRST_ENTRIES = 1 << 12
 
 
 @compiled
-def key_of(tree: Tree, rules: Rules, order: int, node: int) -> int:
+def key_of(tree: Tree, constants: Constants, order: int, node: int) -> int:
     """Key of the last ``order`` + 1 tokens of a row."""
     row = tree.nodes[node]
     if order == 0:
         return int64(row.token)
     if order == 1:
         return int64(row.pair)
-    above = tree.nodes[row.parent].pair if node > 0 else rules.tail[0] * rules.vocabulary + rules.tail[1]
-    return int64(above * rules.vocabulary + row.token)
+    above = (
+        tree.nodes[row.parent].pair
+        if node > 0
+        else constants.tail[0] * constants.vocabulary + constants.tail[1]
+    )
+    return int64(above * constants.vocabulary + row.token)
 
 
 @compiled
-def propose(tree: Tree, sources: Sources, rules: Rules, node: int) -> None:
-    """Propose what was said behind the same last tokens, the best first: three of them, else two, else one."""
+def propose(tree: Tree, sources: Sources, constants: Constants, node: int) -> None:
+    """Propose the cached tokens after the same last three tokens, else two, else one; best first."""
     row, cache = tree.nodes[node], sources.cache
     row.order, row.cached = 0, 0
-    if not rules.use_logits:
+    if not constants.use_logits:
         return
     for order in range(ORDERS - 1, -1, -1):
         slots = cache.slots[order]
-        slot = slots[find(slots, key_of(tree, rules, order, node))]
+        slot = slots[find(slots, key_of(tree, constants, order, node))]
         if slot.key != 0:
             row.order = order
             entry = slot.value & (len(cache.keys[order]) - 1)
-            if rules.sampled:
-                row.cached = _propose_sampled(tree, sources, rules, node, entry)
+            if constants.sampled:
+                row.cached = _propose_sampled(tree, sources, constants, node, entry)
             else:
                 row.cached = _propose_greedy(tree, cache, order, node, entry)
             return
@@ -71,14 +86,14 @@ def propose(tree: Tree, sources: Sources, rules: Rules, node: int) -> None:
 
 @compiled
 def bin_of(odds: float) -> int:
-    """Bin of a distance, given as log-odds; NaN is furthest."""
+    """The bin of a distance, given as log-odds; NaN falls into the last bin."""
     steps = odds * np.float32(-FINE)
     return int64(BIN_OF[int64(steps)] if 0 <= steps < 255 else BIN_OF[255])
 
 
 @compiled
 def greedy_kind(odds: Any, place: int, origin: int) -> int:
-    """Bucket of the token at a place of an entry."""
+    """The bucket of the token at index ``place`` of an entry."""
     if place > 0:
         return origin * KINDS + BINS + bin_of(odds[place])
     lead = bin_of(odds[1]) if len(odds) > 1 and not np.isnan(odds[1]) else NO_SECOND
@@ -87,8 +102,8 @@ def greedy_kind(odds: Any, place: int, origin: int) -> int:
 
 @compiled
 def _room(tree: Tree, ids: Any) -> int:
-    """Tokens of an entry that are looked at: another request of this state may keep more of them."""
-    return min(len(ids), int64(tree.proposals.shape[1]) - BESIDE)
+    """The number of tokens of an entry to read: another request with this state may keep more."""
+    return min(len(ids), int64(tree.proposals.shape[1]) - OTHER_PROPOSALS)
 
 
 @compiled
@@ -103,18 +118,18 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 
 
 @compiled
-def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entry: int) -> int:
-    """The best tokens under the noise that the target will draw there."""
+def _propose_sampled(tree: Tree, sources: Sources, constants: Constants, node: int, entry: int) -> int:
+    """Propose the best tokens under the noise with which the target will sample there."""
     row, cache, proposals = tree.nodes[node], sources.cache, tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
-    noise = sources.noise[(rules.position + row.depth) % len(sources.noise)]
-    temperature = np.float32(rules.temperature)
+    noise = sources.noise[(constants.position + row.depth) % len(sources.noise)]
+    temperature = np.float32(constants.temperature)
     kept = 0
     for i in range(_room(tree, ids)):
         token = ids[i]
         if token < 0:
             break
-        if token >= len(noise):  # a state from a file may hold anything
+        if token >= len(noise):  # a state from a file may hold any token
             continue
         score = odds[i] / temperature + noise[token]
         if np.isnan(score) or (kept == SAMPLED_PROPOSALS and score <= proposals[kept - 1].score):
@@ -139,7 +154,7 @@ def _propose_sampled(tree: Tree, sources: Sources, rules: Rules, node: int, entr
 
 @compiled
 def _entry_for(cache: Cache, order: int, key: int) -> int:
-    """Place of the key's entry, after giving it one if need be."""
+    """The index of the key's entry, which is added if it is missing."""
     slots, keys = cache.slots[order], cache.keys[order]
     slot = slots[find(slots, key)]
     if slot.key == 0:
@@ -150,7 +165,9 @@ def _entry_for(cache: Cache, order: int, key: int) -> int:
 
 
 @compiled
-def _write(cache: Cache, order: int, entry: int, step: Step, node: int, origin: int, keep_all: bool) -> None:
+def _write(
+    cache: Cache, order: int, entry: int, step: StepResult, node: int, origin: int, keep_all: bool
+) -> None:
     ids, odds = cache.ids[order, entry], cache.odds[order, entry]
     columns = step.ids.shape[1]
     cache.origins[order, entry] = origin
@@ -165,24 +182,24 @@ def _write(cache: Cache, order: int, entry: int, step: Step, node: int, origin: 
 
 
 @compiled
-def write_rows(tree: Tree, cache: Cache, rules: Rules, step: Step, window_start: int) -> None:
-    """Take in all rows of a step. Of two with one key the later stays: likelier rows come later, the path's last."""
-    nodes, count = tree.nodes, tree.progress[0].rows
+def write_rows(tree: Tree, cache: Cache, constants: Constants, step: StepResult, window_start: int) -> None:
+    """Store all rows of a step. Of two rows with one key the later write stays: likelier rows, then the path."""
+    nodes, count = tree.nodes, tree.sizes[0].rows
     for order in range(ORDERS):
-        # All places first: tables are in slow memory after a forward pass, and look-ups wait for it together.
+        # All lookups first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
         for node in range(count - 1, -1, -1):
-            nodes[node].entry = _entry_for(cache, order, key_of(tree, rules, order, node))
+            nodes[node].entry = _entry_for(cache, order, key_of(tree, constants, order, node))
         for node in range(count - 1, -1, -1):
             origin = REJECTED if node < window_start else WINDOW
-            _write(cache, order, nodes[node].entry, step, node, origin, rules.sampled)
+            _write(cache, order, nodes[node].entry, step, node, origin, constants.sampled)
         for node in step.path:
-            _write(cache, order, nodes[node].entry, step, node, ON_PATH, rules.sampled)
+            _write(cache, order, nodes[node].entry, step, node, ON_PATH, constants.sampled)
         _evict(cache, order)
 
 
 @compiled
 def _evict(cache: Cache, order: int) -> None:
-    """Keep the number of entries bounded, oldest out first; an eighth at once."""
+    """Evict the oldest eighth of the entries when there are more than ``max_entries``."""
     span, keys = cache.spans[order], cache.keys[order]
     over = span.newest - span.oldest - cache.max_entries
     if over > 0:
@@ -201,7 +218,7 @@ class LogitCache:
 
     def __init__(self, max_entries: int, width: int) -> None:
         self.max_entries = max_entries
-        self._unseen = FIRST_ENTRIES  # rows that certainly find room
+        self._unseen = FIRST_ENTRIES  # rows for which there certainly is room
         self.arrays = self._allot(FIRST_ENTRIES, width, np.zeros(ORDERS, SPAN))
 
     @property
@@ -242,7 +259,7 @@ class LogitCache:
             self._unseen = self.arrays.keys.shape[1] - used - rows
 
     def make_room(self, entries: int, width: int) -> None:
-        """Move to memory for so many entries of so many tokens, unless it is there; entries keep their numbers."""
+        """Enlarge the tables to ``entries`` entries of ``width`` tokens if needed; entries keep their numbers."""
         old = self.arrays
         room = max(old.keys.shape[1], 1 << (entries - 1).bit_length())
         if room == old.keys.shape[1] and width <= self.width:
@@ -262,7 +279,7 @@ class LogitCache:
             rehash(old.slots[order], new.slots[order])
 
     def _allot(self, entries: int, width: int, spans: Any) -> Cache:
-        # Of one entry all lies together: after a forward pass every stretch of memory is slow to come by.
+        # The parts of one entry are adjacent: after a forward pass each cache line read from memory is slow.
         memory = np.empty((ORDERS, entries, 1 + 2 * width), np.int32)
         origins, ids = memory[:, :, 0], memory[:, :, 1 : 1 + width]
         odds = memory[:, :, 1 + width :].view(np.float32)

@@ -1,8 +1,22 @@
 """Suffix matches: a trie of all n-grams of the texts fed, up to one length, with counts.
 
-The node of a context leads to the context one token longer on the right by one look-up, and its link to the context
-one token shorter on the left. So a drafted token costs one look-up, whatever the order, and a new token of a text
-costs one visit per order.
+A node of the trie is a context, a sequence of tokens. Its child for token t is the context followed by t, found by
+one lookup in a hash table; its suffix link is the context without its first token. So a drafted token costs one
+lookup, whatever the order, and a new token of a text costs one visit for each order.
+
+An example with order 2, after the text  a b c a b d a b :
+
+    context   seen   successors        suffix link
+    ()               b 3, a 3, d 1     -            three successors are kept; of equal counts the later stands first
+    (a)        3     b 3               ()
+    (b)        3     d 1, c 1          ()
+    (a b)      3     d 1, c 1          (b)
+    (b d)      1     a 1               (d)
+    (a b d)    1     none              (b d)        one token longer than the order, so its successors are not counted
+
+The longest context at the end of the text that was followed by a token is (a b), so the root of the tree gets the
+proposals d and c, each with the share 1/2 and the order 2. Below d, one lookup leads from (a b) to (a b d). It has no
+successors, so its suffix link is followed to (b d), which proposes a.
 """
 
 from __future__ import annotations
@@ -25,14 +39,14 @@ FIRST_CONTEXTS = 1 << 12
 
 @compiled
 def child(text: TextEnd, context: int, token: int) -> int:
-    """The context with a token added on the right; 0 where the trie does not know it."""
+    """The context followed by a token; 0 if the trie does not have it."""
     slot = text.slots[find(text.slots, int64(context) << SHIFT | token)]
     return int64(slot.value) if slot.key != 0 else int64(0)
 
 
 @compiled
 def followed(text: TextEnd, context: int) -> int:
-    """The longest suffix of a context that has been followed by something."""
+    """The longest suffix of a context that was followed by a token."""
     while context != 0 and text.trie[context].total == 0:
         context = int64(text.trie[context].link)
     return context
@@ -40,7 +54,7 @@ def followed(text: TextEnd, context: int) -> int:
 
 @compiled
 def end_of(text: TextEnd) -> int:
-    """The longest context of the text's end that has been followed by something."""
+    """The longest context at the end of the text that was followed by a token."""
     length = len(text.contexts) - 1
     while text.contexts[length] < 0:
         length -= 1
@@ -49,7 +63,7 @@ def end_of(text: TextEnd) -> int:
 
 @compiled
 def follow(text: TextEnd, context: int, token: int) -> int:
-    """The longest context behind ``context`` and ``token`` that has been followed by something."""
+    """The longest suffix of ``context`` + ``token`` that was followed by a token."""
     while True:
         found = child(text, context, token)
         if found != 0:
@@ -61,7 +75,7 @@ def follow(text: TextEnd, context: int, token: int) -> int:
 
 @compiled
 def _rank(trie: Any, context: int, node: int) -> None:
-    """Bring the three most frequent successors up to date; of equals the later one stands first."""
+    """Update the three most frequent successors; of equal counts the later one stands first."""
     here, count = trie[context], trie[node].count
     if here.first == 0 or count >= trie[here.first].count:
         if here.second != node:
@@ -79,7 +93,7 @@ def _rank(trie: Any, context: int, node: int) -> None:
 
 @entry
 def feed(text: TextEnd, tokens: Any, used: int) -> int:
-    """The text goes on; returns how many contexts the trie then has. It must have room for all of them."""
+    """Append tokens to the text. Returns the number of contexts; the trie must have room for all of them."""
     trie, contexts = text.trie, text.contexts
     for token in tokens:
         link, length = 0, 0
@@ -119,24 +133,24 @@ def _bucket(node: Any, total: int, order: int, text: int) -> int:
 
 @compiled
 def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
-    """Find what followed the longest suffix that matches at a row of the tree; up to ``MATCHES`` tokens."""
+    """Store up to ``MATCHES`` tokens that followed the longest suffix which matches at a row of the tree."""
     found = tree.matches[source, node]
     found[0].token = -1
     if len(text.contexts) == 0:
         return
-    nodes, places, trie = tree.nodes, tree.places, text.trie
-    while places[source, node] < 0:  # the places of the rows above first
+    nodes, contexts, trie = tree.nodes, tree.contexts, text.trie
+    while contexts[source, node] < 0:  # rows above it first
         row = node
-        while row > 0 and places[source, nodes[row].parent] < 0:
+        while row > 0 and contexts[source, nodes[row].parent] < 0:
             row = nodes[row].parent
         if row == 0:
-            places[source, 0] = end_of(text)
+            contexts[source, 0] = end_of(text)
         else:
-            places[source, row] = follow(text, places[source, nodes[row].parent], nodes[row].token)
-    place = places[source, node]
-    if place == 0:
+            contexts[source, row] = follow(text, contexts[source, nodes[row].parent], nodes[row].token)
+    context = contexts[source, node]
+    if context == 0:
         return
-    here = trie[place]
+    here = trie[context]
     order: int = min(int64(here.depth), MATCH_ORDERS) - 1
     count = 0
     for successor in (here.first, here.second, here.third):
@@ -153,7 +167,7 @@ class SuffixTrie:
 
     Args:
         order: longest context, at least 1.
-        max_nodes: a trie that has grown beyond starts afresh; None for no limit.
+        max_nodes: a larger trie is cleared; None for no limit.
     """
 
     def __init__(self, order: int, max_nodes: int | None = None) -> None:
@@ -163,7 +177,7 @@ class SuffixTrie:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.generation += 1  # readers notice
+        self.generation += 1  # readers compare it with their own
         self.nodes = np.zeros(FIRST_CONTEXTS, CONTEXT)
         self.slots = new_slots(2 * FIRST_CONTEXTS)
         self.used = 1
@@ -174,7 +188,7 @@ class SuffixTrie:
         return Reader(self, self.texts)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` more; a trie that is full starts afresh first."""
+        """Make room for ``tokens`` more tokens; a full trie is cleared first."""
         if self.max_nodes is not None and self.used > self.max_nodes:
             self.clear()
         needed = self.used + tokens * (self.order + 1)
@@ -196,17 +210,17 @@ class Reader:
 
     @property
     def text(self) -> TextEnd:
-        """What compiled code takes."""
+        """The arrays for compiled code."""
         return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number)
 
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         self.trie.reserve(len(tokens))
         self.catch_up()
         self.trie.used = feed(self.text, np.asarray(tokens, np.int64), self.trie.used)
 
     def catch_up(self) -> bool:
-        """Begin at the root where the trie has started afresh since; returns whether it has."""
+        """Restart at the root if the trie was cleared. Returns whether it was."""
         if self._generation == self.trie.generation:
             return False
         self._generation = self.trie.generation

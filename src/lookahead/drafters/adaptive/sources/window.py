@@ -1,6 +1,6 @@
-"""The window as a source: Jacobi rows whose answers the logit cache takes in.
+"""The window as a source of rows: the logit cache keeps what the target predicts under them.
 
-It gets the rows that the step has to spare. More only where it pays: the tokens accepted because of window rows, per
+It gets rows that the step has left. It gets more only if that pays: the tokens accepted because of window rows, per
 window row, are compared with the probability of the tree row that would be given up.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ....core import TokenTree
 from ...window import Window
 
-#: Steps over which the credit looks back, roughly, and what a window row is thought to bring at first.
+#: Number of steps over which the credit is averaged, and the credit at the start.
 HORIZON, FIRST_CREDIT = 100, 0.004
 
 
@@ -20,11 +20,13 @@ class WindowSource:
     """The window of one sequence.
 
     Args:
-        width, ngram_size: W and N. source: tokens for empty places. eos: tokens that end a text.
-        seed: of the window's own generator.
+        width, ngram_size: W and N.
+        source: tokens from which empty positions are filled.
+        eos: tokens that end a text.
+        seed: of the window's random generator.
 
     Attributes:
-        credit: tokens accepted of late because of a window row, per such row.
+        credit: accepted tokens per window row in recent steps.
         rows_used: window rows in all.
     """
 
@@ -37,7 +39,7 @@ class WindowSource:
         self._eos, self.credit, self.rows_used = eos, FIRST_CREDIT, 0
 
     def wanted(self, max_depth: int) -> int:
-        """Rows that the window would take below ``max_depth``."""
+        """The number of rows of the window, narrowed to ``max_depth``."""
         self._window.narrow(max_depth - len(self._window.levels) + 2)
         return self._window.rows()
 
@@ -47,10 +49,12 @@ class WindowSource:
         tree.needs_logits = [True] * len(tree)
 
     def advance(self, root: int, answers: Sequence[int], rows: int, credited: int) -> None:
-        """Take the answers under the window's rows.
+        """Move the window on by one step.
 
         Args:
-            root: of the step. answers: by node. rows: of the window in the tree.
+            root: root token of the step.
+            answers: the target's token under each row.
+            rows: rows of the window in the tree.
             credited: tokens accepted because of the window.
         """
         self.credit += (credited / rows - self.credit) / HORIZON

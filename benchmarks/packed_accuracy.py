@@ -1,0 +1,177 @@
+"""What text packed weights give: next-token distributions beside the fp32 model with the same decoded weights.
+
+    python -m benchmarks.packed_accuracy [FILE] --data DIR
+
+The reference is the file with its weights decoded to fp32, on the compiled path, which tests compare with
+transformers. Beside it: the file's own packed weights, the decoded weights in bf16, and llama.cpp on the same file
+where llama-cpp-python is installed. KL is the divergence of a distribution from the reference's, in nats per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lookahead
+from lookahead.bench.record import environment
+from lookahead.bench.report import markdown_table
+from lookahead.core import LookaheadError
+from lookahead.targets.cpu.execution_plan import Segment
+from lookahead.targets.factory import make_target
+
+from .datasets import load_workload
+from .page import write_page
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+WORKLOADS = ("humaneval", "gsm8k", "mt-bench", "spec-bench")
+#: Tokens of a text that are read.
+LONGEST = 512
+
+
+def log_probabilities(logits: Numbers) -> Numbers:
+    """Rows of logits as log-probabilities, fp32."""
+    wide = np.asarray(logits, np.float32)
+    wide = wide - wide.max(-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return wide
+
+
+def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
+    """(token ids) -> log-probabilities (tokens, V) of the next token, from one pass on the compiled path."""
+    compiled = make_target(llm.model, path="cpu").compiled  # type: ignore[attr-defined]
+    stride, peaks = compiled.logits_strides
+
+    def evaluate(ids: Sequence[int]) -> Numbers:
+        import torch
+
+        cache, memory = compiled.new_cache(LONGEST), np.zeros(len(ids) * (stride + peaks) + 64, np.uint8)
+        cache.make_room(0, len(ids))
+        compiled.run(ids, range(len(ids)), [Segment(0, 0, len(ids), None)], range(len(ids)), cache, memory)
+        rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride)).view(compiled.dtype)
+        return log_probabilities(rows[:, : compiled.vocabulary].float().numpy())
+
+    return evaluate
+
+
+def llama_cpp(file: Path, threads: int) -> Callable[[Sequence[int]], Numbers] | None:
+    """The same by llama.cpp; None where llama-cpp-python is not installed."""
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        return None
+    model = Llama(
+        str(file), n_ctx=LONGEST, n_batch=LONGEST, n_threads=threads, logits_all=True, verbose=False
+    )
+
+    def evaluate(ids: Sequence[int]) -> Numbers:
+        model.reset()
+        model.eval(list(ids))
+        return log_probabilities(model._scores[: len(ids)])
+
+    return evaluate
+
+
+def texts_of(llm: Any, data: Path, tokens: int) -> Iterator[list[int]]:
+    """Prompts and reference answers of the data sets in turn, until there are enough tokens."""
+    lists = [load_workload(name, None, 0, data) for name in WORKLOADS]
+    seen = 0
+    for prompts in zip(*lists, strict=False):
+        for prompt in prompts:
+            text = "\n".join([*prompt.turns, prompt.reference or ""])
+            ids = llm.tokenizer(text).input_ids[:LONGEST]
+            if len(ids) > 16:
+                yield ids
+                seen += len(ids)
+            if seen >= tokens:
+                return
+
+
+def compare(evaluators: dict[str, Any], texts: Sequence[list[int]], progress: Callable[[int], None]) -> Any:
+    """By name: mean, median and largest KL, share of equal best tokens, perplexity. The first is the reference."""
+    kl: dict[str, list[Numbers]] = {name: [] for name in evaluators}
+    same: dict[str, list[Numbers]] = {name: [] for name in evaluators}
+    surprise: dict[str, list[Numbers]] = {name: [] for name in evaluators}
+    for done, ids in enumerate(texts):
+        progress(done)
+        reference: Numbers | None = None
+        for name, evaluate in evaluators.items():
+            rows = evaluate(ids)
+            reference = rows if reference is None else reference
+            kl[name].append((np.exp(reference) * (reference - rows)).sum(-1, dtype=np.float64))
+            same[name].append(rows.argmax(-1) == reference.argmax(-1))
+            surprise[name].append(-rows[np.arange(len(ids) - 1), ids[1:]])
+    return {
+        name: {
+            "kl_mean": float(np.concatenate(kl[name]).mean()),
+            "kl_median": float(np.median(np.concatenate(kl[name]))),
+            "kl_largest": float(np.concatenate(kl[name]).max()),
+            "top1": float(np.concatenate(same[name]).mean()),
+            "perplexity": float(np.exp(np.concatenate(surprise[name]).mean(dtype=np.float64))),
+        }
+        for name in evaluators
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.packed_accuracy", description=__doc__)
+    parser.add_argument(
+        "file", nargs="?", type=Path, help="a quantized GGUF file; the default model's if not given"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
+    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/packed-accuracy"))
+    given = parser.parse_args(words)
+    try:
+        default = lookahead.default_model()
+        file = given.file or Path(default.folder, default.file)
+        packed = lookahead.load(file)
+        evaluators: dict[str, Any] = {
+            "decoded to fp32": ours(lookahead.load(file, dtype="float32")),
+            "packed (ours)": ours(packed),
+            "decoded to bf16": ours(lookahead.load(file, dtype="bfloat16")),
+        }
+        texts = list(texts_of(packed, given.data, given.tokens))
+    except LookaheadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    facts = environment()
+    other = llama_cpp(file, facts["threads"])
+    if other is not None:
+        evaluators["llama.cpp"] = other
+
+    def progress(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(texts)} texts", end="", file=sys.stderr, flush=True)
+
+    figures = compare(evaluators, texts, progress)
+    count = sum(map(len, texts))
+    columns = ["", "mean KL", "median KL", "largest KL", "top-1 agreement", "perplexity"]
+    rows = [
+        [
+            name,
+            f"{row['kl_mean']:.2e}",
+            f"{row['kl_median']:.2e}",
+            f"{row['kl_largest']:.3f}",
+            f"{row['top1']:.4f}",
+            f"{row['perplexity']:.4f}",
+        ]
+        for name, row in figures.items()
+    ]
+    body = [
+        f"Next-token distributions at {count:,} positions of {len(texts)} texts ({', '.join(WORKLOADS)}: prompt and "
+        "reference answer), each beside the model with the same weights decoded to fp32.",
+        "",
+        markdown_table(columns, rows),
+    ]
+    record = facts | {"model": file.name, "dtype": packed.dtype, "path": "cpu"}
+    print(write_page(given.out, "What text packed weights give", record, figures, body, tokens=count))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

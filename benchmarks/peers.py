@@ -1,0 +1,160 @@
+"""Other libraries' decoding beside ours, under the same counter (``lookahead.bench.methods``).
+
+    hf-greedy, hf-sample          ``model.generate`` of transformers
+    hf-prompt-lookup              its prompt lookup, 10 tokens
+    hf-assisted:PATH              its speculative decoding with the draft model at PATH (arXiv 2211.17192)
+    llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
+    llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
+
+Every other name is a method of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from lookahead.bench import methods
+from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions, outcome_of
+from lookahead.core import SettingsError
+
+from .llamacpp import LLAMA_CPP, LOOKUP_TOKENS, LlamaCpp
+
+HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
+ASSISTED = "hf-assisted"
+
+
+def default_methods() -> list[str]:
+    """transformers' greedy decoding and prompt lookup, and every method of ours."""
+    return ["hf-greedy", "hf-prompt-lookup", *methods.default_methods()]
+
+
+def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
+    """The methods of a name; cold and warm for a method that keeps state.
+
+    Raises:
+        SettingsError: an unknown name, a setting out of range, or a method that lacks what it needs.
+    """
+    head, _, settings = name.partition(":")
+    if head in (*HUGGING_FACE, ASSISTED):
+        if model.model is None:
+            raise SettingsError(f"{head} needs a transformers model, and there is only a target")
+        if head == ASSISTED:
+            return [Assisted(settings, model)]
+        if settings:
+            raise SettingsError(f"{head} takes no settings, got {name!r}")
+        return [HuggingFace(head)]
+    if head in LLAMA_CPP:
+        return [LlamaCpp(head, settings, model)]
+    try:
+        return methods.make_methods(name, model, warm)
+    except SettingsError as error:
+        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP))
+        raise SettingsError(f"{error}; methods of other libraries are {others}") from None
+
+
+class HuggingFace(Method):
+    """``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.label = name
+        self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
+
+    def comparable(self, options: RunOptions) -> bool:
+        """Only greedy texts: transformers samples from another stream of random numbers."""
+        return not options.temperature and self.name != "hf-sample"
+
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments of ``generate``."""
+        return {}
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        eos = sorted(model.eos) or None
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=options.max_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=eos[0] if eos else 0,
+            do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
+            **({} if self.name == ASSISTED else self.settings),
+        )
+        if config.do_sample:
+            config.temperature, config.top_k, config.top_p = options.temperature or 1.0, options.top_k, 1.0
+        rows: list[int] = []
+        sizes: list[int] = []
+        times: list[float] = []
+
+        class Clock:
+            """A streamer: called with the prompt first, then with the tokens of every pass."""
+
+            def put(self, tokens: Any) -> None:
+                times.append(perf_counter())
+                sizes.append(tokens.numel())
+
+            def end(self) -> None:
+                pass
+
+        def count(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
+            rows.append(int(keywords["input_ids"].shape[1]))
+
+        ids = torch.tensor([list(prompt)], device=model.model.device)
+        torch.manual_seed(options.seed)
+        hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            start = perf_counter()
+            text = model.model.generate(
+                ids,
+                streamer=Clock(),
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                **self.arguments(),
+            )
+            end = perf_counter()
+        finally:
+            hook.remove()
+        times = [start, *times[1:-1], end]
+        return outcome_of(len(prompt), text[0, len(prompt) :].tolist(), rows[1:], sizes[1:], times)
+
+
+class Assisted(HuggingFace):
+    """Speculative decoding of transformers: a draft model of the same vocabulary proposes, the target verifies.
+
+    Passes, rows and tokens are the target's; the draft model's passes are in the times only.
+
+    Args:
+        path: a directory or hub id of the draft model.
+        model: the target.
+
+    Raises:
+        SettingsError: no path, a draft model that cannot be loaded, or one of another vocabulary.
+    """
+
+    def __init__(self, path: str, model: ModelUnderTest) -> None:
+        if not path:
+            raise SettingsError(
+                f"{ASSISTED} needs a draft model: give its directory or hub id as {ASSISTED}:PATH"
+            )
+        try:
+            self.draft_model = AutoModelForCausalLM.from_pretrained(path, dtype=model.model.dtype)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise SettingsError(
+                f"{ASSISTED}:{path} must name a model that transformers can load ({reason})"
+            ) from None
+        ours, theirs = (m.config.get_text_config().vocab_size for m in (model.model, self.draft_model))
+        if ours != theirs:
+            raise SettingsError(
+                f"the draft model of {ASSISTED} must have the target's vocabulary of {ours} tokens, "
+                f"{path} has {theirs}; give a smaller model of the same family"
+            )
+        super().__init__(ASSISTED)
+        self.draft_model = self.draft_model.to(model.model.device).eval()
+        self.label = f"{ASSISTED}:{Path(path).name}"
+        self.settings = {"draft_parameters": sum(p.numel() for p in self.draft_model.parameters())}
+
+    def arguments(self) -> dict[str, Any]:
+        return {"assistant_model": self.draft_model}

@@ -1,0 +1,364 @@
+"""A server under load: time to the first token, time per token and throughput, with drafting and without.
+
+    python -m benchmarks.serve [MODEL] --clients 1,4,16,64        starts a server for MODEL
+    python -m benchmarks.serve --url http://127.0.0.1:8000        measures a server that runs
+    python -m benchmarks.serve --against llamacpp:FILE            beside llama.cpp's server on a GGUF file
+
+Methods take turns round by round, texts are greedy, and every text of ours is compared with plain decoding's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryFile
+from time import perf_counter, sleep
+from typing import Any
+
+import httpx
+
+from lookahead.bench.methods import PLAIN
+from lookahead.bench.record import Record, describe, environment, machine, was_busy
+from lookahead.cli.bench import command_line
+from lookahead.cli.options import numbers
+from lookahead.core import LookaheadError, SettingsError
+from lookahead.files.records import finite
+
+from .datasets import load_workload
+
+#: A server that is not ours.
+OTHER = "other"
+#: The fewest requests of a round, so that a round of one client lasts some seconds.
+FEWEST = 12
+
+
+@dataclass(slots=True)
+class Round:
+    """What a number of simultaneous clients measured.
+
+    Attributes:
+        first: seconds to the first token, by request.
+        each: seconds for each further token, by request.
+        tokens: of all answers.
+        seconds: of the round.
+        texts: the answers, by prompt.
+        served: the model's name and dtype, as the server reports them.
+        uncounted: answers without a number of tokens.
+        load: the largest load average of the machine.
+    """
+
+    method: str
+    clients: int
+    first: list[float] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    texts: dict[str, str] = field(default_factory=dict)
+    served: tuple[str, str] = ("", "")
+    uncounted: list[str] = field(default_factory=list)
+    load: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second of all clients together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """One JSON record: seconds, as medians and 90th percentiles."""
+        return {
+            "method": self.method,
+            "clients": self.clients,
+            "requests": len(self.first),
+            "tokens": self.tokens,
+            "load": self.load,
+            "tokens_per_second": round(self.throughput, 2),
+            "first_token_p50": round(median(self.first), 4),
+            "first_token_p90": round(sorted(self.first)[int(0.9 * (len(self.first) - 1))], 4),
+            "per_token_p50": round(median(self.each), 5) if self.each else None,
+        }
+
+
+def measure(
+    methods: Mapping[str, str],
+    prompts: Sequence[str],
+    clients: Sequence[int],
+    max_tokens: int,
+    requests: int,
+    repeats: int,
+    api_key: str | None = None,
+    show: Callable[[Round], None] = lambda measured: None,
+) -> list[Round]:
+    """Rounds of all methods at all numbers of clients, interleaved; greedy, so that texts can be compared.
+
+    Args:
+        methods: the address of the server for each method; ``PLAIN`` must be among them.
+        requests: requests of a round per client, at least ``FEWEST`` in all. They wait in one queue for the next
+            free client: with a fixed number for each client, a round would end with the slowest client alone.
+        show: called with every round when it ends.
+
+    Raises:
+        SettingsError: no server listens at an address.
+        LookaheadError: an answer that is an error, or two methods that differ in a text.
+    """
+    rounds: dict[tuple[str, int], Round] = {}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    for method, url in {url: (method, url) for method, url in methods.items()}.values():
+        # The first request of each server is slow.
+        asyncio.run(_round(Round(method, 1), url, headers, prompts[:1], max_tokens, 1))
+    for repeat in range(repeats):
+        for count in clients:
+            for method, url in methods.items():
+                if method == OTHER and repeat:  # a server that takes one request at a time is slow for many
+                    continue
+                measured = rounds.setdefault((method, count), Round(method, count))
+                total = max(FEWEST, requests * count)
+                asyncio.run(_round(measured, url, headers, prompts, max_tokens, total))
+                if measured.uncounted:  # the vocabulary is the same, so our server can count
+                    measured.tokens += _count(measured.uncounted, methods[PLAIN], headers)
+                    measured.uncounted.clear()
+                show(measured)
+    for (method, count), measured in rounds.items():
+        for prompt, text in rounds[PLAIN, count].texts.items():
+            if method != OTHER and measured.texts[prompt] != text:
+                raise LookaheadError(f"{method} and plain decoding differ in the text after {prompt[:60]!r}")
+    return list(rounds.values())
+
+
+def _count(texts: list[str], url: str, headers: dict[str, str]) -> int:
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+        return sum(http.post("/tokenize", json={"prompt": text}).json()["count"] for text in texts if text)
+
+
+async def _round(
+    measured: Round, url: str, headers: dict[str, str], prompts: Sequence[str], max_tokens: int, requests: int
+) -> None:
+    limits = httpx.Limits(max_connections=measured.clients)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
+        waiting = islice(cycle(prompts), requests)
+
+        async def client() -> None:
+            for prompt in waiting:
+                await _ask(measured, http, prompt, max_tokens)
+
+        begin = perf_counter()
+        try:
+            await asyncio.gather(*(client() for _ in range(measured.clients)))
+        except httpx.TransportError as error:
+            raise SettingsError(f"a server must listen at {url}; {error or type(error).__name__}") from None
+        measured.seconds += perf_counter() - begin
+    if hasattr(os, "getloadavg"):
+        measured.load = max(measured.load, round(os.getloadavg()[0], 2))
+
+
+async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens: int) -> None:
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if measured.method != OTHER:
+        body["lookahead"] = {"method": measured.method}
+    begin, first, text, tokens, chunks = perf_counter(), 0.0, "", 0, 0
+    async with http.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise LookaheadError(f"the server answered {reply.status_code}: {(await reply.aread())[:300]!r}")
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise LookaheadError(f"the server ended a stream: {event['error']['message']}")
+            first = first or perf_counter()
+            text += "".join(choice["text"] for choice in event["choices"])
+            chunks += 1
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+            measured.served = (event["model"], str(event.get("system_fingerprint") or "").rpartition("-")[0])
+    if not tokens:
+        measured.uncounted.append(text)
+        tokens = chunks
+    else:
+        measured.tokens += tokens
+    measured.first.append(first - begin)
+    if tokens > 1:
+        measured.each.append((perf_counter() - first) / (tokens - 1))
+    measured.texts[prompt] = text
+
+
+@contextmanager
+def started(load: Mapping[str, Any]) -> Iterator[str]:
+    """Start a server in a process of its own on a free port; yields its address. It ends with the block."""
+    words = [str(load["path_or_id"])] if "path_or_id" in load else []
+    words += [f"--{name}={value}" for name, value in load.items() if name != "path_or_id"]
+    with _process(["lookahead", "serve", *words], "/health") as address:
+        yield address
+
+
+@contextmanager
+def started_llamacpp(file: str, threads: int) -> Iterator[str]:
+    """Start llama.cpp's server on a GGUF file: llama-cpp-python's, which takes one request at a time."""
+    if find_spec("llama_cpp") is None:
+        raise SettingsError("--against llamacpp:FILE needs llama-cpp-python; install it, or give another URL")
+    words = ["llama_cpp.server", f"--model={file}", "--n_ctx=4096", f"--n_threads={threads}"]
+    words += [f"--n_threads_batch={threads}", "--interrupt_requests=false", "--verbose=false"]
+    with _process(words, "/v1/models") as address:
+        yield address
+
+
+@contextmanager
+def _process(words: list[str], path: str) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    with TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", *words, f"--port={port}"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        try:
+            while process.poll() is None:
+                with suppress(httpx.TransportError):
+                    if httpx.get(f"{address}{path}", timeout=60).status_code == 200:
+                        break
+                sleep(0.2)
+            if process.poll() is not None:
+                log.seek(0)
+                last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+                raise SettingsError(f"the server did not start: {last}")
+            yield address
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def table(rounds: Sequence[Round]) -> str:
+    """The rounds as Markdown; the last column is throughput over that of plain decoding."""
+    plain = {x.clients: x.throughput for x in rounds if x.method == PLAIN}
+    texts = {x.clients: x.texts for x in rounds if x.method == PLAIN}
+    lines = [
+        "| clients | method | first token, ms | per token, ms | tokens/s | against plain | equal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for x in sorted(rounds, key=lambda x: (x.clients, x.method != PLAIN)):
+        record = x.as_dict()
+        ratio = f"{x.throughput / plain[x.clients]:.2f}" if plain.get(x.clients) else ""
+        each = f"{1000 * record['per_token_p50']:.1f}" if record["per_token_p50"] is not None else ""
+        lines.append(
+            f"| {x.clients} | {x.method} | {1000 * record['first_token_p50']:.0f} | {each} | "
+            f"{record['tokens_per_second']:.1f} | {ratio} | {_equal(x.texts, texts[x.clients])} |"
+        )
+    return "\n".join(lines)
+
+
+def _equal(texts: dict[str, str], plain: dict[str, str]) -> str:
+    return f"{sum(texts[prompt] == text for prompt, text in plain.items())} of {len(plain)}"
+
+
+def write_page(rounds: Sequence[Round], against: str | None, threads: int, out: Path, command: str) -> None:
+    """Write the page ``serve.md`` and its figures as ``serve.json``.
+
+    Args:
+        against: what was measured as "other".
+        threads: of the server.
+        out: folder.
+    """
+    records: list[Record] = [measured.as_dict() for measured in rounds]
+    model, version = rounds[0].served
+    here = environment() | {"threads": threads, "model": model, "dtype": version.rpartition("-")[2]}
+    where, busy = describe(here), was_busy([record | here for record in records])
+    notes = [
+        f"{where}.",
+        "Greedy. All texts of our methods equal plain decoding's; otherwise nothing is reported. Times are medians "
+        "over requests, tokens/s is the total of all clients.",
+        f"other: {against}; it rounds differently, so its texts may differ." if against else "",
+        busy,
+    ]
+    text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serve.md").write_text(f"{text}\n", encoding="utf-8")
+    facts = {"command": command, "where": where, "busy": busy, "figures": records}
+    (out / "serve.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        "python -m benchmarks.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
+    add("--url", help="a server that runs; without it one is started for MODEL")
+    add(
+        "--against", metavar="URL|llamacpp:FILE", help="another OpenAI-compatible server to measure beside it"
+    )
+    add("--api-key", default=os.environ.get("LOOKAHEAD_API_KEY"), help="of the server")
+    add("--clients", default="1,4,16,64", help="simultaneous clients, separated by commas")
+    add("--method", default="adaptive", help="beside plain decoding, separated by commas")
+    add("--requests", type=int, default=3, help=f"per client and round; at least {FEWEST} in all")
+    add("--repeats", type=int, default=3, help="rounds; methods take turns")
+    add("--workload", default="stdlib", help="a data set, stdlib, or a JSON-lines file")
+    add("--data", type=Path, help="folder of data sets by name")
+    add("--max-new-tokens", type=int, default=64, help="most tokens per answer")
+    add("--dtype", default="auto")
+    add("--threads", type=int, help="of the server")
+    add("--out", type=Path, help="folder for serve.md and serve.json")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    given = parser().parse_args(words)
+    try:
+        rounds, against, threads = _measure(given)
+    except LookaheadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
+    print(table(rounds))
+    if given.out is not None:
+        write_page(
+            rounds, against, threads, given.out, command_line(list(words), "python -m benchmarks.serve")
+        )
+    return 0
+
+
+def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
+    """(rounds, what was measured beside ours, threads of the server)."""
+    prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
+    methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
+    kind, _, file = (given.against or "").partition(":")
+    threads = given.threads or machine()["cores"]
+    load = {"path_or_id": given.model, "dtype": given.dtype, "threads": given.threads}
+    # A termination signal ends the servers that are started here too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with ExitStack() as servers:
+        started_here = {name: value for name, value in load.items() if value is not None}
+        address = given.url or servers.enter_context(started(started_here))
+        other, against = given.against, given.against
+        if kind == "llamacpp":
+            other = servers.enter_context(started_llamacpp(file, threads))
+            against = f"llama.cpp's server (llama-cpp-python) on {Path(file).name}"
+        rounds = measure(
+            {name: address for name in methods} | ({OTHER: other} if other else {}),
+            prompts,
+            numbers(given.clients, "--clients"),
+            given.max_new_tokens,
+            given.requests,
+            given.repeats,
+            given.api_key,
+            lambda x: print(f"{x.clients} clients, {x.method}: {x.throughput:.1f} tokens/s", file=sys.stderr),
+        )
+    return rounds, against, threads
+
+
+if __name__ == "__main__":
+    sys.exit(main())

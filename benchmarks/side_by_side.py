@@ -1,0 +1,93 @@
+"""Methods side by side on the paper's data sets, other libraries' decoding among them, text by text.
+
+    python -m benchmarks.side_by_side --data DIR --workload humaneval --workload gsm8k --limit 10
+    python -m benchmarks.side_by_side --data DIR --workload mt-bench --method "hf-assisted:DRAFT_MODEL adaptive"
+
+The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
+the other libraries. Records go to --out as they are made; after an interrupt the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lookahead.bench import Records, RunOptions, load_model, run, split_methods
+from lookahead.bench.plots import can_draw
+from lookahead.bench.report import write_report
+from lookahead.cli.bench import NO_PLOTS, command_line
+from lookahead.core import LookaheadError
+
+from .datasets import SOURCES, load_workload
+from .peers import default_methods, make_methods
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        "python -m benchmarks.side_by_side",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
+    add(
+        "--workload",
+        action="append",
+        help=f"{', '.join(SOURCES)}, stdlib, NAME=FILE, or a JSON-lines file; repeat for several",
+    )
+    add("--data", type=Path, help="folder of data sets by name")
+    add("--limit", type=int, default=10, help="prompts per workload; 0 for all")
+    add("--method", action="append", help="a list, or repeat; see benchmarks/peers.py")
+    add("--repeats", type=int, default=1, help="how often each prompt is decoded")
+    add("--no-warm", action="store_true", help="do not measure methods that keep state warm too")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--dtype", default="auto")
+    add("--threads", type=int)
+    add("--path", default="auto", help="what evaluates the steps: auto, cpu or transformers")
+    add("--out", type=Path, default=Path("bench"), help="folder for records, tables and plots")
+    return made
+
+
+def progress(done: int, total: int, what: str) -> None:
+    """One line on stderr, overwritten."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{done}/{total} {what}", end="" if what else "\n", file=sys.stderr, flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    given = parser().parse_args(words)
+    draw = can_draw()
+    if not draw:
+        print(NO_PLOTS, file=sys.stderr)
+    try:
+        options = RunOptions(
+            given.max_new_tokens,
+            given.temperature,
+            seed=given.seed,
+            repeats=given.repeats,
+            warm=not given.no_warm,
+        )
+        prompts = [
+            prompt
+            for name in given.workload or ["stdlib"]
+            for prompt in load_workload(name, given.limit or None, given.seed, given.data)
+        ]
+        model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
+        names = split_methods(given.method) if given.method else default_methods()
+        methods = [method for name in names for method in make_methods(name, model, options.warm)]
+        records = run(methods, prompts, model, options, Records(given.out), progress)
+    except LookaheadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_report(records, given.out, command_line(list(words), "python -m benchmarks.side_by_side"), draw)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

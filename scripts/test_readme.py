@@ -1,0 +1,216 @@
+"""Runs every block of README.md, in order, in an environment of its own: what a new user would do.
+
+    python scripts/test_readme.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--keep DIR]
+
+The project is copied as git has it, so files that are not committed are not there. What is done with a block:
+
+- ``bash``: each command is run as it stands. ``MODEL`` stands for the bundled tiny model. ``lookahead serve`` stays
+  on in the background until the end, and ``make`` is left out: those are CI's own commands.
+- ``console``: the commands behind ``$``; what they print must be what follows, and ``...`` stands for anything.
+- ``python``: all blocks share one interpreter. One marked ``no-run`` needs the server, which is there by then; a
+  ``text`` block behind it is what it prints.
+- ``text`` and others: nothing.
+
+Only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.S | re.M)
+#: Reads the names of files from its input, and runs them in one namespace.
+INTERPRETER = """
+import sys, traceback
+namespace = {"__name__": "readme"}
+for name in sys.stdin:
+    try:
+        exec(compile(open(name.strip()).read(), name.strip(), "exec"), namespace)
+        outcome = "done"
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        outcome = "failed"
+    print("\\n<<" + outcome + ">>", flush=True)
+"""
+SERVER = "http://127.0.0.1:8000"
+READY_SECONDS = 300
+
+
+class Failed(Exception):
+    """A block that did not do what the README says."""
+
+
+class Reader:
+    """A user in an empty environment who does what the README says.
+
+    Args:
+        folder: an empty folder.
+        torch: options for pip where torch is installed; "" lets the README's own command install it.
+    """
+
+    def __init__(self, folder: Path, torch: str) -> None:
+        self.project, self.outside = folder / "project", folder / "outside"
+        self.outside.mkdir()
+        archive = subprocess.run(
+            ["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True
+        ).stdout
+        self.project.mkdir()
+        subprocess.run(["tar", "-x", "-C", self.project], input=archive, check=True)
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        programs = folder / "venv" / "bin"
+        hidden = ("PYTHONPATH", "VIRTUAL_ENV")
+        self.environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        self.environment |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
+        (self.project / "prompts.jsonl").write_text('{"id": 1, "prompt": "def is_prime(n):"}\n')
+        self.server: subprocess.Popen[bytes] | None = None
+        self.python: subprocess.Popen[str] | None = None
+        if torch:
+            self.shell(f"pip install --quiet -c constraints.txt {torch} torch")
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        for process in (self.server, self.python):
+            if process is not None:
+                process.terminate()
+                process.communicate()
+
+    def shell(self, command: str) -> str:
+        """Run one command in the project's folder; what it printed."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.project,
+            env=self.environment,
+            input="hello\n/exit\n",  # for a conversation
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            raise Failed(f"{command}\nended with status {done.returncode}:\n{done.stdout[-3000:]}")
+        return done.stdout
+
+    def serve(self, command: str) -> None:
+        """Start a server and wait until it is ready."""
+        self.server = subprocess.Popen(shlex.split(command), cwd=self.project, env=self.environment)
+        end = time.monotonic() + READY_SECONDS
+        while time.monotonic() < end:
+            if self.server.poll() is not None:
+                raise Failed(f"{command} ended with status {self.server.returncode}")
+            try:
+                with urllib.request.urlopen(f"{SERVER}/v1/models") as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        raise Failed(f"{command} is not ready after {READY_SECONDS} s")
+
+    def run_bash(self, block: str) -> None:
+        """Run the commands of a block; a line that ends with a backslash goes on in the next."""
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"\s+#.*$", "", line).strip()
+            if not command or command.startswith(("#", "make ", "git clone")):
+                continue
+            command = re.sub(r"\bMODEL\b", "tiny", command)
+            print(f"  $ {command}", flush=True)
+            if command.startswith("lookahead serve"):
+                self.serve(command)
+            else:
+                self.shell(command)
+
+    def run_console(self, block: str) -> None:
+        """Run each command behind "$ " and compare what it prints."""
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            joined = part.replace("\\\n", " ")
+            command, _, expected = joined.partition("\n")
+            print(f"  $ {command[:100]}", flush=True)
+            compare(self.shell(command), expected)
+
+    def run_python(self, block: str, number: int) -> str:
+        """Run a block behind those before it, in a folder of its own; what it printed."""
+        if self.python is None:
+            self.python = subprocess.Popen(
+                ["python", "-c", INTERPRETER],
+                cwd=self.outside,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self.python.stdin is not None
+        assert self.python.stdout is not None
+        path = self.outside / f"block{number}.py"
+        path.write_text(block)
+        print(f"{path}", file=self.python.stdin, flush=True)
+        printed = ""
+        for line in self.python.stdout:
+            if line in ("<<done>>\n", "<<failed>>\n"):
+                if "failed" in line:
+                    raise Failed(f"block {number}:\n{printed[-3000:]}")
+                return printed
+            printed += line
+        raise Failed(f"the interpreter ended in block {number}:\n{printed[-3000:]}")
+
+
+def compare(printed: str, expected: str) -> None:
+    """What was printed must be what is expected, in which "..." stands for anything."""
+    pattern = r"\s*".join(
+        ".*?".join(re.escape(part) for part in word.split("...")) for word in expected.split()
+    )
+    if re.fullmatch(rf"\s*{pattern}\s*", printed, flags=re.S) is None:
+        raise Failed(f"expected\n{expected}\ngot\n{printed[-3000:]}")
+
+
+def run(reader: Reader, text: str) -> None:
+    """All blocks of a page."""
+    printed = None
+    for number, (kind, mark, block) in enumerate(BLOCK.findall(text), 1):
+        start = time.monotonic()
+        print(f"block {number}, {kind}{mark}", flush=True)
+        if kind in ("bash", "sh"):
+            reader.run_bash(block)
+        elif kind == "console":
+            reader.run_console(block)
+        elif kind == "python":
+            if "no-run" in mark:
+                reader.shell("pip install --quiet openai")
+            printed = reader.run_python(block, number)
+        elif kind == "text" and printed is not None:
+            compare(printed, block)
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--torch", default="", help="options for pip where torch is installed")
+    parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
+    arguments = parser.parse_args()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="readme-"))
+    folder.mkdir(exist_ok=True)
+    reader = Reader(folder.resolve(), arguments.torch)
+    try:
+        run(reader, (ROOT / "README.md").read_text(encoding="utf-8"))
+    except Failed as error:
+        print(f"error: the README does not do what it says: {error}", file=sys.stderr)
+        return 1
+    finally:
+        reader.close()
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print("every block of the README does what it says")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

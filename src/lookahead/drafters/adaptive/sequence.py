@@ -1,0 +1,266 @@
+"""The state of one sequence: grows a tree, reads the logits of every row, and learns how good its proposals are.
+
+The sources propose tokens, ``calibration`` estimates their probabilities, ``growth`` builds the tree, ``controller``
+chooses the number of rows, ``state`` may be kept across sequences. A text is in one of two phases: ``PlainSteps`` (at
+first, and while drafting does not pay) and ``Drafting``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
+from .controller import COOLDOWN, Controller
+from .growth import Grower
+from .settings import SOURCES, AdaptiveSettings
+from .sources.suffix import SuffixTrie
+from .sources.window import WindowSource
+from .state import AdaptiveState
+from .step_times import MENU, StepTimes, place_of
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Candidates are grown in every step.
+
+    Attributes:
+        grower: the sources of this sequence and the last tree.
+        window: its rows are added if there is room; None for no window.
+        own_rows: rows of the last tree without the window, whose rows follow.
+    """
+
+    grower: Grower
+    window: WindowSource | None
+    own_rows: int = 0
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """Plain decoding steps, in which no candidates are grown.
+
+    Attributes:
+        steps: steps left. Then ``drafting`` continues; if it is None, it is set up once the loss budget covers that.
+        unread: tokens that the sources have not read.
+        passes: seconds of each pass from which the controller has not learned yet.
+        own: seconds of the drafter in all of them.
+        disturbed: whether a probe or a drafted step came just before.
+    """
+
+    steps: int
+    drafting: Drafting | None
+    unread: list[int]
+    passes: list[float] = field(default_factory=list)
+    own: float = 0.0
+    disturbed: bool = False
+
+
+class AdaptiveDraftState(DraftState):
+    """One sequence: its phase, its controller, and the statistics of its steps.
+
+    Args:
+        settings: of the drafter.
+        state: shared by sequences, or None.
+        sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
+            without step times, a new ``StepTimes`` learns from this sequence alone.
+
+    Raises:
+        SettingsError: a state of another model.
+    """
+
+    def __init__(self, settings: AdaptiveSettings, state: AdaptiveState | None, sequence: Start) -> None:
+        if state is not None and sequence.vocabulary:
+            state.check(sequence.vocabulary)
+        self.settings, self._state = settings, state
+        self._vocabulary, self._sampling = sequence.vocabulary, sequence.noise
+        self._prompt, self._eos = list(sequence.prompt), sequence.eos
+        self._phase: PlainSteps | Drafting = PlainSteps(0, None, sequence.text)
+        self._last, self._emitted = sequence.first, 1
+        self._times: StepTimes = sequence.step_times if sequence.step_times is not None else StepTimes()
+        sampled = sequence.noise is not None
+        #: None: every step has as many rows as the settings allow, whatever their cost.
+        self._controller = Controller(self._times, len(self._prompt), sampled) if settings.budget else None
+        self._expected, self._offered, self._accepted = 0.0, 0.0, 0
+        self._plain_steps = 0
+        #: Times at which the step began and its tree was ready; seconds of the last step's bookkeeping, which count
+        #: in the next step; seconds of all drafters until the tree was ready.
+        self._start = self._grown = self._late = self._taken = 0.0
+        #: Seconds of drawing noise since the step or its observation began; last token whose noise was drawn.
+        self._drawing, self._drawn = 0.0, -1
+
+    def _set_up(self, text: list[int]) -> Drafting:
+        """Allocate the sources and the tree, and read the prompt."""
+        config, sampled = self.settings, self._sampling is not None
+        kept = self._state is not None
+        state = self._state if self._state is not None else AdaptiveState(config)
+        vocabulary = max(self._vocabulary, max(text) + 1)
+        state.check(vocabulary)
+        grower = Grower(state.tables(sampled), vocabulary, config, sampled)
+        grower.reader = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
+        grower.corpus = state.corpus.begin() if kept and "corpus" in config.sources else None
+        grower.tail = [self._prompt[0]] * 3
+        if self._sampling is not None:
+            grower.noise = self._noise
+            grower.temperature = max(self._sampling.temperature, 1e-3)
+        window = None
+        if config.window_size:
+            window = WindowSource(config.window_size, config.ngram_size, self._prompt, self._eos, config.seed)
+        return Drafting(grower, window)
+
+    def _noise(self, depth: int) -> Any:
+        """Noise of the token chosen under nodes of this depth."""
+        assert self._sampling is not None
+        begin = perf_counter()
+        self._drawn = max(self._drawn, self._emitted + depth)
+        noise = self._sampling(self._emitted + depth)
+        seconds, draw = perf_counter() - begin, self._times.draw
+        draw.value = draw.value or seconds
+        self._drawing += draw.add(seconds)
+        return noise
+
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        begin = perf_counter()
+        self._start, self._late = begin - self._late, 0.0
+        if self._controller is not None:
+            self._controller.batch = batch
+        if isinstance(self._phase, PlainSteps) and self._phase.steps == 0:
+            self._phase = self._after(self._phase)
+        if isinstance(self._phase, PlainSteps):
+            tree = TokenTree(self._last)
+        else:
+            tree = self._grow(self._phase, max_depth, min(max_rows, self.settings.max_rows))
+        self._times.drafted(len(tree))
+        self._start, self._drawing = self._start + self._drawing, 0.0
+        self._grown = perf_counter()
+        self._taken = self._times.take(self._grown - begin)
+        return tree
+
+    def _after(self, plain: PlainSteps) -> PlainSteps | Drafting:
+        """The phase that follows plain steps."""
+        controller, drafting = self._controller, plain.drafting
+        if drafting is None:
+            if controller is not None and not controller.can_set_up:
+                return PlainSteps(COOLDOWN, None, plain.unread)
+            drafting = self._set_up(plain.unread)
+        drafting.grower.take(plain.unread)
+        drafting.grower.forget_answers()
+        if plain.drafting is None and controller is not None:
+            now = perf_counter()  # the set-up happens once and is not part of a step
+            controller.set_up(now - self._start)
+            self._start = now
+        return drafting
+
+    def _grow(self, drafting: Drafting, max_depth: int, limit: int) -> TokenTree:
+        controller, grower = self._controller, drafting.grower
+        if controller is None:
+            grower.grow(limit, max_depth)
+            return self._tree(drafting, len(grower.tokens), limit, max_depth)
+        prices = controller.prices(limit)
+        limit = len(prices) - 1
+        grower.grow(limit, max_depth, prices)
+        rows = controller.choose(grower.probabilities)
+        return self._tree(drafting, rows, min(limit, MENU[place_of(rows)]), max_depth)
+
+    @staticmethod
+    def _tree(phase: Drafting, rows: int, room: int, max_depth: int) -> TokenTree:
+        """The tree of the first ``rows`` nodes, with the window if there is room or if it pays more than they do."""
+        grower, window = phase.grower, phase.window
+        wanted = window.wanted(max_depth) if window is not None and room > 1 else 0
+        spare = rows + wanted - room
+        if window is not None and spare > 0 and wanted <= room // 2:
+            given_up = sum(grower.probabilities[rows - spare : rows])
+            rows -= spare if given_up < window.credit * wanted else 0
+        grower.cut(rows)
+        tree = TokenTree.of(grower.tokens, grower.parents)
+        phase.own_rows = rows
+        if window is not None and 0 < wanted <= room - rows:
+            window.add_to(tree)
+            grower.adopt(tree)
+        return tree
+
+    def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        begin = perf_counter()
+        # Time of other sequences' drafters since this tree was ready is not part of the pass.
+        passed = begin - self._grown - (self._times.evaluated() - self._taken)
+        if isinstance(self._phase, Drafting):
+            self._study(self._phase, tree, scores, path, tokens)
+        else:
+            self._phase.unread.extend(tokens)
+        self._last = tokens[-1]
+        self._emitted += len(tokens)
+        self._plain_steps += len(tree) == 1
+        if self._controller is not None:
+            self._account(self._controller, len(tree), len(tokens), passed, begin)
+        self._times.take(perf_counter() - begin)
+
+    def _account(self, controller: Controller, rows: int, tokens: int, passed: float, begin: float) -> None:
+        """Report a step to the controller and change the phase if needed. ``begin``: when its observation began."""
+        phase, times = self._phase, self._times
+        controller.context = len(self._prompt) + self._emitted
+        end = perf_counter()
+        drafted, observed = self._grown - self._start, end - begin - self._drawing
+        self._drawing = 0.0
+        if self._emitted - tokens <= self._drawn:  # noise drawn ahead is not in the pass, but it is in t(1)
+            passed += times.draw.value
+        if isinstance(phase, PlainSteps):
+            phase.steps -= 1
+            phase.own += min(drafted + observed, times.probe.value)  # a longer time was an interruption
+            if times.rows == times.batch:  # else other sequences drafted, so it was not a plain pass
+                phase.passes.append(passed)
+            if phase.steps and len(phase.passes) < COOLDOWN:
+                return
+            controller.learn_plain(phase.passes, phase.own, phase.disturbed)
+            phase.passes, phase.own, phase.disturbed = [], 0.0, False
+        else:
+            drafted += times.draw.value * (tokens - 1)
+            if rows == 1:
+                times.probe.add(drafted + observed)
+                drafted += observed
+            else:  # observing takes longer with more rows, and every sequence waits for it
+                passed += controller.batch * observed
+            controller.learn(rows, self._expected, tokens, passed, drafted)
+            steps = controller.cooldown(rows)
+            if steps:
+                self._phase = PlainSteps(steps, phase, [], disturbed=True)
+        self._late = perf_counter() - end
+
+    def _study(
+        self, phase: Drafting, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Learn from the logits of all rows of a step."""
+        grower, window = phase.grower, phase.window
+        self._expected = sum(grower.probabilities)
+        answers, credited = grower.learn(scores, path, tokens, phase.own_rows)
+        if window is not None and len(tree) > phase.own_rows:
+            window.advance(tree.tokens[0], answers, len(tree) - phase.own_rows, credited)
+        grower.take(tokens)
+        self._offered += self._expected - 1
+        self._accepted += len(tokens) - 1
+
+    @property
+    def estimates(self) -> list[float]:
+        """The estimated probability of each node of the last tree, without the window's rows, which follow."""
+        return list(self._phase.grower.probabilities) if isinstance(self._phase, Drafting) else []
+
+    @property
+    def cooling(self) -> bool:
+        """Whether the step is a plain one without growing candidates."""
+        return not isinstance(self._phase, Drafting)
+
+    def stats(self) -> dict[str, float]:
+        """Accepted tokens by source, expected and observed acceptance, and the controller's statistics."""
+        phase, controller = self._phase, self._controller
+        drafting = phase.drafting if isinstance(phase, PlainSteps) else phase
+        credit, rows = dict.fromkeys((*SOURCES, "window"), 0), 0
+        if isinstance(drafting, Drafting):
+            credit = drafting.grower.credit
+            rows = drafting.window.rows_used if drafting.window is not None else 0
+        figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
+        figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
+        if self.settings.window_size:
+            figures["window_rows"] = rows
+        if controller is not None:
+            figures |= {"plain_steps": self._plain_steps, "cooldowns": controller.cooldowns}
+        return figures

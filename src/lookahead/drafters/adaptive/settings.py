@@ -1,0 +1,73 @@
+"""Settings of the adaptive drafter: frozen, validated. None of them changes the output. Loads no numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...core import SettingsError
+from ..settings import check_whole
+
+#: Where candidates come from.
+SOURCES = {
+    "suffix": "what followed the longest earlier match of the last tokens in this text",
+    "logits": "the best tokens of the last row that was evaluated after the same last tokens",
+    "jacobi": "what the last step answered at the same position",
+    "corpus": "suffix matches over the texts of earlier requests too, where a state is kept",
+}
+#: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
+DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
+LIMITS = {
+    "max_rows": (1, 512),
+    "window_size": (0, 512),
+    "ngram_size": (2, 16),
+    "suffix_order": (1, 32),
+    "top": (1, 64),
+    "sampled_top": (1, 64),
+    "max_entries": (1000, 1 << 26),
+    "seed": (0, 1 << 62),
+}
+
+
+@dataclass(frozen=True)
+class AdaptiveSettings:
+    """What shapes the drafts.
+
+    Attributes:
+        max_rows: rows of a step at most, 1 to 512.
+        budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
+            and the drafts depend on nothing but the tokens.
+        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
+            "logits" nothing uses what the window explores.
+        window_size: W, columns of the window, 0 to 512; 0 for no window.
+        ngram_size: N of the window, 2 to 16.
+        suffix_order: longest suffix that is matched, 1 to 32.
+        top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, 1 to 64.
+        max_entries: contexts that a warm state keeps per table, oldest out first.
+        seed: of the window's own generator.
+
+    Raises:
+        SettingsError: an unknown source, or a value out of range.
+    """
+
+    max_rows: int = 64
+    budget: bool = True
+    sources: tuple[str, ...] = DEFAULT_SOURCES
+    window_size: int = 5
+    ngram_size: int = 3
+    suffix_order: int = 8
+    top: int = 8
+    sampled_top: int = 24
+    max_entries: int = 400_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in LIMITS.items():
+            check_whole(self, name, low, high)
+        if not isinstance(self.budget, bool):
+            raise SettingsError(f"budget must be true or false, got {self.budget!r}")
+        if isinstance(self.sources, str):
+            raise SettingsError(f"sources must be a list of names, got {self.sources!r}")
+        object.__setattr__(self, "sources", tuple(self.sources))
+        unknown = sorted(set(self.sources) - set(SOURCES))
+        if unknown:
+            raise SettingsError(f"unknown sources {', '.join(unknown)}; known are {', '.join(SOURCES)}")

@@ -1,0 +1,51 @@
+"""What the settings of all drafters have in common: checks of their values, and their text form."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..core import SettingsError
+
+
+def check_whole(settings: Any, name: str, low: int, high: int | None = None) -> None:
+    """Raise SettingsError unless a field is a whole number from ``low`` to ``high``."""
+    value = getattr(settings, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
+        limits = f"of at least {low}" if high is None else f"between {low} and {high}"
+        raise SettingsError(f"{name} must be a whole number {limits}, got {value!r}")
+
+
+def check_flag(settings: Any, name: str) -> None:
+    """Make a field a bool; the authors' code writes POOL_FROM_PROMPT=1."""
+    value = getattr(settings, name)
+    if value not in (0, 1):
+        raise SettingsError(f"{name} must be true or false, got {value!r}")
+    object.__setattr__(settings, name, bool(value))
+
+
+def setting_names(kind: type) -> list[str]:
+    """The settings of a drafter that a text can give: not what is kept across sequences."""
+    return [field.name for field in fields(kind) if field.compare]
+
+
+def changed_settings(settings: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The settings that are not at their defaults, by name."""
+    named = [field for field in fields(settings) if field.compare and field.name not in leave_out]
+    return {f.name: value for f in named if (value := getattr(settings, f.name)) != f.default}
+
+
+def all_settings(settings: Any) -> dict[str, Any]:
+    """Every setting by name, ready for JSON."""
+    return {name: getattr(settings, name) for name in setting_names(type(settings))}
+
+
+def text_form(name: str, settings: Any, *, triple: tuple[str, ...] = ()) -> str:
+    """A drafter as text, which ``as_drafter`` reads: NAME, then W,N,G where there is one, then changed settings."""
+    parts = [name]
+    if triple:
+        parts.append(",".join(str(getattr(settings, field)) for field in triple))
+    for key, value in changed_settings(settings, triple).items():
+        shown = "+".join(value) + ("+" if len(value) < 2 else "") if isinstance(value, tuple) else str(value)
+        parts.append(f"{key}={shown.lower() if isinstance(value, bool) else shown}")
+    return ":".join(parts)

@@ -1,0 +1,271 @@
+"""The engine: every sequence on one model, from the queue to the last token.
+
+    engine = Engine(make_target)
+    sequence = engine.add(Request(prompt, drafter, max_new_tokens=64))
+    while engine.busy:
+        for update in engine.step():        one forward pass, and what it gave each sequence
+            print(update.piece)
+
+``LLM``, the server, the benchmark and ``model.generate(custom_generate=...)`` all drive this class. It alone
+    queues sequences (``max_sequences`` of them run, the others wait in order),
+    decodes plainly where the model cannot evaluate drafts, whatever drafter a request has,
+    measures the step times that drafters choose their rows by,
+    ends a sequence, and no other, when its own code raises (drafter, chooser, logits processor, grammar, stop
+    function, text), and goes on with a fresh target after a forward pass that failed.
+
+The loop over the running sequences is ``lookahead.core.Decoder``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..core import UNLIMITED_ROWS, Decoder, Generation, LookaheadError, Request, Step, Target
+from ..core.errors import failure, first_line
+from ..drafters import Plain
+from ..targets.factory import Probe, probe
+from .prefix_cache import PrefixTarget, with_prefixes
+from .progress import said_where_slow
+from .results import Result, Sequence, Update
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from ..drafters.adaptive.step_times import StepTimes
+
+UNLIMITED_SEQUENCES = 1 << 20
+
+
+class PassFailed(LookaheadError):
+    """A forward pass failed: every sequence in it has ended. ``__cause__`` is the error."""
+
+
+class Engine:
+    """Decodes any number of sequences together. They may join and leave between steps.
+
+    ``add`` and ``cancel`` may be called from any thread and take effect in the next step. One thread calls ``step``.
+
+    Args:
+        make_target: makes a target. Called at once, and again after a forward pass that failed.
+        model: the transformers model that the targets evaluate; None where there is only a target, as in tests. It
+            is probed for whether it can evaluate drafts, and its step times are measured.
+        found: the result of ``probe`` for the model; None probes it here.
+        target: a target to begin with, which an earlier engine's ``close`` returned.
+        max_sequences: sequences that run together; the others wait.
+        prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in pieces, in turns with steps.
+        row_budget: rows of all trees of one forward pass together; every tree has its root at least.
+        prefix_cache: finished sequences whose keys and values are kept for prompts that begin like them.
+
+    Raises:
+        SettingsError, OutOfMemory: as ``make_target`` does.
+    """
+
+    def __init__(
+        self,
+        make_target: Callable[[], Target],
+        model: Any = None,
+        *,
+        found: Probe | None = None,
+        target: Target | None = None,
+        max_sequences: int = UNLIMITED_SEQUENCES,
+        prompt_rows: int = UNLIMITED_ROWS,
+        row_budget: int = UNLIMITED_ROWS,
+        prefix_cache: int = 0,
+    ) -> None:
+        self._make_target, self._model, self._prefix_cache = make_target, model, prefix_cache
+        if found is None and model is not None:
+            found = probe(model)
+        self._drafts = found is None or found.mode != "plain"
+        # Only trees can hold a piece of a prompt.
+        pieces = found is None or found.facts is not None
+        self._limits = prompt_rows if pieces else UNLIMITED_ROWS, row_budget
+        self.max_sequences = max_sequences
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._cancelled: deque[tuple[Sequence, LookaheadError | None]] = deque()
+        self._in_step = False
+        self._decoder: Decoder | None = self._new_decoder(target)
+
+    @property
+    def running(self) -> int:
+        """How many sequences run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence runs, waits, or is to be cancelled."""
+        return bool(self._running or self._waiting or self._cancelled)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that run, then those that wait."""
+        return [*self._running, *self._waiting]
+
+    def add(
+        self, request: Request, text: TextStream | None = None, *, seed: int | None = None, tag: Any = None
+    ) -> Sequence:
+        """Let a request join, and return its handle.
+
+        Args:
+            request: what to decode.
+            text: turns its tokens into text and finds stop strings; None for token ids only.
+            seed: of the draws, for the result.
+            tag: the caller's own value; see ``Sequence``.
+        """
+        if text is not None and text.stops and request.finished is None:
+            request = replace(request, finished=lambda token: "stop" if text.push(token) else None)
+        sequence = Sequence(request, text, seed, tag)
+        self._waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence, error: LookaheadError | None = None) -> None:
+        """End a sequence before the next forward pass: as "cancelled", or with an error. Its tokens stay."""
+        if sequence.result is None:
+            self._cancelled.append((sequence, error))
+
+    def step(self) -> list[Update]:
+        """One forward pass over all that run; sequences that wait join first while there is room."""
+        updates = list(self._end_cancelled())
+        while self._waiting and len(self._running) < self.max_sequences:
+            updates += self._start(self._waiting.popleft())
+        if self._running:
+            self._in_step = True
+            updates += self._forward()
+            self._in_step = False
+        return updates
+
+    def close(self) -> Target | None:
+        """End all sequences without an update.
+
+        Returns:
+            The target, for another engine; None where an exception such as KeyboardInterrupt has interrupted a step,
+            which leaves it in an unknown state.
+        """
+        if self._decoder is None:
+            return None
+        for sequence in self._running:
+            if sequence.generation is not None:
+                self._decoder.cancel(sequence.generation)
+        self._running.clear()
+        self._waiting.clear()
+        decoder, self._decoder = self._decoder, None
+        return None if self._in_step else decoder.target
+
+    def _new_decoder(self, target: Target | None = None) -> Decoder:
+        if target is None:
+            target = with_prefixes(self._make_target(), self._prefix_cache)
+        known = target.known if isinstance(target, PrefixTarget) else lambda prompt: 0
+        return Decoder(target, *self._limits, known)
+
+    def _end_cancelled(self) -> Iterator[Update]:
+        while self._cancelled:
+            sequence, error = self._cancelled.popleft()
+            if sequence.result is not None:
+                continue
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+            yield self._end(sequence, "cancelled" if error is None else "error", error)
+
+    def _start(self, sequence: Sequence) -> list[Update]:
+        """Hand a sequence to the decoder."""
+        try:
+            if self._decoder is None:
+                self._decoder = self._new_decoder()
+            request = sequence.request
+            if not self._drafts:
+                sequence.request = replace(request, drafter=Plain())
+            elif request.drafter.needs_step_times and request.step_times is None:
+                sequence.request = replace(request, step_times=self._step_times(self._decoder.target.path))
+            sequence.generation = self._decoder.add(sequence.request)
+        except Exception as error:
+            return [self._end(sequence, "error", failure("starting the request", error))]
+        self._running.append(sequence)
+        return []
+
+    def _step_times(self, path: str) -> StepTimes | None:
+        """Step times of the model on this machine: known ones, or measured now."""
+        if self._model is None:
+            return None
+        from ..drafters.adaptive.measure import times_for  # loads numba
+
+        with said_where_slow("measuring steps of this model (once; their times are kept)"):
+            return times_for(self._model, path, self._make_target)
+
+    def _forward(self) -> list[Update]:
+        decoder = self._decoder
+        assert decoder is not None
+        try:
+            steps = {id(step.generation): step for step in decoder.step()}
+        except Exception as error:
+            # What the target holds is unknown now, so all its sequences end. Those that wait go on with another one.
+            self._decoder = None
+            failed: LookaheadError
+            if isinstance(error, LookaheadError):
+                failed = error
+            else:
+                failed = PassFailed(f"the forward pass failed: {type(error).__name__}: {first_line(error)}")
+                failed.__cause__ = error
+            return [self._end(sequence, "error", failed) for sequence in list(self._running)]
+        updates = []
+        for sequence in list(self._running):
+            generation = sequence.generation
+            assert generation is not None
+            step = steps.get(id(generation))
+            if step is not None or generation.finish_reason is not None:
+                updates.append(self._update(sequence, generation, step))
+        return updates
+
+    def _update(self, sequence: Sequence, generation: Generation, step: Step | None) -> Update:
+        """What a step gave a sequence."""
+        text, piece, target = sequence.text, "", self._decoder and self._decoder.target
+        if step is not None and step.tree is None and isinstance(target, PrefixTarget):
+            sequence.cached = target.reused.get(generation.slot, 0)
+        try:
+            if text is not None:
+                if step is not None and sequence.request.finished is None:
+                    for token in step.tokens:
+                        text.push(token)
+                if generation.finish_reason is None:
+                    piece = text.drain()
+        except Exception as error:
+            return self._end(sequence, "error", failure("the text", error), step)
+        if generation.finish_reason is None:
+            return Update(sequence, step, piece, None)
+        return self._end(sequence, generation.finish_reason, generation.error, step)
+
+    def _end(
+        self, sequence: Sequence, reason: str, error: LookaheadError | None, step: Step | None = None
+    ) -> Update:
+        """The last update of a sequence."""
+        generation, text = sequence.generation, sequence.text
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if generation is None:
+            generation = sequence.generation = Generation(sequence.request)
+        elif self._decoder is not None:
+            self._decoder.cancel(generation)
+        piece = ""
+        if text is not None:
+            try:
+                text.finish()
+                piece = text.drain()
+            except Exception as raised:
+                reason, error = "error", error or failure("the text", raised)
+        sequence.result = Result(
+            text.text if text is not None else "",
+            generation.tokens,
+            reason,
+            generation.stats,
+            list(sequence.request.prompt),
+            sequence.seed,
+            text.stopped if text is not None else None,
+            error,
+        )
+        return Update(sequence, step, piece, sequence.result)

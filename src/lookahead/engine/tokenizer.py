@@ -1,0 +1,297 @@
+"""The tokenizer that a GGUF file describes, built from its metadata straight into the library ``tokenizers``.
+
+transformers reads the same metadata, and takes seconds for it: it parses the file again, converts the vocabulary
+through several classes, and is itself slow to import. ``GGUFTokenizer`` answers what this library asks of a tokenizer
+and makes transformers' class only for the rest.
+
+Two kinds of vocabulary are built here. For any other ``build_tokenizer`` returns None, and transformers' reader
+serves.
+
+- "gpt2": byte-level BPE. Bytes are spelled in 256 printable characters (``byte_alphabet``), the file lists the
+  merges, and ``tokenizer.ggml.pre`` names the regular expression that cuts a text into pieces before they are merged.
+- "llama": SentencePiece BPE. A space is spelled "▁", unknown characters fall back to bytes, and the merges follow
+  from the vocabulary: every way to cut a token into two tokens, the best token first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: Types of tokens in ``tokenizer.ggml.token_type``.
+CONTROL, USER_DEFINED = 3, 4
+
+# Regular expressions that cut a text into pieces. A merge never crosses the border of a piece.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+#: ``tokenizer.ggml.pre`` -> the expression. "" is GPT-2's own, which ``tokenizers`` has built in.
+PIECES = {
+    "": "",
+    "default": "",
+    "gpt-2": "",
+    "smollm": "",
+    "starcoder": "",
+    "refact": "",
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "llama-bpe": LLAMA3,
+    "falcon3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+}
+#: Vocabularies in which every digit is a piece. transformers' reader leaves this out; llama.cpp and the models' own
+#: tokenizer.json have it. It shows where spaces stand before a digit.
+DIGITS_APART = ("smollm", "starcoder", "refact")
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Byte -> its character in a byte-level vocabulary (GPT-2): itself where it is printable, else one from 256 on.
+
+    65 -> "A", 32 (a space) -> "Ġ", 10 (a line break) -> "Ċ".
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a file; None where this module does not know its kind."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
+    architecture = metadata.get("general.architecture", "")
+    if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
+        tokenizer = _byte_level(metadata, pre)
+    elif kind == "llama" and architecture in ("gemma", "gemma2", "gemma3"):
+        tokenizer = _gemma(metadata)
+    elif kind == "llama" and architecture == "llama":
+        tokenizer = _sentencepiece(metadata)
+    else:
+        return None
+    _add_whole_tokens(tokenizer, metadata, byte_level=kind == "gpt2")
+    _begin_with_bos(tokenizer, metadata)
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any], pre: str) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = byte_alphabet()
+    spelled = re.compile("[" + re.escape("".join(alphabet.values())) + "]*").fullmatch
+    vocabulary = {
+        token if spelled(token) else "".join(alphabet[byte] for byte in token.encode()): index
+        for index, token in enumerate(metadata["tokenizer.ggml.tokens"])
+    }
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_given_merges(metadata),
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+            fuse_unk=False,
+        )
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    if PIECES[pre]:
+        split = pre_tokenizers.Split(Regex(PIECES[pre]), behavior="isolated")
+        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    else:
+        steps = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS_APART else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Gemma's vocabulary: tokens of spaces only are stored as real spaces, and its merges follow its order."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens = [
+        "▁" * len(token) if token.isspace() and " " in token else token
+        for token in metadata["tokenizer.ggml.tokens"]
+    ]
+    merges = merges_of(tokens, range(0, -len(tokens), -1))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 3)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _given_merges(metadata)
+    else:
+        merges = merges_of(tokens, metadata["tokenizer.ggml.scores"].tolist())
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def _given_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = [merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"]]
+    return [(left, right) for left, _, right in pairs]
+
+
+def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that a vocabulary without any implies: each token's cuts into two tokens, the best token first.
+
+    Of tokens "a", "b", "c", "ab", "bc", "abc" with scores falling in this order: a+b, b+c, then ab+c before a+bc (the
+    longer left part first).
+
+    Args:
+        tokens: the vocabulary.
+        scores: one per token, higher is better.
+    """
+    known = set(tokens)
+    merges: list[tuple[str, str]] = []
+    best_first = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
+    for _, group in groupby(best_first, key=scores.__getitem__):
+        start, several = len(merges), False
+        for index in group:
+            several = len(merges) > start
+            token = tokens[index]
+            for at in range(len(token) - 1, 0, -1):
+                if token[:at] in known and token[at:] in known:
+                    merges.append((token[:at], token[at:]))
+        if several:  # tokens of equal score are cut in turn by the lengths of the parts
+            merges[start:] = sorted(merges[start:], key=lambda pair: (-len(pair[0]), -len(pair[1])))
+    return merges
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_level: bool) -> None:
+    """Tokens that a text may contain whole: control tokens, which decoding can leave out, and user-defined ones.
+
+    In a byte-level vocabulary every token is spelled in the byte alphabet; one that is not was marked by mistake.
+    """
+    from tokenizers import AddedToken
+
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
+    alphabet = set(byte_alphabet().values())
+    control = [
+        AddedToken(token, normalized=False, special=True)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind == CONTROL and (not byte_level or alphabet.issuperset(token))
+    ]
+    user_defined = [
+        AddedToken(token, normalized=False, special=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind == USER_DEFINED and tokenizer.token_to_id(token) is not None
+    ]
+    if control:
+        tokenizer.add_special_tokens(control)
+    if user_defined:
+        tokenizer.add_tokens(user_defined)
+
+
+def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Put the beginning-of-sequence token before each text where the file says so.
+
+    SentencePiece files do so unless they say no.
+    """
+    bos = _token(metadata, "bos")
+    by_default = metadata["tokenizer.ggml.model"] == "llama"
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_default):
+        from tokenizers import processors
+
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, tokenizer.token_to_id(bos))],
+        )
+
+
+def _token(metadata: Mapping[str, Any], name: str) -> str | None:
+    """The token that the file gives a part to: "bos", "eos", "unknown" or "padding"."""
+    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+
+
+class GGUFTokenizer:
+    """A tokenizer with the methods of transformers' that this library calls.
+
+    Whatever else is asked of it is answered by transformers' class around the same backend, made when it is first
+    needed; ``as_transformers`` is that object.
+
+    Args:
+        backend: what ``build_tokenizer`` returned.
+        metadata: of the file.
+
+    Attributes:
+        backend_tokenizer: the tokenizer of the library ``tokenizers``.
+        chat_template: in Jinja; None where the file has none.
+        bos_token, eos_token, unk_token, pad_token: texts of tokens, None where there is none.
+        eos_token_id: the token that ends a text, or None.
+    """
+
+    def __init__(self, backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template: str | None = metadata.get("tokenizer.chat_template")
+        self.bos_token, self.eos_token = _token(metadata, "bos"), _token(metadata, "eos")
+        self.unk_token, self.pad_token = _token(metadata, "unknown"), _token(metadata, "padding")
+        self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
+        self._add_bos_token = backend.post_processor is not None
+
+    def __call__(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Token ids of one text, as ``input_ids`` of the answer."""
+        if options or not isinstance(text, str):
+            return self.as_transformers(text, add_special_tokens=add_special_tokens, **options)
+        ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of token ids; special tokens are part of it unless they are to be left out."""
+        if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(token_ids, list):
+            return self.as_transformers.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def as_transformers(self) -> Any:
+        """transformers' fast tokenizer around the same backend."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=self.backend_tokenizer,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            unk_token=self.unk_token,
+            pad_token=self.pad_token,
+            add_bos_token=self._add_bos_token,
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying and pickling ask for these
+            raise AttributeError(name)
+        return getattr(self.as_transformers, name)
+
+
+class _Encoding(dict[str, Any]):
+    """Fields by key and as attributes, like transformers' BatchEncoding."""
+
+    __getattr__ = dict.__getitem__

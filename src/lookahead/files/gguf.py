@@ -1,0 +1,306 @@
+"""GGUF files: the header, the metadata and the table of tensors, read in one pass over a mapped file.
+
+Layout of a file (versions 2 and 3, little-endian; the specification is docs/gguf.md in ggml-org/ggml):
+
+    "GGUF"  version u32  tensor count u64  entry count u64
+    for each entry:   key string, value type u32, value
+    for each tensor:  name string, dimensions u32, size of each u64 (fastest first), block type u32, offset u64
+    padding to a multiple of general.alignment (32 unless an entry says otherwise)
+    the tensors; offsets count from here
+
+    a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
+
+Every count and length is compared with the bytes that are left before anything is made of it, so a wrong number in a
+header is an error and never a large allocation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import SettingsError
+
+#: Block type number -> (name, elements of a block, bytes of a block), from ggml.h.
+BLOCK_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+#: Value type number -> numpy's name of it. 8 is a string and 9 an array.
+NUMBERS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+STRING, ARRAY = 8, 9
+#: Dimensions that ggml's tensors can have.
+MOST_DIMENSIONS = 4
+#: Bytes of the smallest entry of each table: an empty name and one value or dimension.
+SMALLEST_ENTRY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    type: str
+    """The block type, as in "Q4_K"."""
+    shape: tuple[int, ...]
+    """Rows first, as numpy and torch count. The last dimension is a whole number of blocks."""
+    offset: int
+    """Of the first byte, from the beginning of the file."""
+    nbytes: int
+
+
+class _Damaged(Exception):
+    """What is wrong with a file, for the error that names the file."""
+
+
+class GGUFFile:
+    """A GGUF file whose header has been read and whose tensors are mapped. It stays open while it is referenced.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        metadata: key -> int, float, bool, str, list of str, or numpy array of numbers.
+        tensors: name -> ``Tensor``, in the file's order.
+
+    Raises:
+        SettingsError: the file cannot be read, is not whole, or holds something that the format does not have.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                self._state = _state(os.fstat(file.fileno()))
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._state[-1] else b""
+        except OSError as error:
+            raise SettingsError(f"{self.path} cannot be read ({error.strerror or error})") from None
+        try:
+            self.metadata, self.tensors = _Reader(self._map).read()
+        except _Damaged as error:
+            raise SettingsError(
+                f"a GGUF file must be whole; {self.path} ({len(self._map):,} bytes) cannot be read ({error}); "
+                "copy or download it again"
+            ) from None
+
+    def bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of a tensor as they lie in the file, [nbytes], mapped and read-only."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+
+    def release(self) -> None:
+        """Give the mapped pages that were read back to the system; they are read anew where they are needed again."""
+        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def check_unchanged(self) -> None:
+        """Raise SettingsError if the file was written to since it was opened: what was read of it may be mixed.
+
+        A file that another one replaced under the same name is not an error: the old one stays mapped.
+        """
+        try:
+            now = _state(os.stat(self.path))
+        except FileNotFoundError:
+            return
+        if now[0] == self._state[0] and now != self._state:
+            raise SettingsError(f"{self.path} must not change while it is read, and it did; load it again")
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int]:
+    """(which file, when it was last written, its bytes)."""
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+class _Reader:
+    """Reads a header from its first byte to its last.
+
+    Attributes:
+        at: the position of the next byte.
+    """
+
+    def __init__(self, data: mmap.mmap | bytes) -> None:
+        self.data = data
+        self.size = len(data)
+        self.at = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(metadata, tensors)."""
+        if self.data[:4] != b"GGUF":
+            raise _Damaged(f"it must begin with the magic bytes GGUF, got {self.data[:4]!r}")
+        self.at = 4
+        version = self.number("<I")
+        if version not in (2, 3):
+            big = version in (2 << 24, 3 << 24)
+            raise _Damaged(
+                "its numbers must be little-endian, and they are big-endian"
+                if big
+                else f"its version must be 2 or 3, got {version}"
+            )
+        tensor_count, entry_count = self.number("<Q"), self.number("<Q")
+        self.check_count(entry_count, SMALLEST_ENTRY, "metadata entries")
+        self.check_count(tensor_count, SMALLEST_TENSOR, "tensors")
+        metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = self.string()
+            if key in metadata:
+                raise _Damaged(f"the key {key!r} must occur once, and occurs again at byte {self.at:,}")
+            metadata[key] = self.value(self.number("<I"), key)
+        table = [self.tensor_entry() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise _Damaged(f"general.alignment must be a power of two, got {alignment}")
+        start = (self.at + alignment - 1) // alignment * alignment
+        tensors: dict[str, Tensor] = {}
+        for name, kind, shape, offset in table:
+            if name in tensors:
+                raise _Damaged(f"the tensor {name!r} must occur once, and occurs twice")
+            tensors[name] = self.tensor(name, kind, shape, start + offset)
+        return metadata, tensors
+
+    def check_count(self, count: int, smallest: int, what: str) -> None:
+        """A count of things of at least ``smallest`` bytes each must fit into the rest of the file."""
+        if count * smallest > self.size - self.at:
+            raise _Damaged(
+                f"its header promises {count:,} {what}, and {self.size - self.at:,} bytes are left"
+            )
+
+    def number(self, form: str) -> Any:
+        """One number in a format of ``struct``."""
+        try:
+            (value,) = struct.unpack_from(form, self.data, self.at)
+        except struct.error:
+            raise _Damaged(f"it ends at byte {self.size:,}, within its header") from None
+        self.at += struct.calcsize(form)
+        return value
+
+    def string(self) -> str:
+        """One string: its length, then its bytes."""
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """Strings that follow each other: 100,000 and more in a tokenizer, so this loop calls nothing of ours."""
+        data, at, size = self.data, self.at, self.size
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                (length,) = length_at(data, at)
+                at += 8
+                if length > size - at:
+                    raise _Damaged(
+                        f"the string at byte {at:,} promises {length:,} bytes, and {size - at:,} are left"
+                    )
+                found.append(data[at : at + length].decode())
+                at += length
+        except struct.error:
+            raise _Damaged(f"it ends at byte {size:,}, within its header") from None
+        except UnicodeDecodeError as error:
+            raise _Damaged(f"the string at byte {at:,} must be UTF-8: {error.reason}") from None
+        self.at = at
+        return found
+
+    def value(self, kind: int, key: str) -> Any:
+        """One value of an entry."""
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            return self.array(key)
+        return self.numbers(kind, 1, key)[0].item()
+
+    def array(self, key: str) -> Any:
+        """Strings as a list, numbers as an array."""
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind == STRING:
+            self.check_count(count, 8, f"strings in {key!r}")
+            return self.strings(count)
+        return self.numbers(kind, count, key)
+
+    def numbers(self, kind: int, count: int, key: str) -> np.ndarray[Any, Any]:
+        """Numbers of one type that follow each other, [count]."""
+        if kind not in NUMBERS:
+            nested = " (an array of arrays)" if kind == ARRAY else ""
+            raise _Damaged(f"the value of {key!r} has type {kind}{nested}, which cannot be read")
+        dtype = np.dtype(NUMBERS[kind])
+        self.check_count(count, dtype.itemsize, f"numbers in {key!r}")
+        values = np.frombuffer(self.data[self.at : self.at + count * dtype.itemsize], dtype)
+        self.at += count * dtype.itemsize
+        return values
+
+    def tensor_entry(self) -> tuple[str, int, tuple[int, ...], int]:
+        """(name, block type, shape with rows first, offset from the first tensor) of one line of the table."""
+        name, dimensions = self.string(), self.number("<I")
+        if not 0 < dimensions <= MOST_DIMENSIONS:
+            raise _Damaged(
+                f"the tensor {name!r} must have 1 to {MOST_DIMENSIONS} dimensions, got {dimensions}"
+            )
+        shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+        return name, self.number("<I"), shape, self.number("<Q")
+
+    def tensor(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> Tensor:
+        """A tensor that lies within the file."""
+        if kind not in BLOCK_TYPES:
+            raise _Damaged(
+                f"the tensor {name!r} has block type {kind}, which is none that this version knows"
+            )
+        type_name, elements, size = BLOCK_TYPES[kind]
+        if shape[-1] % elements:
+            raise _Damaged(
+                f"the rows of {name!r} must be a whole number of blocks of {elements} elements for {type_name}, "
+                f"got {shape[-1]:,} elements"
+            )
+        nbytes = shape[-1] // elements * size
+        for length in shape[:-1]:
+            nbytes *= length
+        if offset + nbytes > self.size:
+            raise _Damaged(
+                f"the tensor {name!r} must end within the file, and it ends at byte {offset + nbytes:,}"
+            )
+        return Tensor(type_name, shape, offset, nbytes)

@@ -1,0 +1,64 @@
+"""Arguments of ``model.generate`` that transformers keeps from a callable: streamer, assistant_model, tokenizer.
+
+They are read from the frames of the running call. Where another version of transformers has no such frames, they are
+missing, and transformers' own behaviour remains.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from transformers import GenerationMixin
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def caller_arguments() -> dict[str, Any]:
+    """``streamer`` and ``assistant_model`` of the running ``model.generate``; {} outside of one.
+
+    A streamer that is ignored silently would leave its reader waiting for ever.
+    """
+    frame = _frame_of("generate")
+    if frame is None:
+        return {}
+    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+
+
+class CustomGenerate(Generic[P, R]):
+    """A function for ``custom_generate`` that may have a parameter ``tokenizer``; ``stop_strings`` need it.
+
+    ``model.generate`` removes ``tokenizer`` from its keywords, reads the signature of the callable to find the
+    keywords that are meant for it, and makes the stopping criteria from those. By then the tokenizer is lost, and
+    the call fails with the advice to pass a tokenizer. So it is put back when the signature is read.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        frame = _frame_of("_extract_generation_mode_kwargs")
+        if frame is not None:
+            taken, keywords = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
+            if isinstance(taken, dict) and isinstance(keywords, dict) and "tokenizer" in taken:
+                keywords["tokenizer"] = taken["tokenizer"]
+        return inspect.signature(self._function)
+
+
+def _frame_of(method: str) -> FrameType | None:
+    """The innermost running frame of a method of ``GenerationMixin``."""
+    function = getattr(GenerationMixin, method, None)
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,69 @@
+"""One text of an answer, from the checked request to the last chunk: the server's own record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from ..core import LookaheadError, Request
+from ..engine.results import Sequence, Update
+from ..engine.text import TextStream
+from .logprobs import LogProbs
+from .prediction import Predicted
+from .tools import CallReader
+
+
+class Refused(LookaheadError):
+    """A text that is not taken, or was ended by the server.
+
+    Attributes:
+        status: of HTTP.
+        code: for programs.
+        retry_after: seconds after which the client may try again, or None.
+    """
+
+    def __init__(self, message: str, status: int, code: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.retry_after = status, code, retry_after
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One text of an answer. ``Sequence.tag`` holds it while the engine decodes.
+
+    Attributes:
+        index: in the answer.
+        request, text, seed: what the engine decodes.
+        deadline: by ``time.monotonic``.
+        deliver: receives every update, on the loop's thread; it must return at once.
+        logprobs: records log-probabilities; None where none are wanted.
+        predicted: compares the text with the prediction; None without one.
+        created, first_token: by ``time.monotonic``, of the request and of the first token.
+        sequence: the engine's handle, once the text has been submitted.
+        calls: finds calls of tools in the text; None where there are no tools.
+        shown: text that the answer has so far.
+        entries: its log-probabilities, in the form of the endpoint.
+        tool_calls: calls found at the end.
+        finish: the finish reason, in the words of the API.
+        offset: characters of the prompt and the text so far.
+    """
+
+    index: int
+    request: Request
+    text: TextStream
+    seed: int | None
+    deadline: float
+    deliver: Callable[[Update], None]
+    logprobs: LogProbs | None = None
+    predicted: Predicted | None = None
+    created: float = field(default_factory=monotonic)
+    first_token: float | None = None
+    sequence: Sequence | None = None
+    calls: CallReader | None = None
+    shown: str = ""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+    offset: int = 0

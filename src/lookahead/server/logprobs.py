@@ -1,0 +1,49 @@
+"""Log-probabilities of chosen tokens, under the target's own logits: before temperature, penalties and grammars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import Choose, Scores, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """The log-probability of one token, and the k most likely tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class LogProbs(Choose):
+    """A chooser that records the log-probabilities of what another one chooses.
+
+    Attributes:
+        tokens: of the text, one for each token.
+        prompt: of the prompt's tokens, without the first one.
+    """
+
+    def __init__(self, inner: Choose, k: int) -> None:
+        self._inner, self._k = inner, k
+        self.tokens: list[TokenLogProb] = []
+        self.prompt: list[TokenLogProb] = []
+
+    def __call__(self, scores: Scores, node: int) -> int:
+        token = self._inner(scores, node)
+        self.tokens.append(self._of(scores, node, token))
+        return token
+
+    def overlap(self, tree: TokenTree) -> None:
+        self._inner.overlap(tree)
+
+    def read_prompt(self, scores: Scores, node: int, token: int) -> None:
+        """Record a token of the prompt; see ``core.Request``."""
+        self.prompt.append(self._of(scores, node, token))
+
+    def _of(self, scores: Scores, node: int, token: int) -> TokenLogProb:
+        row = torch.log_softmax(scores.row(node).float(), dim=-1)
+        values, ids = row.topk(self._k)
+        return TokenLogProb(token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))

