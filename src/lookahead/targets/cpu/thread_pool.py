@@ -1,6 +1,6 @@
 """Threads that do one job together, the caller and helpers, and how they wait for one another.
 
-A helper looks for the next job for some 20 ms, because the next step of a text comes soon, and then sleeps
+A helper looks for the next job for 20 ms, because the next step of a text comes soon, and then sleeps
 on a lock; it looks in compiled code and sleeps in Python. One pool for each number of threads, for the whole process,
 does one job at a time; a caller that works alone needs no helpers and waits for nobody. A job is the address of a
 compiled function of (argument, control, rank, size, arrived).
@@ -13,6 +13,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from functools import cache, partial
 from typing import Any
 
@@ -21,23 +22,27 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import register_jitable
 
-from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, emitted
+from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, emitted, load
 
 # The control block, bytes from its beginning: the number of the job, the arrivals counted, what a job is, and for
 # each rank whether it sleeps, the last job that it has seen, and how many items of its share are taken (``take``).
 # Words that many threads look at have a cache line.
 JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
-RANKS, RANK_BYTES, SEEN, TAKEN, STAGES = 192, 64, 8, 16, 5
-#: Turns of a waiting loop before a thread offers its core, and before it sleeps: being woken costs a pass 1 to 5 ms.
-SPINS, SPINS_AWAKE = 2000, 100_000
+RANKS, RANK_BYTES, SEEN, TAKEN, CLOCK, STAGES = 192, 128, 8, 16, 64, 5
+#: Turns of a waiting loop before a thread offers its core, and the time in ms before a helper sleeps: being woken
+#: costs a pass 1 to 5 ms. Turns do not measure time: 100,000 take 20 ms on one processor and 85 ms on another.
+SPINS, AWAKE = 2000, 20
 
 
 #: The system's function that gives up the core to another thread: no arguments, an int for an answer.
 YIELD = "sched_yield"
 if sys.platform == "win32":
     YIELD = "SwitchToThread"
-    # kernel32's, under a name that compiled code finds also where it comes from the cache on disk.
-    binding.add_symbol(YIELD, ctypes.cast(ctypes.windll.kernel32.SwitchToThread, ctypes.c_void_p).value)
+    # kernel32's, under names that compiled code finds also where it comes from the cache on disk.
+    for name in (YIELD, "GetTickCount64"):
+        binding.add_symbol(name, ctypes.cast(getattr(ctypes.windll.kernel32, name), ctypes.c_void_p).value)
+#: The number of ``clock_gettime``'s monotonic clock; 64-bit systems give seconds and nanoseconds in 8 bytes each.
+MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
 
 
 def _pause(builder: Any) -> None:
@@ -51,6 +56,18 @@ def _yield_core(builder: Any) -> None:
     call(builder, YIELD, I32, [])
 
 
+def _milliseconds(builder: Any, memory: Any) -> Any:
+    if sys.platform == "win32":
+        return call(builder, "GetTickCount64", I64, [])
+    call(builder, "clock_gettime", I32, [ir.Constant(I32, MONOTONIC), at(builder, memory, I64)])
+    seconds, nanoseconds = (
+        load(builder, memory, I64, 8),
+        load(builder, builder.add(memory, ir.Constant(I64, 8)), I64, 8),
+    )
+    million = ir.Constant(I64, 1_000_000)
+    return builder.add(builder.mul(seconds, ir.Constant(I64, 1000)), builder.sdiv(nanoseconds, million))
+
+
 def _jump(builder: Any, address: Any, *arguments: Any) -> None:
     kind = ir.FunctionType(VOID, [I64] * len(arguments))
     builder.call(builder.inttoptr(address, kind.as_pointer()), list(arguments))
@@ -62,6 +79,8 @@ fetch_add = emitted(lambda b, word, n: b.atomic_rmw("add", at(b, word, I64), n, 
 exchange = emitted(lambda b, word, n: b.atomic_rmw("xchg", at(b, word, I64), n, "seq_cst"), 2, types.int64)
 #: Tell the core that this is a waiting loop; offer it to other threads.
 pause, yield_core = emitted(_pause, 0), emitted(_yield_core, 0)
+#: The time in milliseconds since some moment; 16 bytes at the address are written.
+milliseconds = emitted(_milliseconds, 1, types.int64)
 #: Call the compiled function at an address with five 64-bit integers.
 jump = emitted(_jump, 6)
 
@@ -127,16 +146,18 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
     def serve(control: int, rank: int) -> None:
         asleep = control + RANKS + RANK_BYTES * rank
         exchange(asleep, 0)
-        spins = 0
+        spins, idle_since = 0, 0
         while control != stamp:
             if _next_job(control, rank):
                 spins = 0
                 continue
             pause()
             spins += 1
+            if spins == SPINS:
+                idle_since = milliseconds(asleep + CLOCK)
             if spins > SPINS:
                 yield_core()
-            if spins > SPINS_AWAKE:
+            if spins > SPINS and spins % 16 == 0 and milliseconds(asleep + CLOCK) > idle_since + AWAKE:
                 exchange(asleep, 1)
                 # A job may have come by now; whose flag is gone has been sent for.
                 if (
@@ -198,7 +219,7 @@ class ThreadPool:
         while True:
             self._serve(self._control, rank)
             # Nobody wakes a helper whose leader was interrupted at the wrong moment: it looks for itself, once a
-            # second and at two words only, because ``_serve`` would wait for the next job for some 20 ms.
+            # second and at two words only, because ``_serve`` would wait for the next job for 20 ms.
             while not wake.acquire(timeout=1.0) and self._word(JOB_NUMBER) == self._word(
                 RANKS + RANK_BYTES * rank + SEEN
             ):
