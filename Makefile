@@ -8,11 +8,12 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-readme soak coverage lint fix bench results gpu-check clean
+.PHONY: help demo test test-fast test-llamacpp test-readme soak coverage lint fix bench results gpu-check clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
 	@echo "make test-fast  the tests that take no more than a second each"
+	@echo "make test-llamacpp  the engine llama.cpp, with llama-cpp-python (compiled in ten minutes, the first time)"
 	@echo "make fix        formats the code and redraws the pages that are drawn from it"
 	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
@@ -44,6 +45,13 @@ test: $(READY) lint
 
 test-fast: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 2 --dist worksteal
+
+# llama-cpp-python lies beside the packages: other tests are to see an installation without it.
+LLAMACPP := $(VENV)/llamacpp
+test-llamacpp: $(READY)
+	@test -d $(LLAMACPP)/llama_cpp || $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(LLAMACPP) 'llama-cpp-python>=0.3.36,<0.4' diskcache
+	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
 
 # Each goes on the page of the one before; a finding ends it there, with what was found on the page.
 SOAK := docs/results/soak.md

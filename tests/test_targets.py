@@ -14,6 +14,7 @@ from lookahead.targets.cpu.target import CpuTarget
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.exact import ExactTarget
 from lookahead.targets.factory import make_target, probe
+from lookahead.targets.llamacpp.target import LlamaCppTarget
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
@@ -304,4 +305,4 @@ def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
 
 def test_every_path_of_a_target_has_its_promise():
     kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
-    assert {kind.path for kind in kinds} == set(PROMISES)
+    assert {kind.path for kind in (*kinds, LlamaCppTarget)} == set(PROMISES)

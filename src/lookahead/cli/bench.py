@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..core import SettingsError
-from ..engine.options import DRAFTERS, MACHINE, LoadOptions, Options
+from ..engine.options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
 from .console import note, progress_bar
 from .options import numbers, quiet, takes
 
@@ -98,7 +98,10 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 
 @app.command(MEASURE, hidden=True, epilog=MORE)
 @takes(
-    only=("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
+    only=(
+        *("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
+        *("engine", *OF_LLAMA_CPP),
+    ),
     seed=0,
 )
 def measure(

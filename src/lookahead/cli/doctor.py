@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "numba", "typer", "rich",
-    "triton", "matplotlib",
+    "triton", "matplotlib", "llama-cpp-python",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ PROMISES = {
     "exact": "bit-equal, as checked at load",  # passes of a fixed number of rows
     "transformers": "equal up to rounding",  # the model's own forward pass with a tree mask
     "cuda-graph": "equal up to rounding",  # the same, captured as CUDA graphs
+    "llama.cpp": "equal up to rounding",  # llama.cpp's passes, a sequence for each leaf
     "batch-rows": "equal up to rounding",  # the paths of a tree as the rows of a batch (recurrent models)
 }
 

@@ -19,8 +19,7 @@ import torch
 from ..core import Request, SettingsError, Target
 from ..drafters import Adaptive, Lookahead, with_old_keywords
 from ..sampling import SeededNoise, make_choose
-from ..targets.cpu.packed_model import PackedModel
-from ..targets.factory import make_target, probe
+from ..targets.factory import OwnModel, make_target, probe
 from ..targets.fingerprint import fingerprint
 from .engine import UNLIMITED_SEQUENCES, Engine
 from .fields import keywords_of
@@ -40,7 +39,7 @@ class LLM:
     """A model, its tokenizer, and how to draft for it. Made by ``lookahead.load``, or from a model in hand.
 
     Args:
-        model: a transformers causal language model in eval mode, or a ``PackedModel``.
+        model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
         tokenizer: None where there is none; prompts are then token ids.
         drafter: how to draft unless a call names a drafter; what ``as_drafter`` takes, or None for ``Adaptive()``.
         method, config: deprecated, use drafter.
@@ -89,14 +88,14 @@ class LLM:
     @property
     def dtype(self) -> str:
         """Of the weights, as in "float32", or the types of packed ones, as in "Q4_K + Q6_K"."""
-        if isinstance(self.model, PackedModel):
+        if isinstance(self.model, OwnModel):
             return self.model.weights
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def parameter_count(self) -> int:
         """How many numbers the weights are; tied ones count once."""
-        if isinstance(self.model, PackedModel):
+        if isinstance(self.model, OwnModel):
             return self.model.parameter_count
         return sum(parameter.numel() for parameter in self.model.parameters())
 

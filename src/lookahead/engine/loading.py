@@ -19,10 +19,12 @@ from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
 from ..targets.facts import ModelFacts
 from ..targets.fingerprint import forget
+from ..targets.llamacpp.library import Settings, library
+from ..targets.llamacpp.model import LlamaCppModel
 from .checkpoints import Checkpoint
 from .fields import parameters_of
 from .llm import LLM
-from .options import LoadOptions
+from .options import OF_LLAMA_CPP, LoadOptions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -49,6 +51,8 @@ def load_with(chosen: LoadOptions) -> LLM:
     """
     # What is wrong with these is an error before anything is read.
     drafter = chosen.drafting()
+    if chosen.engine is not None:
+        _check_engine(chosen)
     connections, device = _start_ranks(chosen)
     dtype = _dtype(chosen.dtype)
     if chosen.threads is not None:
@@ -58,7 +62,9 @@ def load_with(chosen: LoadOptions) -> LLM:
         raise SettingsError(
             f"revision names a version on the hub, and {checkpoint.name} is on disk; leave revision out"
         )
-    model: Any = _read_packed(checkpoint, chosen, dtype, device)
+    model: Any = _read_llamacpp(checkpoint, chosen) if chosen.engine is not None else None
+    if model is None:
+        model = _read_packed(checkpoint, chosen, dtype, device)
     if model is None:
         model = checkpoint.read_model(dtype, device)
         _check_causal(model, checkpoint.name)
@@ -82,6 +88,43 @@ def load_with(chosen: LoadOptions) -> LLM:
         rounding = partial(differ, llm.probe.equivalence)
         llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
     return llm
+
+
+#: Options that llama.cpp has no part in, and what to say of each.
+NOT_OF_LLAMA_CPP = {
+    "dtype": "the file says it",
+    "weights": "the file says it",
+    "device": "n_gpu_layers says how many layers lie on the GPU",
+    "device_map": "n_gpu_layers says how many layers lie on the GPU",
+    "quantization_config": "the file says it",
+    "attention": "flash_attn says it",
+    "exact": "its rows round differently in company",
+    "prefix_cache": "its rows round differently in company",
+    "trust_remote_code": "a file has no code",
+    "parallel": "it decodes in one process",
+    "parallel_timeout": "it decodes in one process",
+}
+
+
+def _check_engine(chosen: LoadOptions) -> None:
+    """Refuse what llama.cpp cannot honour, and an installation that is not there, before anything is read."""
+    given = [name for name in chosen.keywords() if name in NOT_OF_LLAMA_CPP]
+    if given:
+        raise SettingsError(
+            f"{given[0]} does not go with engine='llama.cpp' ({NOT_OF_LLAMA_CPP[given[0]]}), got "
+            f"{getattr(chosen, given[0])!r}; leave one of them out"
+        )
+    library()
+
+
+def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel:
+    if checkpoint.gguf is None:
+        raise SettingsError(
+            f"engine='llama.cpp' takes a GGUF file, got {checkpoint.shown}; give a .gguf file"
+        )
+    given = {name: getattr(chosen, name) for name in OF_LLAMA_CPP if getattr(chosen, name) is not None}
+    settings = Settings(threads=chosen.threads or torch.get_num_threads(), **given)
+    return LlamaCppModel(checkpoint.gguf.file, settings)
 
 
 def _read_packed(

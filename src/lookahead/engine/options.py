@@ -48,6 +48,13 @@ KEPT = ("a whole number of at least 0", lambda n: _whole(n) and n >= 0)
 THREADS = ("at least 1", COUNT[1])
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
 PARALLEL = ("'lookahead' or None", "lookahead".__eq__)
+#: Options that only llama.cpp has, and types of its cached keys and values.
+OF_LLAMA_CPP = ("n_gpu_layers", "flash_attn", "cache_type_k", "cache_type_v", "ctx_size")
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+CACHE_TYPES = (f"one of {', '.join(KV_TYPES)}", KV_TYPES.__contains__)
+ENGINES = ("'llama.cpp' or None", "llama.cpp".__eq__)
+LAYERS = ("a whole number of at least -1; -1 is all", lambda n: _whole(n) and n >= -1)
+CELLS = ("a whole number of at least 256", lambda n: _whole(n) and n >= 256)
 WHOLE = ("a whole number or None", _whole)
 NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 0 <= t < inf)
 POSITIVE = ("above 0; 1 is neutral", lambda r: _number(r) and 0 < r < inf)
@@ -55,6 +62,7 @@ YES_OR_NO = ("true or false", lambda given: isinstance(given, bool))
 CALLABLES = ("a callable or a list of callables", lambda given: all(map(callable, _listed(given))))
 
 sampling = partial(option, panel="Sampling")
+llama_cpp = partial(option, panel="Engine llama.cpp")
 hidden = partial(option, cli=False)
 
 
@@ -107,6 +115,34 @@ class LoadOptions(Given):
     revision: str | None = option(None, "Of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
     local_files_only: bool = option(False, "Use no network.")
+    engine: str | None = llama_cpp(
+        None,
+        "llama.cpp evaluates a GGUF file, by the package llama-cpp-python: every architecture, quantisation and "
+        "device that it knows. The options below are its own, by their names there.",
+        ENGINES,
+        metavar="llama.cpp",
+    )
+    n_gpu_layers: int | None = llama_cpp(
+        None, "Layers on the GPU; without it all, where there is one.", LAYERS
+    )
+    flash_attn: str | None = llama_cpp(
+        None,
+        "Flash attention; without it auto.",
+        ("auto, on or off", ("auto", "on", "off").__contains__),
+        metavar="auto|on|off",
+    )
+    cache_type_k: str | None = llama_cpp(
+        None, "Type of cached keys; without it f16.", CACHE_TYPES, metavar="TYPE"
+    )
+    cache_type_v: str | None = llama_cpp(
+        None,
+        "Type of cached values; a quantised one needs flash attention.",
+        CACHE_TYPES,
+        metavar="TYPE",
+    )
+    ctx_size: int | None = llama_cpp(
+        None, "Tokens that all texts together have room for at first; it doubles when full.", CELLS
+    )
     prefix_cache: int = option(
         0, "Finished texts whose keys and values are kept, for prompts that begin like one of them.", KEPT
     )
@@ -126,6 +162,12 @@ class LoadOptions(Given):
     )
     method: str | None = hidden(None, "Deprecated: use drafter.")
     config: Any = hidden(None, "Deprecated: use drafter.")
+
+    def __post_init__(self) -> None:
+        Given.__post_init__(self)
+        alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
+        if alone and self.engine is None:
+            raise SettingsError(f"{alone[0]} goes with engine='llama.cpp', which is not given; leave it out")
 
     def drafting(self) -> Drafter | None:
         """How to draft; None where nothing was given.

@@ -17,7 +17,7 @@ from ..core import LookaheadError, SettingsError
 from ..engine.engine import PassFailed
 from ..engine.llm import LLM
 from ..engine.loading import load_with
-from ..engine.options import LoadOptions
+from ..engine.options import OF_LLAMA_CPP, LoadOptions
 from ..engine.results import Update
 from .choice import Choice, Refused
 from .gate import error_body
@@ -51,6 +51,7 @@ def load_model(settings: Settings) -> LLM:
             device=settings.device,
             threads=settings.threads,
             drafter=settings.drafting(),
+            **{name: getattr(settings, name) for name in ("engine", *OF_LLAMA_CPP)},
         )
     )
 

@@ -35,6 +35,17 @@ class Settings(BaseSettings):
     dtype: str = Field("auto", description="auto (the checkpoint's), float32, bfloat16 or float16.")
     device: str | None = Field(None, description="cpu, cuda, ...; by default a GPU where there is one.")
     threads: int | None = Field(None, ge=1, description="Threads of torch on the CPU.")
+    engine: str | None = Field(
+        None,
+        description="llama.cpp evaluates a GGUF file, by the package llama-cpp-python; by default our own.",
+    )
+    n_gpu_layers: int | None = Field(None, description="llama.cpp: layers on the GPU; by default all.")
+    flash_attn: str | None = Field(None, description="llama.cpp: flash attention, auto, on or off.")
+    cache_type_k: str | None = Field(None, description="llama.cpp: type of cached keys; by default f16.")
+    cache_type_v: str | None = Field(None, description="llama.cpp: type of cached values; by default f16.")
+    ctx_size: int | None = Field(
+        None, description="llama.cpp: tokens that all texts together have room for at first."
+    )
     drafter: str | None = Field(
         None,
         description=f"How to draft unless a request says otherwise: {', '.join(known_names())}, or W,N,G; "

@@ -151,7 +151,7 @@ class Trial:
         """
         prompts = list(enumerate(self.prompts))
         rows = [scores.row(0).float().cpu() for scores in target.prefill(prompts)]
-        control = _forward(target, [(0, _control_tree(self.trees[0][0], self.vocabulary))])
+        control = _forward(target, [(0, self.control_tree())])
         first, second = (list(enumerate(trees)) for trees in self.trees)
         rows += _forward(target, first)
         target.commit([(slot, PATH) for slot, _ in prompts])
@@ -163,6 +163,10 @@ class Trial:
         for slot, _ in prompts:
             target.release(slot)
         return torch.stack(rows), torch.stack(control)
+
+    def control_tree(self) -> TokenTree:
+        """The negative control of slot 0's first tree."""
+        return _control_tree(self.trees[0][0], self.vocabulary)
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
         """Logits (rows, V) by the model's own causal passes: no cache and no mask; shorter texts are padded at their

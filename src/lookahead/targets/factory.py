@@ -22,10 +22,15 @@ from .cpu.target import CpuTarget
 from .equivalence import HALF_DTYPES, Equivalence, compare, in_float32
 from .facts import NO_LIMIT, Limits, ModelFacts, PassFacts, summary
 from .fingerprint import forget, remember
+from .llamacpp.check import check
+from .llamacpp.model import LlamaCppModel
+from .llamacpp.target import LlamaCppTarget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Models that are none of transformers' and evaluate their own passes.
+OwnModel = PackedModel | LlamaCppModel
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
@@ -51,12 +56,12 @@ class Probe:
         return self.equivalence.difference if self.equivalence is not None else float("nan")
 
 
-def probe(model: PreTrainedModel | PackedModel, again: bool = False) -> Probe:
+def probe(model: PreTrainedModel | OwnModel, again: bool = False) -> Probe:
     """Probe a model. The result is remembered until the model changes (``fingerprint``).
 
     Args:
         model: a causal language model. Packed weights have passes of one kind, with the same bits in any tree, so
-            there is nothing to compare.
+            there is nothing to compare. A model of llama.cpp is compared with its own causal passes.
         again: probe even if a result is remembered.
 
     Raises:
@@ -65,6 +70,10 @@ def probe(model: PreTrainedModel | PackedModel, again: bool = False) -> Probe:
     """
     if isinstance(model, PackedModel):
         return Probe("tree", model.description, None, model.facts)
+    if isinstance(model, LlamaCppModel):
+        if again:
+            forget(model)
+        return remember(model, "probe", lambda: _probe_llamacpp(model))
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
@@ -105,6 +114,13 @@ def _probe(model: PreTrainedModel) -> Probe:
     return Probe("tree", f"{name} scores a token tree like causal passes ({result.reason})", result, facts)
 
 
+def _probe_llamacpp(model: LlamaCppModel) -> Probe:
+    ok, why, found = check(model)
+    if ok:
+        return Probe("tree", f"{model.description} ({why})", found, model.facts)
+    return Probe("plain", f"{model.description}: {why}; decoding one row per step", found, None)
+
+
 def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
     """Probe whether a tree's paths as rows of a batch are scored as in plain decoding.
 
@@ -131,7 +147,7 @@ def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
 
 
 def make_target(
-    model: PreTrainedModel | PackedModel, capacity: int = 256, path: str = "auto", exact: bool = False
+    model: PreTrainedModel | OwnModel, capacity: int = 256, path: str = "auto", exact: bool = False
 ) -> Target:
     """A fresh target. ``target.path`` and ``target.reason`` say of which kind and why.
 
@@ -154,6 +170,11 @@ def make_target(
                 "dtype='bfloat16' or 'float32' for the others"
             )
         return CpuTarget(model.compiled, model.facts, capacity, model.description)
+    if isinstance(model, LlamaCppModel):
+        if path not in ("auto", LlamaCppTarget.path) or exact:
+            asked = "exact=True" if exact else f"the path {path!r}"
+            raise SettingsError(f"{asked} is not available on llama.cpp; leave it out, or leave out engine")
+        return LlamaCppTarget(model, probe(model).reason)
     # What follows loads transformers' model classes, which take a second and which the compiled path does not need.
     from .batch_rows import BatchRowsTarget
     from .certificate import exact_attention, exact_target_class, on_gpu

@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 _remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-def remember(model: nn.Module, name: str, compute: Callable[[], _Result]) -> _Result:
+def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
     """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
     results, key = _remembered.setdefault(model, {}), fingerprint(model)
     if name not in results or results[name][0] != key:
@@ -30,7 +30,7 @@ def remember(model: nn.Module, name: str, compute: Callable[[], _Result]) -> _Re
     return result
 
 
-def forget(model: nn.Module, prefix: str = "") -> None:
+def forget(model: Any, prefix: str = "") -> None:
     """Drop what is remembered of a model under names that begin with ``prefix``."""
     results = _remembered.get(model, {})
     for name in [name for name in results if name.startswith(prefix)]:
@@ -48,12 +48,12 @@ def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != CAPTURING]
 
 
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes when a weight or buffer is replaced or written, or a module, method, hook, attribute or setting is.
 
     Settings whose names begin with "_" belong to transformers; of these only the attention implementation counts.
     """
-    if not isinstance(model, nn.Module):  # packed weights, which nobody else can reach
+    if not isinstance(model, nn.Module):  # weights that nobody else can reach
         return (id(model),)
     parts: list[Any] = [
         *map(id, _global_forward_hooks.values()),

@@ -1,0 +1,131 @@
+"""Does llama.cpp evaluate token trees of this model as it evaluates chains? The check at load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...core import TokenTree
+from ..equivalence import (
+    CONTROL_MARGIN,
+    MAX_ROW_FACTOR,
+    PROMPT_LENGTHS,
+    WRONG_ANCESTOR,
+    Equivalence,
+    Trial,
+    distance,
+)
+from ..facts import NO_LIMIT, summary
+from ..masks import LayerKinds
+from .library import Context, EngineFailed
+from .model import LlamaCppModel
+from .target import LlamaCppTarget
+
+
+def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
+    """Compare rows of token trees with llama.cpp's own causal passes.
+
+    Returns:
+        whether trees may be evaluated, the figures in one line, and the comparison.
+
+    Raises:
+        SettingsError, OutOfMemory: no context can be made.
+    """
+    if not model.loaded.trees:
+        return False, "its recurrent state cannot be cut back to a shorter text", None
+    try:
+        for number in range(
+            len(PROMPT_LENGTHS)
+        ):  # other texts where one fails: a control may be small by chance
+            found = compare(model, number)
+            if found.ok:
+                break
+    except EngineFailed as error:
+        return False, f"it cannot evaluate a token tree ({summary(error)})", None
+    return found.ok, found.reason, found
+
+
+class AncestorTrial(Trial):
+    """A trial without a wrong position in its negative control: llama.cpp refuses rows at any but the next one."""
+
+    controls = (WRONG_ANCESTOR,)
+
+    def control_tree(self) -> TokenTree:
+        tree = super().control_tree()
+        tree.depths[3] -= 1
+        return tree
+
+
+def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
+    """Compare a trial's trees with causal passes over the same texts, and these with steps of one row.
+
+    How far llama.cpp's own rows in company are from its rows alone is the noise that a tree's rows may have.
+    """
+    facts: Any = SimpleNamespace(
+        vocabulary=model.facts.vocabulary,
+        max_positions=model.facts.max_positions,
+        rope_boundary=NO_LIMIT,
+        kinds=LayerKinds((), model.loaded.window, 0),
+    )
+    trial = AncestorTrial(facts, number, "cpu")
+    texts = trial.texts()
+    reference = _causal_rows(model, texts)
+    longest = max(range(len(texts)), key=lambda row: len(texts[row]))
+    rows = [row for row, text in enumerate(texts) if texts[longest][: len(text)] == text]
+    single = _single_rows(model, texts[longest], [len(texts[row]) for row in rows])
+    own = distance(single, reference[rows])
+    noise = float(own.max())
+    same = sum(torch.equal(a, b) for a, b in zip(single, reference[rows], strict=True))
+    limit = max(Trial.tolerance, MAX_ROW_FACTOR * noise)
+    logits, control_logits = trial.run(LlamaCppTarget(model))
+    errors = distance(logits, reference)
+    first_tree = slice(len(trial.prompts), len(trial.prompts) + len(control_logits))
+    control_errors = distance(control_logits, reference[first_tree])
+    control = min(float(control_errors[list(kind)].max()) for kind in trial.controls)
+    difference = float(errors.max())
+    ok = difference <= limit and control >= CONTROL_MARGIN * difference
+    reason = (
+        f"difference {difference:.2g}, {limit:.2g} allowed; its own rows in company differ by {noise:.2g} from rows "
+        f"alone, {same} of {len(rows)} have the same bits; a wrong ancestor shows as {control:.2g}"
+    )
+    return Equivalence(ok, difference, control, limit, noise, reason)
+
+
+def _causal_rows(model: LlamaCppModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The logits after each text, (texts, V), by one pass in which every row belongs to one sequence."""
+    ends = {tuple(text) for text in texts}
+    prefixes = {text[:end] for text in ends for end in range(len(text))}
+    tokens, positions = list[int](), list[int]()
+    sequences, wanted, read = list[list[int]](), list[bool](), dict[tuple[int, ...], int]()
+    for sequence, whole in enumerate(sorted(ends - prefixes)):
+        for end in range(1, len(whole) + 1):
+            text = whole[:end]
+            wanted.append(text in ends and text not in read)
+            if wanted[-1]:
+                read[text] = len(read)
+            tokens.append(text[-1])
+            positions.append(end - 1)
+            sequences.append([sequence])
+    lease = model.lease()
+    if len(tokens) > lease.context.cells:
+        lease.context.close()
+        lease.context = Context(model.loaded, len(tokens))
+    try:
+        rows = torch.from_numpy(lease.context.decode(tokens, positions, sequences, wanted).copy())
+    finally:
+        lease.end()
+    return rows[[read[tuple(text)] for text in texts]]
+
+
+def _single_rows(model: LlamaCppModel, text: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    target = LlamaCppTarget(model)
+    prompt = text[: lengths[0]]
+    rows = [target.prefill([(0, prompt)])[0].row(0)]
+    for token in text[lengths[0] :]:
+        rows.append(target.forward([(0, TokenTree(token))])[0].row(0))
+        target.commit([(0, [0])])
+    target.release(0)
+    return torch.stack([rows[length - lengths[0]] for length in lengths])

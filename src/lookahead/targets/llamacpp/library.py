@@ -1,0 +1,322 @@
+"""The library llama.cpp: which versions, its models, contexts and batches, and its errors in one line each."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, chain
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core import LookaheadError, OutOfMemory, SettingsError
+
+PACKAGE = "llama-cpp-python"
+#: Versions whose interface this is: from the first one on, up to but not including the second.
+SUPPORTED = ((0, 3, 36), (0, 4))
+GET = f"pip install '{PACKAGE}>=0.3.36,<0.4' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
+#: Sequence ids of a context: the most that llama.cpp can be compiled for (LLAMA_MAX_SEQ).
+SEQUENCES = 256
+#: The same of models with a recurrent state, which is allocated for each of them.
+RECURRENT_SEQUENCES = 16
+#: Rows that llama.cpp takes in one call, and those that it evaluates together; its own defaults.
+BATCH_ROWS, TOGETHER = 2048, 512
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: Types of cached keys and values -> ggml's numbers.
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q4_0": 2,
+    "q4_1": 3,
+    "iq4_nl": 20,
+    "q5_0": 6,
+    "q5_1": 7,
+}
+#: What ``llama_decode`` answers where it found no room, and where it could not allocate.
+NO_ROOM, NO_MEMORY = 1, -2
+#: Lines that llama.cpp logs at this level are errors.
+ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How llama.cpp lays a model out and evaluates it; the names are those of its command line."""
+
+    threads: int | None = None
+    n_gpu_layers: int | None = None
+    flash_attn: str = "auto"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    ctx_size: int = 1024
+
+
+class EngineFailed(LookaheadError):
+    """llama.cpp could not evaluate a pass."""
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The module with llama.cpp's functions; what these log is not shown.
+
+    Raises:
+        SettingsError: it is not installed, or not in a supported version.
+    """
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        raise SettingsError(f"engine='llama.cpp' needs {PACKAGE}, which is not installed; {GET}") from None
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        raise SettingsError(
+            f"engine='llama.cpp' needs {PACKAGE} from 0.3.36 on and before 0.4, got {found}; {GET}"
+        )
+    try:
+        from llama_cpp import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SettingsError(f"{PACKAGE} {found} cannot be loaded ({error}); install it again") from None
+    llama_cpp.llama_backend_init()
+    llama_cpp.llama_log_set(_log, None)
+    return llama_cpp
+
+
+_errors: list[str] = []
+
+
+def _keep_errors(level: int, text: bytes, _: Any) -> None:
+    if level == ERROR:
+        _errors.append(text.decode(errors="replace").strip())
+        del _errors[:-8]
+
+
+#: llama.cpp calls it as long as the process lives.
+_log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_keep_errors)
+
+
+def _said() -> str:
+    """What llama.cpp has logged as errors since this was last asked, in one line."""
+    said = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
+    _errors.clear()
+    return "; ".join(dict.fromkeys(said))[:300] or "it does not say why"
+
+
+class Weights:
+    """A model as llama.cpp has loaded it. Any number of contexts evaluate it.
+
+    Args:
+        file: a GGUF file.
+        settings: how it is laid out.
+
+    Attributes:
+        trees: whether its memory can be cut back to a shorter text, which a rejected row needs.
+
+    Raises:
+        SettingsError: llama.cpp cannot load it, or it does not decode text.
+    """
+
+    def __init__(self, file: Path, settings: Settings) -> None:
+        lib = self.library = library()
+        parameters = lib.llama_model_default_params()
+        if settings.n_gpu_layers is not None:
+            if settings.n_gpu_layers and not lib.llama_supports_gpu_offload():
+                raise SettingsError(
+                    f"n_gpu_layers must be 0 where llama.cpp is built without a GPU, got {settings.n_gpu_layers}; "
+                    f"build {PACKAGE} for the GPU (its README says how)"
+                )
+            parameters.n_gpu_layers = settings.n_gpu_layers
+        _errors.clear()
+        self.pointer = lib.llama_model_load_from_file(str(file).encode(), parameters)
+        if not self.pointer:
+            raise SettingsError(f"llama.cpp cannot load {file.name}: {_said()}")
+        weakref.finalize(self, lib.llama_model_free, self.pointer)
+        if lib.llama_model_has_encoder(self.pointer) or lib.llama_model_is_diffusion(self.pointer):
+            raise SettingsError(
+                f"lookahead decoding needs a decoder-only language model, and {file.name} is not"
+            )
+        self.file, self.settings = file, settings
+        self.vocabulary = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.pointer)))
+        self.positions = int(lib.llama_model_n_ctx_train(self.pointer))
+        self.parameters = int(lib.llama_model_n_params(self.pointer))
+        self.window = int(lib.llama_model_n_swa(self.pointer))
+        recurrent = lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
+        self.trees = not recurrent
+        self.sequences = RECURRENT_SEQUENCES if recurrent else SEQUENCES
+
+    @property
+    def device(self) -> str:
+        """What evaluates the model, as llama.cpp calls it."""
+        return (
+            "GPU" if self.library.llama_supports_gpu_offload() and self.settings.n_gpu_layers != 0 else "CPU"
+        )
+
+
+class Context:
+    """Keys and values of sequences, in cells that they share, and the passes over them.
+
+    A cell belongs to any number of sequences: a row sees the cells of its first sequence up to its own position.
+
+    Args:
+        weights: the model.
+        cells: rows that there is room for.
+
+    Attributes:
+        cells: rows that there is room for, at least as many as asked for.
+
+    Raises:
+        OutOfMemory: there is not that much.
+        SettingsError: settings that llama.cpp refuses.
+    """
+
+    def __init__(self, weights: Weights, cells: int) -> None:
+        lib, settings = weights.library, weights.settings
+        parameters = lib.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
+        parameters.n_seq_max = weights.sequences
+        parameters.kv_unified = True  # sequences share the cells of their common prefix
+        parameters.swa_full = (
+            True  # else rows that left the window are lost, and with them what a rejected row hid
+        )
+        parameters.no_perf = True
+        parameters.n_threads = parameters.n_threads_batch = settings.threads or cpu_count() or 1
+        parameters.flash_attn_type = FLASH_ATTENTION[settings.flash_attn]
+        parameters.type_k = CACHE_TYPES[settings.cache_type_k]
+        parameters.type_v = CACHE_TYPES[settings.cache_type_v]
+        _errors.clear()
+        self.pointer = lib.llama_init_from_model(weights.pointer, parameters)
+        if not self.pointer:
+            said = _said()
+            if "alloc" in said or "memory" in said:
+                raise OutOfMemory(
+                    f"llama.cpp has no memory for {cells} cells ({said}); give a shorter prompt"
+                )
+            raise SettingsError(f"llama.cpp cannot evaluate {weights.file.name} with these settings: {said}")
+        self._free = weakref.finalize(self, lib.llama_free, self.pointer)
+        self.weights, self._library = weights, lib  # the model must outlive its contexts
+        self.memory = lib.llama_get_memory(self.pointer)
+        self.cells = int(lib.llama_n_ctx(self.pointer))
+        self._rows = min(BATCH_ROWS, self.cells)  # more in one call would end the process
+        self._tokens = np.zeros(self._rows, np.int32)
+        self._positions = np.zeros(self._rows, np.int32)
+        self._counts = np.ones(self._rows, np.int32)
+        self._wanted = np.zeros(self._rows, np.int8)
+        self._ids = np.zeros(self._rows, np.int32)  # of all rows, one row's after the other's
+        self._pointers = np.zeros(self._rows, np.uintp)  # to each row's first id
+        self._batch = lib.llama_batch()
+        for name, array in (
+            ("token", self._tokens),
+            ("pos", self._positions),
+            ("n_seq_id", self._counts),
+            ("logits", self._wanted),
+            ("seq_id", self._pointers),
+        ):
+            kind = dict(self._batch._fields_)[name]
+            setattr(self._batch, name, ctypes.cast(array.ctypes.data, kind))
+
+    def close(self) -> None:
+        """Free its memory now."""
+        self._free()
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Evaluate rows and keep their keys and values. A row comes after those that it sees.
+
+        Args:
+            sequences: the ids that each row bears.
+            wanted: the rows whose logits are computed.
+
+        Returns:
+            Their logits (R, V), which the next call overwrites.
+
+        Raises:
+            OutOfMemory: no room; some rows may be there.
+            EngineFailed: for any other reason.
+        """
+        if len(tokens) <= self._rows:
+            return self._decode(tokens, positions, sequences, wanted)
+        parts = [slice(begin, begin + self._rows) for begin in range(0, len(tokens), self._rows)]
+        logits = [
+            self._decode(tokens[part], positions[part], sequences[part], wanted[part]).copy()
+            for part in parts
+        ]
+        return np.concatenate(logits)
+
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        size, lib = len(tokens), self._library
+        counts = list(map(len, sequences))
+        total = sum(counts)
+        if total > len(self._ids):
+            self._ids = np.zeros(2 * total, np.int32)
+        self._ids[:total] = np.fromiter(chain.from_iterable(sequences), np.int32, total)
+        starts = np.fromiter(accumulate(counts[:-1], initial=0), np.uintp, size)
+        self._pointers[:size] = starts * np.uintp(4) + np.uintp(self._ids.ctypes.data)
+        self._tokens[:size], self._positions[:size] = tokens, positions
+        self._counts[:size], self._wanted[:size] = counts, wanted
+        self._batch.n_tokens = size
+        _errors.clear()
+        status = lib.llama_decode(self.pointer, self._batch)
+        if status in (NO_ROOM, NO_MEMORY):
+            raise OutOfMemory(
+                f"a pass of {size} rows did not fit into llama.cpp's memory; use a shorter prompt, fewer sequences, "
+                "or a smaller cache_type_k and cache_type_v"
+            )
+        if status:
+            raise EngineFailed(f"llama.cpp could not evaluate a pass of {size} rows: {_said()}")
+        reads = int(np.count_nonzero(self._wanted[:size]))
+        shape = (reads, self.weights.vocabulary)
+        if not reads:
+            return np.empty(shape, np.float32)
+        return np.ctypeslib.as_array(lib.llama_get_logits(self.pointer), shape)
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self._library.llama_memory_clear(self.memory, False)
+
+    def copy(self, source: int, sequence: int, begin: int, end: int) -> None:
+        """Let a sequence share another one's rows at these positions."""
+        self._library.llama_memory_seq_cp(self.memory, source, sequence, begin, end)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Drop a sequence's rows from this position on."""
+        self._library.llama_memory_seq_rm(self.memory, sequence, length, -1)
+
+    def first(self, sequence: int) -> int:
+        """The lowest position of a sequence that is kept; sliding windows let early ones go."""
+        return int(self._library.llama_memory_seq_pos_min(self.memory, sequence))
+
+    def read(self, sequence: int) -> ctypes.Array[ctypes.c_uint8]:
+        """A sequence's keys and values, for ``write``."""
+        lib = self._library
+        size = lib.llama_state_seq_get_size(self.pointer, sequence)
+        data: ctypes.Array[ctypes.c_uint8] = (ctypes.c_uint8 * size)()
+        lib.llama_state_seq_get_data(self.pointer, data, size, sequence)
+        return data
+
+    def write(self, sequence: int, data: ctypes.Array[ctypes.c_uint8]) -> None:
+        """Give a sequence the keys and values that ``read`` returned."""
+        _errors.clear()
+        if not self._library.llama_state_seq_set_data(self.pointer, data, len(data), sequence):
+            raise EngineFailed(f"llama.cpp could not move a sequence to more memory: {_said()}")
+
+    def empty(self, sequences: Iterable[int]) -> None:
+        """Drop all rows of these sequences."""
+        for sequence in sequences:
+            self.cut(sequence, 0)

@@ -1,0 +1,112 @@
+"""A GGUF file that llama.cpp has loaded; it stands where a transformers model does elsewhere."""
+
+from __future__ import annotations
+
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...files.gguf import GGUFFile
+from ..cpu.packed_model import NeedsModule, PackedConfig
+from ..facts import NO_LIMIT, Limits
+from .library import Context, Settings, Weights
+
+#: Idle contexts that are kept for the next engine on the model.
+KEPT = 2
+
+
+class Lease:
+    """A context for one target, which it may replace by a larger one, and which goes back when it ends."""
+
+    def __init__(self, idle: list[Context], context: Context) -> None:
+        self._idle, self.context = idle, context
+
+    def end(self) -> None:
+        """Give the context back."""
+        if len(self._idle) < KEPT:
+            self.context.clear()
+            self._idle.append(self.context)
+        else:
+            self.context.close()
+
+
+class LlamaCppModel:
+    """A model of llama.cpp; it stands where a transformers model does elsewhere.
+
+    Args:
+        file: a GGUF file.
+        settings: how llama.cpp lays it out.
+
+    Attributes:
+        weights: the types of its numbers for people, those that take the most bytes first, as in "Q4_K + Q6_K".
+        parameter_count: how many numbers its tensors hold.
+        config, generation_config: of transformers, as far as the file tells.
+        facts: what targets must know of it.
+
+    Raises:
+        SettingsError: llama.cpp is missing or cannot load the file.
+    """
+
+    device = torch.device("cpu")  # where logits are read
+
+    def __init__(self, file: GGUFFile, settings: Settings) -> None:
+        self.loaded = Weights(file.path, settings)
+        metadata, sizes = file.metadata, dict[str, int]()
+        for tensor in file.tensors.values():
+            if len(tensor.shape) > 1:
+                sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+        self.weights = " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+        self.parameter_count = sum(prod(tensor.shape) for tensor in file.tensors.values())
+        # Rows in company round differently where anything is shorter than float32.
+        whole = set(sizes) == {"F32"} and settings.cache_type_k == settings.cache_type_v == "f32"
+        self.dtype = torch.float32 if whole else torch.float16
+        architecture = metadata["general.architecture"]
+        loaded = self.loaded
+        self.config = PackedConfig(
+            model_type=architecture,
+            vocab_size=loaded.vocabulary,
+            max_position_embeddings=loaded.positions,
+            hidden_size=metadata.get(f"{architecture}.embedding_length", 0),
+            num_hidden_layers=metadata.get(f"{architecture}.block_count", 0),
+            n_gpu_layers=-1 if settings.n_gpu_layers is None else settings.n_gpu_layers,
+            threads=settings.threads or 0,
+            is_encoder_decoder=False,
+            _attn_implementation="llama.cpp",
+        )
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+        ends = {int(metadata[key]) for key in keys if key in metadata}
+        self.generation_config = SimpleNamespace(eos_token_id=sorted(ends) or None)
+        self.facts = Limits()
+        self.facts.config, self.facts.vocabulary = self.config, loaded.vocabulary
+        self.facts.max_positions = loaded.positions or NO_LIMIT
+        # By the size of a context llama.cpp chooses one of two tables of frequencies: it must not change in a text.
+        original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
+        long = "rope_factors_long.weight" in file.tensors
+        self._cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size
+        self._idle: list[Context] = []
+        self.description = (
+            f"{architecture}, {self.weights} weights, llama.cpp on {loaded.device}, "
+            f"{settings.cache_type_k} keys and {settings.cache_type_v} values"
+        )
+
+    def lease(self) -> Lease:
+        """A context without rows: an idle one, or a new one."""
+        try:
+            context = self._idle.pop()
+        except IndexError:
+            context = Context(self.loaded, self._cells)
+        return Lease(self._idle, context)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached only for attributes that are not there: ``generate``, ``parameters``, hooks and other modules' own.
+
+        Raises:
+            NeedsModule: an AttributeError that says what to do.
+        """
+        raise NeedsModule(name)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """A forward pass of transformers, which there is none of; raises NeedsModule."""
+        raise NeedsModule("forward")

@@ -1,0 +1,283 @@
+"""Token trees on llama.cpp: one batch, in which every leaf is a sequence.
+
+A row of llama.cpp bears sequence ids and sees the cells that bear its first one, up to its own position. So each leaf
+of a tree gets an id, and a row bears the ids of all leaves under it; the committed rows of a slot bear the ids of all
+its leaves. For the tree of ``core.decode`` (T = 5):
+
+    row       token  position   ids
+    (cells)   0..4      0..4    0 1 2      the committed tokens
+     0        mat         5     0 1 2
+     1        .           6     0 1
+     2        and         6     2
+     3        It          7     0
+     4        The         7     1
+     5        then        7     2
+
+A slot keeps its ids from step to step. One of them, ``base``, has all committed tokens; the others had them when they
+were last used, and get what is missing when they are used again. The commit of [0, 1, 3] makes id 0 the base, and
+cuts id 1 back to 7 tokens and id 2 to 6. No keys move, and a step of one row needs no such call at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core import OutOfMemory, SettingsError, TokenTree
+from ...threads import one_thread
+from ..logits import LogitsBatch, LogitsRows, best_tokens
+from .library import Context
+
+if TYPE_CHECKING:
+    from .model import LlamaCppModel
+
+
+@dataclass(slots=True)
+class Slot:
+    """What llama.cpp holds of one sequence.
+
+    Attributes:
+        base: the id that has all committed tokens.
+        known: by id, how many of the committed tokens it has.
+        length: T.
+        pending: by row of the last tree, its ids; None where nothing is to be committed.
+    """
+
+    base: int
+    known: dict[int, int]
+    length: int = 0
+    pending: list[list[int]] | None = None
+
+
+class PassLogits(LogitsBatch):
+    """What one pass has read, in llama.cpp's own memory until ``detach``."""
+
+    def detach(self) -> None:
+        """Go on with a copy."""
+        with one_thread:
+            self.logits = self.logits.clone()
+
+    def best(self, b: int, r: int) -> int:
+        if self._best is None:
+            with one_thread:
+                self._best = best_tokens(self.logits).tolist()
+        return super().best(b, r)
+
+
+class TreeScores(LogitsRows):
+    """The logits of one sequence's nodes, which begin at row ``start``. Fulfils ``lookahead.core.Scores``."""
+
+    def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
+        super().__init__(logits, 0)
+        self._row = {node: row for row, node in enumerate(nodes, start)}
+
+    def row(self, node: int) -> torch.Tensor:
+        """Logits of shape (V,), a copy."""
+        with one_thread:
+            return super().row(node).clone()
+
+
+class LlamaCppTarget:
+    """Many sequences on one context of llama.cpp; one thread at a time may use it.
+
+    Args:
+        model: what llama.cpp has loaded.
+        reason: one line that says why this path was taken.
+    """
+
+    path = "llama.cpp"
+
+    def __init__(self, model: LlamaCppModel, reason: str = "") -> None:
+        self.reason, self.vocabulary = reason, model.facts.vocabulary
+        self._weights, self._max_positions = model.loaded, model.facts.max_positions
+        self._lease = model.lease()
+        weakref.finalize(self, self._lease.end)
+        self._free = list(range(model.loaded.sequences))[::-1]
+        self._slots: dict[int, Slot] = {}
+        self._last: weakref.ref[PassLogits] | None = None
+
+    @property
+    def _context(self) -> Context:
+        return self._lease.context
+
+    def depth_limit(self, slot: int) -> int:
+        """Room up to the model's last position; rows below the root need a memory that can be cut back."""
+        if not self._weights.trees:
+            return 0
+        return max(0, self._max_positions - 1 - self._slots[slot].length)
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[TreeScores]:
+        """Prompts one after the other; llama.cpp divides long ones."""
+        scores = []
+        for slot, prompt in prompts:
+            self.release(slot)
+            self._make_room(len(prompt))
+            base = self._take_ids(1, set())[0]
+            held = self._slots[slot] = Slot(base, {base: 0})
+            wanted = [False] * (len(prompt) - 1) + [True]
+            try:
+                logits = self._decode(prompt, range(len(prompt)), [[base]] * len(prompt), wanted)
+            except Exception:
+                self.release(slot)
+                raise
+            held.length = held.known[base] = len(prompt)
+            scores.append(TreeScores(logits, 0, [0]))
+        return scores
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[TreeScores]:
+        """One batch over all trees, or several where llama.cpp does not take so many rows."""
+        for slot, _ in trees:
+            self._drop_pending(self._slots[slot])
+        self._make_room(sum(len(tree) for _, tree in trees))
+        tokens, positions = list[int](), list[int]()
+        sequences, wanted = list[list[int]](), list[bool]()
+        parts, used, start = [], set[int](), 0
+        for slot, tree in trees:
+            held = self._slots[slot]
+            ids = self._ids_of_rows(held, tree, used)
+            nodes = tree.needs_logits_nodes()
+            parts.append((start, nodes))
+            start += len(nodes)
+            sequences += ids
+            tokens += tree.tokens
+            positions += [held.length + depth for depth in tree.depths]
+            wanted += tree.needs_logits
+            held.pending = ids
+        try:
+            logits = self._decode(tokens, positions, sequences, wanted)
+        except Exception:
+            for slot, _ in trees:
+                self._drop_pending(self._slots[slot])
+            raise
+        return [TreeScores(logits, start, nodes) for start, nodes in parts]
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep the rows of each slot's path: the ids of its last row keep all of it, others the part they share."""
+        for slot, path in paths:
+            held = self._slots[slot]
+            assert held.pending is not None
+            self._keep(held, Counter(chain.from_iterable(held.pending[node] for node in path)))
+            held.base = held.pending[path[-1]][0]
+            held.length += len(path)
+            held.pending = None
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence; its cells are free."""
+        held = self._slots.pop(slot, None)
+        if held is not None:
+            self._context.empty(held.known)
+            self._free += held.known
+
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> PassLogits:
+        last = self._last() if self._last is not None else None
+        if last is not None:  # whoever still holds these goes on with a copy
+            last.detach()
+        rows = self._context.decode(tokens, positions, sequences, wanted)
+        logits = PassLogits(torch.from_numpy(rows)[None])
+        self._last = weakref.ref(logits)
+        return logits
+
+    def _ids_of_rows(self, held: Slot, tree: TokenTree, used: set[int]) -> list[list[int]]:
+        """The ids of each row of a tree: those of all leaves under it. ``used`` has the ids of this pass."""
+        if len(tree) == 1:
+            used.add(held.base)
+            return [[held.base]]
+        parents = tree.parents
+        leaves = sorted(set(range(len(tree))).difference(parents))
+        ids = [held.base]
+        used.add(held.base)
+        own = sorted(held.known.keys() - {held.base}, key=held.known.__getitem__, reverse=True)
+        ids += own[: len(leaves) - 1]
+        used.update(ids)
+        for sequence in self._take_ids(len(leaves) - len(ids), used):
+            held.known[sequence] = 0
+            ids.append(sequence)
+            used.add(sequence)
+        for sequence in ids[1:]:
+            self._complete(held, sequence)
+        rows: list[list[int]] = [[] for _ in parents]
+        for sequence, node in zip(ids, leaves, strict=True):
+            while node >= 0:
+                rows[node].append(sequence)
+                node = parents[node]
+        return rows
+
+    def _complete(self, held: Slot, sequence: int) -> None:
+        """Let an id have all committed tokens of its slot."""
+        context, known = self._context, held.known[sequence]
+        if self._weights.window and context.first(sequence) != context.first(held.base):
+            context.empty([sequence])  # one of them has let tokens before its window go
+            known = 0
+        if known < held.length:
+            context.copy(held.base, sequence, known, held.length)
+            held.known[sequence] = held.length
+
+    def _take_ids(self, count: int, used: set[int]) -> list[int]:
+        """Ids that nobody needs: free ones, then those that slots keep for wider trees.
+
+        Raises:
+            SettingsError, OutOfMemory: there are not so many, for a new slot or for a tree.
+        """
+        for held in self._slots.values() if count > len(self._free) else ():
+            if held.pending is None:
+                for sequence in held.known.keys() - used - {held.base}:
+                    del held.known[sequence]
+                    self._context.empty([sequence])
+                    self._free.append(sequence)
+        if count > len(self._free):
+            most = self._weights.sequences
+            if not used:
+                raise SettingsError(
+                    f"llama.cpp decodes at most {most} sequences of this model together, and as many run; "
+                    "wait until one has ended, or run fewer at once"
+                )
+            raise OutOfMemory(f"the trees of a step need more than the {most} sequences of llama.cpp")
+        return [self._free.pop() for _ in range(count)]
+
+    def _keep(self, held: Slot, shared: Mapping[int, int]) -> None:
+        """Cut each id of a slot's last tree back to the committed tokens and its ``shared`` first rows."""
+        assert held.pending is not None
+        for sequence, rows in Counter(chain.from_iterable(held.pending)).items():
+            kept = shared[sequence]
+            if rows > kept:
+                self._context.cut(sequence, held.length + kept)
+            held.known[sequence] = held.length + kept
+
+    def _drop_pending(self, held: Slot) -> None:
+        """Drop the rows of a tree that was not committed."""
+        if held.pending is not None:
+            self._keep(held, Counter())
+            held.pending = None
+
+    def _make_room(self, rows: int) -> None:
+        """Ensure room for this many rows beyond the committed ones, in a larger context where needed."""
+        filled = sum(held.length + len(held.pending or ()) for held in self._slots.values())
+        old = self._context
+        if filled + rows <= old.cells:
+            return
+        cells = old.cells
+        while cells < filled + rows:
+            cells *= 2
+        new = Context(self._weights, cells)
+        for held in self._slots.values():
+            self._drop_pending(held)
+            new.write(held.base, old.read(held.base))
+            held.known = {held.base: held.length}
+        self._lease.context = new
+        used = {held.base for held in self._slots.values()}
+        self._free = [
+            sequence for sequence in reversed(range(self._weights.sequences)) if sequence not in used
+        ]
+        old.close()
