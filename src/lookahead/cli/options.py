@@ -157,7 +157,11 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
 
 
 def quiet() -> None:
-    """No progress bars and log lines of transformers from here on."""
+    """No progress bars and log lines of transformers from here on, without importing it: that takes a second."""
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
