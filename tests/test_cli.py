@@ -720,7 +720,7 @@ def test_a_gguf_file_is_decoded_without_importing_transformers(tmp_path):
     write_gguf(path, "llama", "Q4_0")
     code = (
         "import contextlib, sys\nfrom lookahead.cli import main\n"
-        f"sys.argv = ['lookahead', 'generate', '--model', {str(path)!r}, '--prompt', 'a', '--max-new-tokens', '4']\n"
+        f"sys.argv = ['lookahead', 'generate', {str(path)!r}, '--prompt', 'a', '--max-new-tokens', '4']\n"
         "with contextlib.suppress(SystemExit):\n    main()\n"
         "assert 'transformers' not in sys.modules and 'lookahead.targets.cpu.packed' in sys.modules"
     )
