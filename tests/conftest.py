@@ -48,10 +48,20 @@ COMPILE = (
 )
 
 
+def has_compiled(package):
+    """Whether numba has kept code of a package since its files last changed."""
+    kept = [file.stat().st_mtime for file in package.rglob("__pycache__/*.nbi")]
+    return bool(kept) and min(kept) > max(file.stat().st_mtime for file in package.rglob("*.py"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
     """In a fresh clone, compile what most tests need before the workers start: each would compile it for itself."""
     source = str(Path(__file__).parents[1] / "src")
+    if all(
+        has_compiled(Path(source, "lookahead", *names)) for names in [("targets",), ("drafters", "adaptive")]
+    ):
+        return
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
         commands = [[sys.executable, "-c", each] for each in COMPILE]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import lookahead
-from lookahead.targets.cpu.llvm import LANES
+from lookahead.targets.cpu.llvm import HALVES, LANES, VNNI
 
 AVX2 = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512cd"
@@ -58,6 +58,8 @@ def test_each_width_gives_the_same_text(lanes):
 @pytest.mark.parametrize("lanes", [4, 8])
 def test_products_of_packed_weights_for_each_width(lanes, tmp_path):
     """Without VNNI, and without F16C: the tests of the kernels themselves, compiled for such a processor."""
+    if lanes == LANES and not VNNI and HALVES:
+        pytest.skip("test_packed.py runs the same code on this processor")
     name, features = PROCESSORS[lanes]
     if not permitted(features):
         pytest.skip(f"this processor cannot run code for {name}")

@@ -19,13 +19,43 @@ from .triton import _absorb, _dots, blocks
 
 @triton.jit(do_not_specialize=["group", "window"])
 def _rows(  # type: ignore[no-untyped-def]
-    query, key, value, slots, positions, counts, columns, sinks, out,
-    q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c, c_r, o_h, o_r,
-    scale, softcap, window, group,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DEEPEST: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    slots,
+    positions,
+    counts,
+    columns,
+    sinks,
+    out,
+    q_h,
+    q_r,
+    k_b,
+    k_h,
+    k_c,
+    v_b,
+    v_h,
+    v_c,
+    c_r,
+    o_h,
+    o_r,
+    scale,
+    softcap,
+    window,
+    group,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEEPEST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     row, h = tl.program_id(0), tl.program_id(1)
     slot, position, count = tl.load(slots + row), tl.load(positions + row), tl.load(counts + row)
     begin = tl.maximum(position - DEEPEST, 0)
@@ -48,9 +78,27 @@ def _rows(  # type: ignore[no-untyped-def]
     if WINDOW:
         known = known & (position - begin - place < window)[None, :]
     best, total, acc = _absorb(
-        q, key, value, own, inside, known, best, total, acc, d, dv, k_c, v_c, scale, softcap,
-        D, DV, SOFTCAP, PRECISION, UPCAST,
-    )  # fmt: skip
+        q,
+        key,
+        value,
+        own,
+        inside,
+        known,
+        best,
+        total,
+        acc,
+        d,
+        dv,
+        k_c,
+        v_c,
+        scale,
+        softcap,
+        D,
+        DV,
+        SOFTCAP,
+        PRECISION,
+        UPCAST,
+    )
     first = begin * 0
     if WINDOW:  # whole blocks that the row does not see would change nothing
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -61,9 +109,27 @@ def _rows(  # type: ignore[no-untyped-def]
         if WINDOW:
             seen = seen & (position - column < window)[None, :]
         best, total, acc = _absorb(
-            q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
-            D, DV, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
+            q,
+            key,
+            value,
+            column,
+            here,
+            seen,
+            best,
+            total,
+            acc,
+            d,
+            dv,
+            k_c,
+            v_c,
+            scale,
+            softcap,
+            D,
+            DV,
+            SOFTCAP,
+            PRECISION,
+            UPCAST,
+        )
     if SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         new = tl.maximum(best, sink)
@@ -97,14 +163,36 @@ def attend(
     out = query.new_empty(1, heads, rows, value_size)
     block = blocks(group, size, value_size, query.element_size())
     _rows[(rows, kv_heads)](
-        query, key, value, slots.contiguous(), positions.contiguous(), counts.contiguous(), columns,
-        sinks if sinks is not None else out, out,
-        *query.stride()[1:3], *key.stride()[:3], *value.stride()[:3], columns.stride(0), *out.stride()[1:3],
-        scale if scale is not None else size**-0.5, softcap, window, group,
-        D=size, DV=value_size, BLOCK_D=_dots(size), BLOCK_DV=_dots(value_size), DEEPEST=DEPTH, WINDOW=window > 0,
-        SOFTCAP=softcap > 0, SINKS=sinks is not None, enable_fp_fusion=True, **block,
+        query,
+        key,
+        value,
+        slots.contiguous(),
+        positions.contiguous(),
+        counts.contiguous(),
+        columns,
+        sinks if sinks is not None else out,
+        out,
+        *query.stride()[1:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        columns.stride(0),
+        *out.stride()[1:3],
+        scale if scale is not None else size**-0.5,
+        softcap,
+        window,
+        group,
+        D=size,
+        DV=value_size,
+        BLOCK_D=_dots(size),
+        BLOCK_DV=_dots(value_size),
+        DEEPEST=DEPTH,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        enable_fp_fusion=True,
+        **block,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_rows, triton.JITFunction),
-    )  # fmt: skip
+    )
     return out

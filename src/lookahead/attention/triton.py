@@ -24,9 +24,27 @@ from .bits import check
 
 @triton.jit
 def _absorb(  # type: ignore[no-untyped-def]
-    q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    q,
+    key,
+    value,
+    column,
+    here,
+    seen,
+    best,
+    total,
+    acc,
+    d,
+    dv,
+    k_c,
+    v_c,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Add one block of keys to the running softmax. Scores are multiplied by log2(e), so exp2 of them is exp of the
     model's scores."""
     column = column.to(tl.int64)
@@ -57,13 +75,42 @@ _CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
 
 @triton.jit(do_not_specialize=_CHANGES)
 def _parts(  # type: ignore[no-untyped-def]
-    query, key, value, lengths, words, depths, partial, totals,
-    q_b, q_h, q_r, k_b, k_h, k_c, v_b, v_h, v_c,
-    scale, softcap, window, parts, kv_heads, group, rows, width,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    lengths,
+    words,
+    depths,
+    partial,
+    totals,
+    q_b,
+    q_h,
+    q_r,
+    k_b,
+    k_h,
+    k_c,
+    v_b,
+    v_h,
+    v_c,
+    scale,
+    softcap,
+    window,
+    parts,
+    kv_heads,
+    group,
+    rows,
+    width,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     part, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = pair // kv_heads, pair % kv_heads
     length = tl.load(lengths + b)
@@ -94,9 +141,27 @@ def _parts(  # type: ignore[no-untyped-def]
             if WINDOW:
                 seen = seen & (length + depth[:, None] - column[None, :] < window)
             best, total, acc = _absorb(
-                q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
-                D, DV, SOFTCAP, PRECISION, UPCAST,
-            )  # fmt: skip
+                q,
+                key,
+                value,
+                column,
+                here,
+                seen,
+                best,
+                total,
+                acc,
+                d,
+                dv,
+                k_c,
+                v_c,
+                scale,
+                softcap,
+                D,
+                DV,
+                SOFTCAP,
+                PRECISION,
+                UPCAST,
+            )
     else:
         for word in range(0, width):
             bits = tl.load(words + (b * rows + row) * width + word, mask=live, other=0)
@@ -109,9 +174,27 @@ def _parts(  # type: ignore[no-untyped-def]
                 depth_there = tl.load(depths + b * rows + other, mask=here, other=0)
                 seen = seen & (depth[:, None] - depth_there[None, :] < window)
             best, total, acc = _absorb(
-                q, key, value, column, here, seen, best, total, acc, d, dv, k_c, v_c, scale, softcap,
-                D, DV, SOFTCAP, PRECISION, UPCAST,
-            )  # fmt: skip
+                q,
+                key,
+                value,
+                column,
+                here,
+                seen,
+                best,
+                total,
+                acc,
+                d,
+                dv,
+                k_c,
+                v_c,
+                scale,
+                softcap,
+                D,
+                DV,
+                SOFTCAP,
+                PRECISION,
+                UPCAST,
+            )
     # If a row saw nothing in this part, only its best is written: -inf, by which ``_merge`` recognises it.
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
@@ -125,10 +208,22 @@ def _parts(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["parts", "kv_heads", "group", "rows"])
 def _merge(  # type: ignore[no-untyped-def]
-    partial, totals, sinks, out, parts, kv_heads, group, rows, o_b, o_h, o_r,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    partial,
+    totals,
+    sinks,
+    out,
+    parts,
+    kv_heads,
+    group,
+    rows,
+    o_b,
+    o_h,
+    o_r,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     SINKS: tl.constexpr,
-):  # fmt: skip
+):
     member, pair = tl.program_id(0), tl.program_id(1)
     b, h = pair // kv_heads, pair % kv_heads
     head, row = h * group + member // rows, member % rows
@@ -193,18 +288,49 @@ def attend(
     out = _empty((batch, heads, rows, value_size), dtype=query.dtype, device=device)
     values = {"DV": value_size, "BLOCK_DV": _dots(value_size), "enable_fp_fusion": True}
     _parts[(parts + 1, tiles, pairs)](
-        query, key, value, lengths, words, depths, partial, totals,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        scale, softcap, window, parts, kv_heads, group, rows, words.shape[2],
-        D=size, BLOCK_D=_dots(size), **values, **block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        query,
+        key,
+        value,
+        lengths,
+        words,
+        depths,
+        partial,
+        totals,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        scale,
+        softcap,
+        window,
+        parts,
+        kv_heads,
+        group,
+        rows,
+        words.shape[2],
+        D=size,
+        BLOCK_D=_dots(size),
+        **values,
+        **block,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
-    )  # fmt: skip
+    )
     _merge[(group * rows, pairs)](
-        partial, totals, sinks if sinks is not None else totals, out, parts + 1, kv_heads, group, rows,
-        *out.stride()[:3], **values, BLOCK_P=triton.next_power_of_2(parts + 1), SINKS=sinks is not None,
-    )  # fmt: skip
+        partial,
+        totals,
+        sinks if sinks is not None else totals,
+        out,
+        parts + 1,
+        kv_heads,
+        group,
+        rows,
+        *out.stride()[:3],
+        **values,
+        BLOCK_P=triton.next_power_of_2(parts + 1),
+        SINKS=sinks is not None,
+    )
     return out
 
 
