@@ -1,9 +1,6 @@
-"""Servers for tests, on a real socket: on a toy model in this process, and the real command in its own."""
+"""Servers for tests, on a real socket: on a toy model in this process, and the command in a process of its own."""
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +13,7 @@ import uvicorn
 from lookahead.server.app import create_app
 from lookahead.server.settings import Settings
 from lookahead.testing import tiny_model
+from processes import Command
 from toy import VOCABULARY, tokenizer
 
 
@@ -83,9 +81,8 @@ def serving(llm, **settings):
 @contextmanager
 def started(*options):
     """(process, address, what gives the log's lines) of ``lookahead serve`` once it is ready."""
-    command = [sys.executable, "-m", "lookahead", "serve", *map(str, options), "--port", "0"]
     with NamedTemporaryFile("w") as log:  # no pipe: nobody reads while the server is at work
-        process = subprocess.Popen(command, stderr=log, env=os.environ | {"LOOKAHEAD_MAX_QUEUE": "9"})
+        process = Command(["serve", *options, "--port", "0"], stderr=log.name, LOOKAHEAD_MAX_QUEUE="9")
 
         def lines():
             return Path(log.name).read_text().splitlines()

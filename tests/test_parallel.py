@@ -7,7 +7,6 @@ one set of processes; their results are reported as one test each.
 import atexit
 import functools
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -21,24 +20,12 @@ from lookahead.core.decode import greedy
 from lookahead.drafters import METHODS, Adaptive, Plain, as_drafter
 from lookahead.parallel import ParallelTarget
 from lookahead.testing import FakeTarget, run
+from processes import forks
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
 CONFIG = (7, 4, 5)
 NEW = 48
 RANKS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
-PRELOAD = [
-    "torch.distributed",
-    "lookahead.parallel",
-    "lookahead.testing",
-    "lookahead.targets.factory",
-    "lookahead.drafters.adaptive",
-    "lookahead.engine",
-    "lookahead.cli",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gemma3.modeling_gemma3",
-]
 
 
 # ---- what one rank does; these functions run in other processes
@@ -63,8 +50,7 @@ def launch(size, function, *arguments, within=240.0, hanging=-1):
 
     Nobody waits for the rank that is meant to hang.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

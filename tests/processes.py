@@ -1,0 +1,87 @@
+"""The command line in a process of its own, forked from one that has loaded torch, transformers and the library.
+
+``python -m lookahead`` loads them for 7 s of processor time. A forked process has memory, files, signals and an exit
+status of its own as well. That the command also starts as a user starts it is tested in test_cli.py.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+#: What the server of forks loads: nothing that starts a thread or reads the environment of one test.
+PRELOAD = [
+    "torch.distributed",
+    "lookahead.parallel",
+    "lookahead.testing",
+    "lookahead.targets.factory",
+    "lookahead.drafters.adaptive",
+    "lookahead.engine",
+    "lookahead.cli",
+    "lookahead.server.app",
+    "uvicorn",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+]
+
+
+def forks():
+    """The context whose processes are forked from the one server of this test process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _command(arguments, stdout, stderr, environment, folder):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in ((1, stdout), (2, stderr)):
+        if path is not None:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job inherits an ignored one
+    sys.argv = ["lookahead", *arguments]
+    from lookahead.cli import main
+
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()  # processes of multiprocessing leave without them
+
+
+class Command:
+    """``lookahead ARGUMENTS``, with what tests use of ``subprocess.Popen``. Output goes to files by name."""
+
+    def __init__(self, arguments, stdout=None, stderr=None, **environment):
+        paths = [None if path is None else os.fspath(path) for path in (stdout, stderr)]
+        given = [*map(str, arguments)], *paths, os.environ | environment, os.getcwd()
+        self._process = forks().Process(target=_command, args=given, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self._process.kill()
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("lookahead", timeout)
+        return self.returncode
