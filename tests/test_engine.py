@@ -808,7 +808,7 @@ TORCHAO = {
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}, "_version": 2}},
 }
 IN_INT8 = """
-import json, sys, warnings
+import json, sys
 import lookahead
 from transformers import TorchAoConfig
 from torchao.quantization import Int8WeightOnlyConfig
@@ -830,6 +830,19 @@ for dtype, exact, given in (
         plain = llm.generate(prompts, drafter="autoregressive", **options)
         assert [one.tokens for one in drafted] == [one.tokens for one in plain]
         assert temperature or drafted[0].stats.accepted
+
+# The command line hands the same settings on.
+from typer.testing import CliRunner
+from lookahead.cli import app
+
+texts = []
+for method in ("lookahead", "autoregressive"):
+    command = ["generate", folder, "--prompt", "abc abc abc", "--method", method, "--dtype", "float32"]
+    command += ["--max-new-tokens", "20", "--quantization-config", sys.argv[2]]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    texts.append(done.stdout)
+assert texts[0] == texts[1] != ""
 print("equal")
 """
 
@@ -843,27 +856,12 @@ def torchao_paths():
 
 
 @pytest.mark.slow
-def test_a_model_in_int8_decodes_as_its_own_plain_decoding(folder):
+def test_a_model_in_int8_decodes_as_its_own_plain_decoding_from_python_and_the_command_line(folder):
     done = subprocess.run(
         [sys.executable, "-c", IN_INT8, str(folder), json.dumps(TORCHAO)],
         env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_the_command_line_hands_a_quantiser_on(folder):
-    texts = []
-    for method in ("lookahead", "autoregressive"):
-        done = subprocess.run(
-            [sys.executable, "-m", "lookahead", "generate", str(folder), "--prompt", "abc abc abc",
-             "--method", method, "--dtype", "float32", "--max-new-tokens", "20",
-             "--quantization-config", json.dumps(TORCHAO)],
-            env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        texts.append(done.stdout)
-    assert texts[0] == texts[1] != ""
 
 
 def test_a_gguf_file_takes_no_quantiser_besides(tmp_path):
