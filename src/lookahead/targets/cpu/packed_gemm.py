@@ -14,7 +14,7 @@ unsigned bytes into registers, and then runs through all rows with them:
     registers   w0 .. w7   vector t holds q of inner numbers 4t .. 4t+3 for each of the 16 outputs, 4 bytes a lane
                 s, o       the block's scale and offset of each output (a second scale where a half block has its own)
     per row     i = start                        -zero * sum of x, read from the row's record; 0 without a zero point
-                i += dot4(w_t, x[4t .. 4t+3])    8 times; the row's 4 bytes are broadcast to all lanes
+                i += dot(w_t, x[4t .. 4t+3])     8 times; the row's 4 bytes are broadcast to all lanes
                 out[row] += (s * dx) * i         16 fp32 sums, which stay in the first cache
                 out[row] += o * (dx * sum of x)  where the format has offsets
 
@@ -90,54 +90,68 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _dot4_vnni(builder: Any, total: Any, weights: Any, row: Any) -> Any:
-    if llvm.LANES == 16:
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, weights, row])
-    sums = [
-        call(builder, "llvm.x86.avx512.vpdpbusd.256", part.type, [part, w, x])
-        for part, w, x in zip(*(_parts(builder, value, 8) for value in (total, weights, row)), strict=True)
-    ]
-    return _joined(builder, sums)
-
-
-def _dot4_pairs(builder: Any, total: Any, weights: Any, row: Any) -> Any:
-    """AVX2: bytes times bytes as 16-bit sums of two, which hold 2 * 63 * 127, then as 32-bit sums of four."""
-    shorts, bytes_ = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
-    ones = ir.Constant(shorts, [ir.Constant(I16, 1)] * 16)
-    sums = []
-    for part, w, x in zip(*(_parts(builder, value, 8) for value in (total, weights, row)), strict=True):
-        two = call(
-            builder,
-            "llvm.x86.avx2.pmadd.ub.sw",
-            shorts,
-            [builder.bitcast(w, bytes_), builder.bitcast(x, bytes_)],
-        )
-        sums.append(builder.add(part, call(builder, "llvm.x86.avx2.pmadd.wd", part.type, [two, ones])))
-    return _joined(builder, sums)
-
-
-def _dot4_plain(builder: Any, total: Any, weights: Any, row: Any) -> Any:
-    """Any processor: one byte of each lane at a time."""
-    for n in range(4):
-        w = builder.and_(builder.lshr(weights, _words(8 * n)), _words(255))
-        x = builder.ashr(builder.shl(row, _words(24 - 8 * n)), _words(24))
-        total = builder.add(total, builder.mul(w, x))
+def _dot_vnni(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
+    for w, x in zip(weights, row, strict=True):
+        if llvm.LANES == 16:
+            total = call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, w, x])
+            continue
+        sums = [
+            call(builder, "llvm.x86.avx512.vpdpbusd.256", part[0].type, list(part))
+            for part in zip(*(_parts(builder, value, 8) for value in (total, w, x)), strict=True)
+        ]
+        total = _joined(builder, sums)
     return total
 
 
-def _dot4(builder: Any, total: Any, weights: Any, row: Any, bits: int) -> Any:
-    """total + the 4 products of each lane: unsigned bytes of ``weights``, signed ones of ``row``."""
+def _dot_pairs(builder: Any, total: Any, weights: list[Any], row: list[Any], bits: int) -> Any:
+    """AVX2: bytes times bytes as 16-bit sums of two, then as 32-bit sums of four.
+
+    A 16-bit sum holds the products of several vectors before it is widened: 2 * 15 * 127 * 8 = 30,480 of all eight
+    vectors of 4-bit weights, 2 * 31 * 127 * 4 of four of 5 bits, 2 * 63 * 127 * 2 of two of 6 bits.
+    """
+    shorts, bytes_ = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
+    ones = ir.Constant(shorts, [ir.Constant(I16, 1)] * 16)
+    together = {4: 8, 5: 4, 6: 2}[bits]
+    sums = _parts(builder, total, 8)
+    for first in range(0, len(weights), together):
+        narrow: list[Any] = [None] * len(sums)
+        for w, x in zip(weights[first : first + together], row[first : first + together], strict=True):
+            for n, pair in enumerate(zip(_parts(builder, w, 8), _parts(builder, x, 8), strict=True)):
+                operands = [builder.bitcast(part, bytes_) for part in pair]
+                two = call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, operands)
+                narrow[n] = two if narrow[n] is None else builder.add(narrow[n], two)
+        wide = [
+            call(builder, "llvm.x86.avx2.pmadd.wd", part.type, [two, ones])
+            for part, two in zip(sums, narrow, strict=True)
+        ]
+        sums = [builder.add(part, four) for part, four in zip(sums, wide, strict=True)]
+    return _joined(builder, sums)
+
+
+def _dot_plain(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
+    """Any processor: one byte of each lane at a time."""
+    for w, x in zip(weights, row, strict=True):
+        for n in range(4):
+            weight = builder.and_(builder.lshr(w, _words(8 * n)), _words(255))
+            number = builder.ashr(builder.shl(x, _words(24 - 8 * n)), _words(24))
+            total = builder.add(total, builder.mul(weight, number))
+    return total
+
+
+def _dot(builder: Any, total: Any, weights: list[Any], row: list[Any], bits: int) -> Any:
+    """total + the products of each lane: unsigned bytes of ``weights``, signed ones of ``row``, 4 in each vector."""
     if llvm.VNNI:
-        return _dot4_vnni(builder, total, weights, row)
+        return _dot_vnni(builder, total, weights, row)
     if not llvm.PAIRED_BYTES:
-        return _dot4_plain(builder, total, weights, row)
+        return _dot_plain(builder, total, weights, row)
     if bits < 8:
-        return _dot4_pairs(builder, total, weights, row)
+        return _dot_pairs(builder, total, weights, row, bits)
     # 255 * 127 twice does not fit 16 bits: the halves of the byte one after the other.
-    low = _dot4_pairs(builder, NO_WORDS, builder.and_(weights, _words(0x0F0F0F0F)), row)
-    high = builder.and_(builder.lshr(weights, _words(4)), _words(0x0F0F0F0F))
-    high = builder.shl(_dot4_pairs(builder, NO_WORDS, high, row), _words(4))
-    return builder.add(total, builder.add(low, high))
+    low, high = (
+        [builder.and_(builder.lshr(w, _words(shift)), _words(0x0F0F0F0F)) for w in weights] for shift in (0, 4)
+    )
+    upper = builder.shl(_dot_pairs(builder, NO_WORDS, high, row, 4), _words(4))
+    return builder.add(_dot_pairs(builder, total, low, row, 4), upper)
 
 
 def _unpacked(builder: Any, kind: Kind, quants: Any) -> list[Any]:
@@ -226,9 +240,9 @@ def _quantized(
                     if kind.zero:
                         at = START_AT[kind.zero] + 4 * half
                         start = _broadcast_at(builder, offset(builder, record, at), I32)
-                    for t in range(half * part, (half + 1) * part):
-                        x = _broadcast_at(builder, offset(builder, record, 4 * t), I32)
-                        start = _dot4(builder, start, weights[t], x, kind.bits)
+                    mine = range(half * part, (half + 1) * part)
+                    row = [_broadcast_at(builder, offset(builder, record, 4 * t), I32) for t in mine]
+                    start = _dot(builder, start, [weights[t] for t in mine], row, kind.bits)
                     total = _fma(builder, builder.sitofp(start, FLOATS), builder.fmul(scale, dx), total)
                 if shift is not None:
                     sums = _broadcast_at(builder, offset(builder, record, SUM_AT), F32)
