@@ -24,7 +24,7 @@ s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -39,67 +39,50 @@ from .packed import BLOCK, GROUP, KINDS, PANEL, RECORD, SCALE_AT, START_AT, SUM_
 #: Bytes that are asked for ahead of a block.
 AHEAD = 8192
 
+#: Columns of a panel that a pass over the rows computes. With 16 vector registers 8: their weights take 8 of them.
+WIDTH = PANEL if llvm.LANES == 16 and llvm.VNNI else 8
+
 WORDS = ir.VectorType(I32, PANEL)
 FLOATS = ir.VectorType(F32, PANEL)
 BYTES = ir.VectorType(I8, PANEL)
-NO_WORDS, NO_FLOATS = ir.Constant(WORDS, None), ir.Constant(FLOATS, None)
+NO_FLOATS = ir.Constant(FLOATS, None)
 
 
-def _words(value: int) -> ir.Constant:
-    return ir.Constant(WORDS, [ir.Constant(I32, value)] * PANEL)
+def _words(value: int, width: int = PANEL) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, width), [ir.Constant(I32, value)] * width)
 
 
-def _everywhere(builder: Any, value: Any) -> Any:
-    kind = ir.VectorType(value.type, PANEL)
+def _everywhere(builder: Any, value: Any, width: int = PANEL) -> Any:
+    kind = ir.VectorType(value.type, width)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, one, _words(0))
+    return builder.shuffle_vector(one, one, _words(0, width))
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
     return llvm.load(builder, address, kind, 1)
 
 
-def _broadcast_at(builder: Any, address: Any, kind: Any) -> Any:
-    return _everywhere(builder, llvm.load(builder, address, kind, 4))
+def _broadcast_at(builder: Any, address: Any, kind: Any, width: int = PANEL) -> Any:
+    return _everywhere(builder, llvm.load(builder, address, kind, 4), width)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     if llvm.FUSED:
-        return call(builder, f"llvm.fma.v{PANEL}f32", FLOATS, [a, b, c])
+        return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)
 
 
-def _parts(builder: Any, value: Any, width: int) -> list[Any]:
-    """A vector of 16 words as vectors of ``width``."""
+def _columns(builder: Any, first: int, value: Any) -> Any:
+    """``WIDTH`` of the 16 columns of a vector."""
+    order = [ir.Constant(I32, first + n) for n in range(WIDTH)]
     undefined = ir.Constant(value.type, ir.Undefined)
-    return [
-        builder.shuffle_vector(
-            value,
-            undefined,
-            ir.Constant(ir.VectorType(I32, width), [ir.Constant(I32, first + n) for n in range(width)]),
-        )
-        for first in range(0, PANEL, width)
-    ]
-
-
-def _joined(builder: Any, parts: list[Any]) -> Any:
-    while len(parts) > 1:
-        width = parts[0].type.count
-        order = ir.Constant(ir.VectorType(I32, 2 * width), [ir.Constant(I32, n) for n in range(2 * width)])
-        parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    return builder.shuffle_vector(value, undefined, ir.Constant(ir.VectorType(I32, WIDTH), order))
 
 
 def _dot_vnni(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
     for w, x in zip(weights, row, strict=True):
-        if llvm.LANES == 16:
-            total = call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, w, x])
-            continue
-        sums = [
-            call(builder, "llvm.x86.avx512.vpdpbusd.256", part[0].type, list(part))
-            for part in zip(*(_parts(builder, value, 8) for value in (total, w, x)), strict=True)
-        ]
-        total = _joined(builder, sums)
+        total = call(builder, name, total.type, [total, w, x])
     return total
 
 
@@ -111,29 +94,28 @@ def _dot_pairs(builder: Any, total: Any, weights: list[Any], row: list[Any], bit
     """
     shorts, bytes_ = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
     ones = ir.Constant(shorts, [ir.Constant(I16, 1)] * 16)
+    products = [
+        call(
+            builder,
+            "llvm.x86.avx2.pmadd.ub.sw",
+            shorts,
+            [builder.bitcast(w, bytes_), builder.bitcast(x, bytes_)],
+        )
+        for w, x in zip(weights, row, strict=True)
+    ]
     together = {4: 8, 5: 4, 6: 2}[bits]
-    sums = _parts(builder, total, 8)
-    for first in range(0, len(weights), together):
-        narrow: list[Any] = [None] * len(sums)
-        for w, x in zip(weights[first : first + together], row[first : first + together], strict=True):
-            for n, pair in enumerate(zip(_parts(builder, w, 8), _parts(builder, x, 8), strict=True)):
-                operands = [builder.bitcast(part, bytes_) for part in pair]
-                two = call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, operands)
-                narrow[n] = two if narrow[n] is None else builder.add(narrow[n], two)
-        wide = [
-            call(builder, "llvm.x86.avx2.pmadd.wd", part.type, [two, ones])
-            for part, two in zip(sums, narrow, strict=True)
-        ]
-        sums = [builder.add(part, four) for part, four in zip(sums, wide, strict=True)]
-    return _joined(builder, sums)
+    for first in range(0, len(products), together):
+        two = reduce(builder.add, products[first : first + together])
+        total = builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [two, ones]))
+    return total
 
 
 def _dot_plain(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
     """Any processor: one byte of each lane at a time."""
     for w, x in zip(weights, row, strict=True):
         for n in range(4):
-            weight = builder.and_(builder.lshr(w, _words(8 * n)), _words(255))
-            number = builder.ashr(builder.shl(x, _words(24 - 8 * n)), _words(24))
+            weight = builder.and_(builder.lshr(w, _words(8 * n, WIDTH)), _words(255, WIDTH))
+            number = builder.ashr(builder.shl(x, _words(24 - 8 * n, WIDTH)), _words(24, WIDTH))
             total = builder.add(total, builder.mul(weight, number))
     return total
 
@@ -148,9 +130,10 @@ def _dot(builder: Any, total: Any, weights: list[Any], row: list[Any], bits: int
         return _dot_pairs(builder, total, weights, row, bits)
     # 255 * 127 twice does not fit 16 bits: the halves of the byte one after the other.
     low, high = (
-        [builder.and_(builder.lshr(w, _words(shift)), _words(0x0F0F0F0F)) for w in weights] for shift in (0, 4)
+        [builder.and_(builder.lshr(w, _words(shift, WIDTH)), _words(0x0F0F0F0F, WIDTH)) for w in weights]
+        for shift in (0, 4)
     )
-    upper = builder.shl(_dot_pairs(builder, NO_WORDS, high, row, 4), _words(4))
+    upper = builder.shl(_dot_pairs(builder, _words(0, WIDTH), high, row, 4), _words(4, WIDTH))
     return builder.add(_dot_pairs(builder, total, low, row, 4), upper)
 
 
@@ -227,27 +210,33 @@ def _quantized(
                 if kind.offsets:
                     shift = _half(builder, offset(builder, place, 2 * PANEL))
             first = offset(builder, rows, (b, RECORD))
+            for column in range(0, PANEL, WIDTH):
+                part_of = partial(_columns, builder, column)
+                columns(
+                    first, 4 * column, [part_of(w) for w in weights], [part_of(x) for x in scales],
+                    None if shift is None else part_of(shift),
+                )  # fmt: skip
+
+        def columns(first: Any, at: int, weights: list[Any], scales: list[Any], shift: Any) -> None:
+            part = 8 // kind.halves
             with cgutils.for_range(builder, count) as loop:
                 record = offset(builder, first, (loop.index, stride))
-                line = offset(builder, out, (loop.index, 4 * GROUP))
-                total, dx = (
-                    _load(builder, line, FLOATS),
-                    _broadcast_at(builder, offset(builder, record, SCALE_AT), F32),
-                )
-                part = 8 // kind.halves
+                line = offset(builder, out, (loop.index, 4 * GROUP), at)
+                total = _load(builder, line, ir.VectorType(F32, WIDTH))
+                dx = _broadcast_at(builder, offset(builder, record, SCALE_AT), F32, WIDTH)
                 for half, scale in enumerate(scales):
-                    start = NO_WORDS
+                    start = _words(0, WIDTH)
                     if kind.zero:
-                        at = START_AT[kind.zero] + 4 * half
-                        start = _broadcast_at(builder, offset(builder, record, at), I32)
+                        at_start = offset(builder, record, START_AT[kind.zero] + 4 * half)
+                        start = _broadcast_at(builder, at_start, I32, WIDTH)
                     mine = range(half * part, (half + 1) * part)
-                    row = [_broadcast_at(builder, offset(builder, record, 4 * t), I32) for t in mine]
+                    row = [_broadcast_at(builder, offset(builder, record, 4 * t), I32, WIDTH) for t in mine]
                     start = _dot(builder, start, [weights[t] for t in mine], row, kind.bits)
-                    total = _fma(builder, builder.sitofp(start, FLOATS), builder.fmul(scale, dx), total)
+                    total = _fma(builder, builder.sitofp(start, total.type), builder.fmul(scale, dx), total)
                 if shift is not None:
-                    sums = _broadcast_at(builder, offset(builder, record, SUM_AT), F32)
+                    sums = _broadcast_at(builder, offset(builder, record, SUM_AT), F32, WIDTH)
                     total = _fma(builder, shift, sums, total)
-                builder.store(total, llvm.at(builder, line, FLOATS)).align = 4
+                builder.store(total, llvm.at(builder, line, total.type)).align = 4
 
         if each == 1:
             block(outer.index)
