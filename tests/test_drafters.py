@@ -115,6 +115,13 @@ def test_presets_are_those_of_the_design_and_of_the_paper():
     assert {size: Lookahead.for_model(size).triple for size in sizes} == sizes
 
 
+def test_only_settings_that_ask_for_it_choose_rows_by_times_where_a_text_could_depend_on_them():
+    assert Adaptive().untimed() == Adaptive(8, budget=False)
+    assert Adaptive(4).untimed() == Adaptive(4, budget=False)
+    for settings in (Adaptive(budget=True), Adaptive(budget=False), Lookahead(), PromptLookup()):
+        assert settings.untimed() is settings
+
+
 def test_settings_are_frozen_values_and_what_is_kept_is_no_part_of_them():
     pool, state = NGramPool(7), AdaptiveState()
     for plain, keeping in ((Lookahead(), Lookahead(pool=pool)), (Adaptive(), Adaptive(state=state))):

@@ -709,6 +709,25 @@ def test_the_default_model_is_found_without_importing_its_package(packages, tmp_
 # ---------------------------------------------------------------- which method, where none is named
 
 
+@pytest.mark.parametrize(("family", "seed"), [("gpt-neox", 3), ("phi", 2), ("bloom", 0)])
+def test_a_text_in_bf16_does_not_depend_on_what_was_measured_before(family, seed):
+    """Where rows round otherwise in steps of another size, measured times may not choose the size."""
+    model = tiny_model(family, seed=seed, initializer_range=0.1, eos_token_id=None).to(torch.bfloat16)
+    llm = lookahead.LLM(model)
+    ids = torch.randint(10, 96, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
+    results = [llm.generate(ids, max_new_tokens=60) for _ in range(3)]
+    assert llm.path == "transformers"
+    assert len({(tuple(result.tokens), result.stats.steps) for result in results}) == 1
+    assert "plain_steps" not in results[0].stats.drafter
+    timed = llm.generate(ids, max_new_tokens=60, drafter=Adaptive(budget=True))
+    assert "plain_steps" in timed.stats.drafter  # counted by what chooses rows by their times
+
+
+def test_measured_times_choose_the_rows_where_no_text_depends_on_them(llm):
+    result = llm.generate(PROMPT, max_new_tokens=20, drafter=Adaptive())
+    assert "plain_steps" in result.stats.drafter
+
+
 def test_a_drafter_is_read_once_for_load_and_for_each_call(llm):
     assert lookahead.LLM(llm.model).drafter == Adaptive()
     assert lookahead.LLM(llm.model, drafter="5,4,7").drafter == Lookahead(5, 4, 7)

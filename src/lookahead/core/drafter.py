@@ -130,3 +130,11 @@ class Drafter(ABC):
     def needs_step_times(self) -> bool:
         """Whether ``start`` uses ``Start.step_times``. The caller then measures them first."""
         return False
+
+    def untimed(self) -> Drafter:
+        """These settings for a target whose rounding depends on the rows of a step.
+
+        If measured times chose the rows there, a text could change with what was measured before it. So they may
+        not, unless the settings ask for it.
+        """
+        return self

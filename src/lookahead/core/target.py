@@ -11,15 +11,17 @@ from typing import Any, Protocol
 
 from .tree import TokenTree
 
+#: The promise of paths on which a near tie may fall otherwise in a step of another number of rows.
+UP_TO_ROUNDING = "equal up to rounding"
 #: How a text with drafting compares with plain decoding, by the target's ``path``.
 PROMISES = {
     "cpu": "bit-equal by construction",  # compiled forward passes; each row's bits are the same in any step
     "plain": "bit-equal by construction",  # one row per step, so nothing is drafted
     "exact": "bit-equal, as checked at load",  # passes of a fixed number of rows
-    "transformers": "equal up to rounding",  # the model's own forward pass with a tree mask
-    "cuda-graph": "equal up to rounding",  # the same, captured as CUDA graphs
-    "llama.cpp": "equal up to rounding",  # llama.cpp's passes, a sequence for each leaf
-    "batch-rows": "equal up to rounding",  # the paths of a tree as the rows of a batch (recurrent models)
+    "transformers": UP_TO_ROUNDING,  # the model's own forward pass with a tree mask
+    "cuda-graph": UP_TO_ROUNDING,  # the same, captured as CUDA graphs
+    "llama.cpp": UP_TO_ROUNDING,  # llama.cpp's passes, a sequence for each leaf
+    "batch-rows": UP_TO_ROUNDING,  # the paths of a tree as the rows of a batch (recurrent models)
 }
 
 

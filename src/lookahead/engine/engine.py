@@ -9,7 +9,7 @@
 ``LLM``, the server, the benchmark and ``model.generate(custom_generate=...)`` all drive this class. It alone
     queues sequences (``max_sequences`` of them run, the others wait in order),
     decodes plainly where the model cannot evaluate drafts, whatever drafter a request has,
-    measures the step times that drafters choose their rows by,
+    measures the step times that drafters choose their rows by, where no text can depend on them,
     ends a sequence, and no other, when its own code raises (drafter, chooser, logits processor, grammar, stop
     function, text), and goes on with a fresh target after a forward pass that failed.
 
@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..core import UNLIMITED_ROWS, Decoder, Generation, LookaheadError, Request, Step, Target
+from ..core import UNLIMITED_ROWS, Decoder, Drafter, Generation, LookaheadError, Request, Step, Target
 from ..core.errors import failure, first_line
+from ..core.target import PROMISES, UP_TO_ROUNDING
 from ..drafters import Plain
+from ..targets.equivalence import HALF_DTYPES
 from ..targets.factory import Probe, probe
 from .prefix_cache import PrefixTarget, with_prefixes
 from .progress import said_where_slow
@@ -178,16 +180,23 @@ class Engine:
         try:
             if self._decoder is None:
                 self._decoder = self._new_decoder()
-            request = sequence.request
-            if not self._drafts:
-                sequence.request = replace(request, drafter=Plain())
-            elif request.drafter.needs_step_times and request.step_times is None:
-                sequence.request = replace(request, step_times=self._step_times(self._decoder.target.path))
+            request = replace(sequence.request, drafter=self._drafter(sequence.request.drafter))
+            if request.drafter.needs_step_times and request.step_times is None:
+                request = replace(request, step_times=self._step_times(self._decoder.target.path))
+            sequence.request = request
             sequence.generation = self._decoder.add(sequence.request)
         except Exception as error:
             return [self._end(sequence, "error", failure("starting the request", error))]
         self._running.append(sequence)
         return []
+
+    def _drafter(self, given: Drafter) -> Drafter:
+        """What drafts for a request: as given, as far as the target allows."""
+        if not self._drafts:
+            return Plain()
+        assert self._decoder is not None
+        rounds = PROMISES.get(self._decoder.target.path) == UP_TO_ROUNDING
+        return given.untimed() if rounds and getattr(self._model, "dtype", None) in HALF_DTYPES else given
 
     def _step_times(self, path: str) -> StepTimes | None:
         """Step times of the model on this machine: known ones, or measured now."""

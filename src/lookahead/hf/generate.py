@@ -20,7 +20,6 @@ from ..drafters import Adaptive, with_old_keywords
 from ..engine import Engine
 from ..engine.progress import said_where_slow
 from ..sampling import GeneratorNoise
-from ..targets.equivalence import HALF_DTYPES
 from ..targets.factory import make_target, probe
 from .cache import KeepingTarget, fill_cache
 from .caller import CustomGenerate, caller_arguments
@@ -30,9 +29,6 @@ from .rows import Criteria, Row, may_draw_ahead, row_processors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
-
-#: Rows of a step where they may not depend on measured times.
-FIXED_ROWS = 8
 
 
 @CustomGenerate
@@ -67,8 +63,7 @@ def generate(
         logits_processor, stopping_criteria, generation_config: as transformers prepares them.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
         drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or what
-            ``lookahead.as_drafter`` takes; by default ``Adaptive()``, with a fixed number of rows in 16-bit formats
-            where rounding depends on it.
+            ``lookahead.as_drafter`` takes; by default ``Adaptive()``.
         method, lookahead_config, window_size, ngram_size, guess_set_size, pool: deprecated, use drafter.
         stats: a list that receives one ``Stats`` per sequence.
         exact: only a path on which drafting changes no bit of a text (docs/exactness.md).
@@ -116,7 +111,7 @@ def generate(
     target = fresh()
     warn_about_slow_path(model, target)
     if chosen is None:
-        chosen = _default_drafter(target.path, model.dtype)
+        chosen = Adaptive()
     facts = found.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
     engine = Engine(fresh, model, found=found, target=keeping if keeping is not None else target)
@@ -199,17 +194,6 @@ def _of_generation_config(config: GenerationConfig) -> Drafter | None:
     named = getattr(config, "lookahead_drafter", None)
     method, settings = (getattr(config, f"lookahead_{name}", None) for name in ("method", "config"))
     return with_old_keywords(named, method=method, config=settings)
-
-
-def _default_drafter(path: str, dtype: torch.dtype) -> Drafter:
-    """Adaptive; with a fixed number of rows where the number of rows of a step may decide a near tie.
-
-    Rows of 16-bit formats round differently in passes of different sizes. If measured step times chose the sizes, the
-    same call could give another text later, when the times are known better.
-    """
-    if path == "transformers" and dtype in HALF_DTYPES:
-        return Adaptive(max_rows=FIXED_ROWS, budget=False)
-    return Adaptive()
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

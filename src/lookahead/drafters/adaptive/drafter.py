@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...core import Drafter, DraftState, SettingsError, Start
 from ..settings import text_form
-from .settings import AdaptiveSettings
+from .settings import UNTIMED_ROWS, AdaptiveSettings
 
 if TYPE_CHECKING:
     from .state import AdaptiveState
@@ -19,8 +19,9 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     Attributes:
         max_rows: rows of a step at most, 1 to 512.
-        budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
-            and the drafts depend on nothing but the tokens.
+        budget: choose the rows of each step by measured step times; False: every step may have ``max_rows``,
+            and the drafts depend on nothing but the tokens. None: by the times where no text can depend on them, else
+            at most ``UNTIMED_ROWS`` in every step.
         sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
             "logits" nothing uses what the window explores.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
@@ -55,7 +56,12 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     @property
     def needs_step_times(self) -> bool:
-        return self.budget
+        return self.budget is not False
+
+    def untimed(self) -> Drafter:
+        if self.budget is not None:
+            return self
+        return replace(self, budget=False, max_rows=min(self.max_rows, UNTIMED_ROWS))
 
     def start(self, sequence: Start) -> DraftState:
         from .sequence import AdaptiveDraftState  # loads numpy and numba

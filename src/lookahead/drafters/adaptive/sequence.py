@@ -81,7 +81,8 @@ class AdaptiveDraftState(DraftState):
         self._times: StepTimes = sequence.step_times if sequence.step_times is not None else StepTimes()
         sampled = sequence.noise is not None
         #: None: every step has as many rows as the settings allow, whatever their cost.
-        self._controller = Controller(self._times, len(self._prompt), sampled) if settings.budget else None
+        timed = settings.budget is not False
+        self._controller = Controller(self._times, len(self._prompt), sampled) if timed else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
         self._plain_steps = 0
         #: Times at which the step began and its tree was ready; seconds of the last step's bookkeeping, which count

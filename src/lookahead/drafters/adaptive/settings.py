@@ -16,6 +16,8 @@ SOURCES = {
 }
 #: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
+#: Rows of a step where measured times may not choose them and nothing else is said.
+UNTIMED_ROWS = 8
 LIMITS = {
     "max_rows": (1, 512),
     "window_size": (0, 512),
@@ -34,8 +36,9 @@ class AdaptiveSettings:
 
     Attributes:
         max_rows: rows of a step at most, 1 to 512.
-        budget: choose the rows of each step by measured step times; off, every step may have ``max_rows``,
-            and the drafts depend on nothing but the tokens.
+        budget: choose the rows of each step by measured step times; False: every step may have ``max_rows``,
+            and the drafts depend on nothing but the tokens. None: by the times where no text can depend on them, else
+            at most ``UNTIMED_ROWS`` in every step.
         sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
             "logits" nothing uses what the window explores.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
@@ -50,7 +53,7 @@ class AdaptiveSettings:
     """
 
     max_rows: int = 64
-    budget: bool = True
+    budget: bool | None = None
     sources: tuple[str, ...] = DEFAULT_SOURCES
     window_size: int = 5
     ngram_size: int = 3
@@ -63,8 +66,8 @@ class AdaptiveSettings:
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
             check_whole(self, name, low, high)
-        if not isinstance(self.budget, bool):
-            raise SettingsError(f"budget must be true or false, got {self.budget!r}")
+        if self.budget is not None and not isinstance(self.budget, bool):
+            raise SettingsError(f"budget must be true, false or none, got {self.budget!r}")
         if isinstance(self.sources, str):
             raise SettingsError(f"sources must be a list of names, got {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))
