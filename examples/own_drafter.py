@@ -17,7 +17,7 @@ from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, T
 class Repeat(Drafter):
     """One candidate: the last ``length`` tokens once more."""
 
-    length: int = 4
+    length: int = 12  # a round of the numbers below in tokens of SmolLM2
 
     def start(self, sequence: Start) -> DraftState:
         return RepeatState(self.length, sequence.text)

@@ -7,8 +7,8 @@ The project is copied as git has it, so files that are not committed are not the
 - ``bash``: each command is run as it stands. ``MODEL`` stands for the bundled tiny model. ``lookahead serve`` stays
   on in the background until the end, and ``make`` is left out: those are CI's own commands.
 - ``console``: the commands behind ``$``; what they print must be what follows, and ``...`` stands for anything.
-- ``python``: all blocks share one interpreter. One marked ``no-run`` needs the server, which is there by then; a
-  ``text`` block behind it is what it prints.
+- ``python``: all blocks share one interpreter. A comment behind a ``print`` is what it prints. A block marked
+  ``no-run`` needs the server, which is there by then; a ``text`` block behind it is what it prints.
 - ``text`` and others: nothing.
 
 Only the standard library is needed.
@@ -186,6 +186,8 @@ def run(reader: Reader, text: str) -> None:
             if "no-run" in mark:
                 reader.shell("pip install --quiet openai")
             printed = reader.run_python(block, number)
+            for said in re.findall(r"^\s*print\(.*\)  # (.*)$", block, re.M):
+                compare(printed, f"...{said}...")
         elif kind == "text" and printed is not None:
             compare(printed, block)
         print(f"  {time.monotonic() - start:.0f} s", flush=True)

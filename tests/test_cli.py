@@ -161,7 +161,7 @@ def test_compare_of_equal_texts(model):
 
 
 def test_tokens_of_a_step_share_a_colour(model, llm):
-    options = {"max_new_tokens": 30, "ignore_eos": True, "config": {"budget": False}}
+    options = {"max_new_tokens": 30, "ignore_eos": True, "drafter": {"budget": False}}
     args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--no-budget")
     _, out, _ = call(*args, "--color")
     assert ANSI.sub("", out) == llm.generate(PROMPT, **options).text + "\n"
@@ -583,6 +583,24 @@ def test_help_and_version():
         code, out, _ = call(command, "--help")
         assert code == 0
         assert "--dtype" in out
+
+
+@pytest.mark.parametrize(
+    "words", ["", "generate", "chat", "demo", "verify", "doctor", "tune", "serve", "bench", "bench step-cost"]
+)
+def test_help_shows_what_an_option_takes_in_words_and_nothing_for_a_flag(words):
+    shown = CliRunner().invoke(app, [*words.split(), "--help"], env={"COLUMNS": "100"}).stdout
+    options = re.findall(r"^│ --\S.*$", ANSI.sub("", shown), re.MULTILINE)
+    assert options
+    for line in options:
+        assert not re.search(r"<\w+|BOOLEAN|INTEGER", line), line
+    assert not re.search(r"^ \S.* {30,}\n \S", shown, re.MULTILINE), "a line ends early"
+
+
+def test_every_shell_can_complete():
+    code, out, _ = call("--show-completion", "bash")
+    assert code == 0
+    assert "complete" in out
 
 
 def test_a_field_of_the_options_is_an_option_of_the_commands_and_of_the_python_api():

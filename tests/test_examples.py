@@ -34,6 +34,10 @@ def test_a_comparison_with_plain_decoding_says_equal(name, run):
     assert "equal: True" in run(name, *MODEL[name == "drop_in.py" :])
 
 
+def test_the_own_drafter_pays(run):
+    assert float(run("own_drafter.py", *MODEL).split()[0]) > 1.1
+
+
 @pytest.mark.parametrize("name", ["batch_file.py", "warm_state.py"])
 def test_without_its_arguments_an_example_shows_how_it_is_used(name, run):
     with pytest.raises(SystemExit, match=f"usage: python examples/{name}"):

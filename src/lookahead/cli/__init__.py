@@ -23,7 +23,7 @@ from .console import Interrupted, is_follower, note, problem
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
-from .options import ranks
+from .options import Command, ranks, without_types
 from .serve import RAW, serve
 from .tune import tune
 from .verify import verify
@@ -36,6 +36,9 @@ PARALLEL = ("generate",)
 
 class Commands(TyperGroup):
     """Says errors in one line."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -113,8 +116,8 @@ def _root(
 
 
 for command in (generate, chat, demo, verify, doctor, tune):
-    app.command()(command)
-app.command(context_settings=RAW)(serve)
+    app.command(cls=Command)(command)
+app.command(cls=Command, context_settings=RAW)(serve)
 app.add_typer(
     bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"
 )

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from ..core import SettingsError
 from ..engine.options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
 from .console import note, progress_bar
-from .options import numbers, quiet, takes
+from .options import Command, numbers, quiet, takes
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest
@@ -96,7 +96,7 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-@app.command(MEASURE, hidden=True, epilog=MORE)
+@app.command(MEASURE, cls=Command, hidden=True, epilog=MORE)
 @takes(
     only=(
         *("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
@@ -139,7 +139,7 @@ def measure(
     write_report(result, out, command_line(), draw)
 
 
-@app.command("step-cost")
+@app.command("step-cost", cls=Command)
 @takes(only=("path_or_id", "device", "threads"))
 def step_cost(
     *,

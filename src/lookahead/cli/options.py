@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
@@ -35,6 +36,28 @@ METAVARS: dict[Any, str] = {
     bool: " ",
 }
 Json = Annotated[bool, typer.Option("--json", help="One JSON object in place of text.")]
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type for flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_types(super().get_params(ctx))
+
+
+def without_types(parameters: Any) -> Any:
+    """Options as typer has made them; flags, ``--help`` among them, take no value and show none."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = METAVARS[bool]
+    return parameters
+
+
+def metavar_of(kind: Any) -> str | None:
+    """What the help shows for a value of this type; None leaves it to typer."""
+    if isinstance(kind, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    return METAVARS.get(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +116,8 @@ def takes(
         for parameter in inspect.signature(command).parameters.values():
             kind = hints[parameter.name]
             if not is_dataclass(kind):
+                for told in getattr(kind, "__metadata__", ()):
+                    told.metavar = told.metavar or metavar_of(get_args(kind)[0])
                 parameters.append(parameter.replace(annotation=kind))
                 continue
             offered = [f for f in fields(kind) if f.metadata["cli"] and f.name not in without]
@@ -105,7 +130,10 @@ def takes(
                 values[name] = kind(**{field: values.pop(field) for field in names})
             return command(**values)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__ = command.__name__
+        # typer keeps the line ends of all paragraphs but the first.
+        paragraphs = inspect.getdoc(command) or ""
+        run.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs.split("\n\n"))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -120,9 +148,7 @@ def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Paramet
     if isinstance(kind, str):
         owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
         kind = eval(kind, vars(sys.modules[owner.__module__]))
-    optional = isinstance(kind, UnionType)
-    value = next(part for part in get_args(kind) if part is not NoneType) if optional else kind
-    metavar = told["metavar"] or METAVARS.get(value)
+    metavar = told["metavar"] or metavar_of(kind)
     if default is None:
         kind = kind | None
     info: Any = typer.Argument(help=told["help"], metavar=metavar)

@@ -11,7 +11,7 @@ import typer
 
 from ..core import SettingsError
 from .console import note
-from .options import quiet
+from .options import Command, metavar_of, quiet
 
 #: What follows ``serve`` is read by a command made of the settings, so that no other command has to load these.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -40,7 +40,7 @@ def serve(ctx: typer.Context) -> None:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False)
-    app.command()(run)
+    app.command(cls=Command)(run)
     app(args=ctx.args, prog_name="lookahead serve", standalone_mode=False)
 
 
@@ -55,7 +55,9 @@ def _parameters(fields: Mapping[str, Any]) -> list[inspect.Parameter]:
         kind: Any = kinds[0] if kinds[0] in (bool, int, float) else str
         kind = list[str] if field.annotation == list[str] else kind
         default = "" if field.default in (None, False, []) else f" (default {field.default})"
-        info: Any = typer.Option(help=f"{field.description}{default}", show_default=False)
+        info: Any = typer.Option(
+            help=f"{field.description}{default}", metavar=metavar_of(kind), show_default=False
+        )
         if name == "model":
             info = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
         made.append((name, Annotated[kind | None, info]))

