@@ -61,9 +61,7 @@ class Crowd:
             "max_tokens": tokens,
             "stream": kind < 0.7,
         }
-        body["lookahead"] = {
-            "method": rng.choice(["adaptive", "lookahead", "prompt-lookup", "autoregressive"])
-        }
+        body["lookahead"] = {"drafter": rng.choice(["adaptive", "lookahead", "prompt-lookup", "plain"])}
         if not body["stream"]:
             reply = await http.post("/v1/completions", json=body)
             self.count(reply.status_code)

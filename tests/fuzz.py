@@ -29,22 +29,22 @@ import transformers
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
-from lookahead import Adaptive, Lookahead, Plain, PromptLookup
+from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
 
 #: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
 ALONE = ("llama-dynamic-ntk",)
-METHODS: list[dict[str, Any]] = [
+DRAFTING: list[dict[str, Any]] = [
     {},
     {},
-    {"lookahead_config": {"max_rows": 16, "budget": False}},
-    {"lookahead_config": {"max_rows": 64, "budget": False}},
-    {"method": "lookahead", "lookahead_config": "5,3,5"},
-    {"method": "lookahead", "lookahead_config": "15,5,15"},
-    {"method": "lookahead", "lookahead_config": "1,2,0"},
-    {"method": "lookahead", "lookahead_config": "3,2,7"},
-    {"method": "jacobi"},
-    {"method": "prompt-lookup"},
-    {"method": "autoregressive"},
+    {"drafter": Adaptive(16, budget=False)},
+    {"drafter": Adaptive(64, budget=False)},
+    {"drafter": Lookahead(5, 3, 5)},
+    {"drafter": Lookahead(15, 5, 15)},
+    {"drafter": Lookahead(1, 2, 0)},
+    {"drafter": Lookahead(3, 2, 7)},
+    {"drafter": Jacobi()},
+    {"drafter": PromptLookup()},
+    {"drafter": Plain()},
 ]
 
 
@@ -67,7 +67,7 @@ def model_of(family: str, seed: int, spread: float, window: int = 0) -> Any:
 def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> Any:
     sliding = {"sliding_window": window} if window else {}
     model = tiny_model(family, seed=seed, vocab_size=toy.VOCABULARY, initializer_range=0.1, **sliding)
-    return lookahead.LLM(model.to(dtype), toy.tokenizer(), config={"max_rows": 16, "budget": False})
+    return lookahead.LLM(model.to(dtype), toy.tokenizer(), drafter=Adaptive(16, budget=False))
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Case(Numbered):
             }
         if draw.random() < 0.2:
             case.options |= {"return_dict_in_generate": True, "output_scores": True}
-        case.method = draw.choice(METHODS)
+        case.method = draw.choice(DRAFTING)
         return case
 
     def run(self, **ours: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -102,7 +102,8 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     """
     found, first = Findings(), max(count // 10, 30)
     llms = [lookahead.LLM(tiny_model(family, eos_token_id=None)) for family in ("llama", "gemma2")]
-    states = [llm.warm_state(settings=lookahead.Adaptive(max_entries=1000)) for llm in llms]
+    small = lookahead.Adaptive(max_entries=1000)
+    warm = [replace(small, state=llm.warm_state(settings=small)) for llm in llms]
 
     def ordinary(**options: Any) -> Callable[[Any, random.Random], Any]:
         return lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=draw.randrange(1, 80), **options)
@@ -110,10 +111,10 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     kinds: list[Callable[[Any, random.Random], Any]] = [
         ordinary(),
         ordinary(temperature=1.0),
-        ordinary(method="lookahead"),
-        ordinary(method="autoregressive"),
-        ordinary(method="prompt-lookup", temperature=0.7, top_p=0.9),
-        lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=50, pool=states[llms.index(llm)]),
+        ordinary(drafter="lookahead"),
+        ordinary(drafter="plain"),
+        ordinary(drafter="prompt-lookup", temperature=0.7, top_p=0.9),
+        lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=50, drafter=warm[llms.index(llm)]),
         lambda llm, draw: llm.generate([_prompt(draw) for _ in range(4)], max_new_tokens=30, batch_size=2),
         _abandoned,
         _failing,
@@ -168,18 +169,18 @@ def texts(count: int) -> Findings:
             options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count}
             torch.manual_seed(0)
             plain = model.generate(prompt, **options)[0].tolist()
-            for settings in ({"max_rows": 32, "budget": False}, "7,5,7"):
+            for drafter in (lookahead.Adaptive(32, budget=False), lookahead.Lookahead(7, 5, 7)):
                 stats: list[Any] = []
                 torch.manual_seed(0)
                 ours = model.generate(
                     prompt,
                     custom_generate=lookahead.generate,
-                    lookahead_config=settings,
+                    drafter=drafter,
                     stats=stats,
                     **options,
                 )[0].tolist()
                 place = first_divergence(ours, plain)
-                kind = f"{name}, {'sampled' if options['do_sample'] else 'greedy'}, {settings}"
+                kind = f"{name}, {'sampled' if options['do_sample'] else 'greedy'}, {drafter}"
                 found.expect(place is None, f"{kind}: differs at token {place}")
                 found.expect(stats[0].accepted > 0, f"{kind}: no draft was accepted")
                 compared += count

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
-from lookahead.drafters import Plain, as_drafter
+from lookahead.drafters import Adaptive, Plain, as_drafter
+from lookahead.hf import refusals
 from lookahead.targets import batch_rows, factory
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.factory import make_target, probe
@@ -54,7 +55,7 @@ REFUSED = {
 }
 ROWS = "5,4,7"
 NEW = 20
-ADAPTIVE = {"budget": False, "max_rows": 8}
+ADAPTIVE = Adaptive(8, budget=False)
 
 
 def build(family, seed=0, **overrides):
@@ -98,34 +99,30 @@ def generate(family, sampled, eos=None, **ours):
 reference = functools.cache(generate)
 
 
-def drafted(family, sampled, method, config=None, eos=None):
+def drafted(family, sampled, drafter, eos=None):
     stats = []
-    ours = {"custom_generate": lookahead.generate, "method": method, "lookahead_config": config}
+    ours = {"custom_generate": lookahead.generate, "drafter": drafter}
     return *generate(family, sampled, eos, **ours, stats=stats), stats
 
 
 @pytest.mark.parametrize(
-    ("method", "config", "sampled"),
-    [
-        ("adaptive", ADAPTIVE, False),
-        ("adaptive", ADAPTIVE, True),
-        ("lookahead", "3,3,3", False),
-        ("prompt-lookup", None, True),
-    ],
+    ("drafter", "sampled"),
+    [(ADAPTIVE, False), (ADAPTIVE, True), ("3,3,3", False), ("prompt-lookup", True)],
+    ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_of_a_batch_is_that_of_generate(family, method, config, sampled):
-    text, state, stats = drafted(family, sampled, method, config)
+def test_the_text_of_a_batch_is_that_of_generate(family, drafter, sampled):
+    text, state, stats = drafted(family, sampled, drafter)
     assert (text, state) == reference(family, sampled)
     assert {one.path for one in stats} == {"batch-rows"}
     assert max(max(one.rows_per_step) for one in stats) > 1
-    if method == "adaptive":
+    if drafter == ADAPTIVE:
         assert sum(one.accepted for one in stats) > 0
 
 
 @pytest.mark.parametrize("family", [name for name in DRAFTED if name not in FAMILIES])
 def test_further_families(family):
-    text, _, stats = drafted(family, False, "adaptive", ADAPTIVE)
+    text, _, stats = drafted(family, False, ADAPTIVE)
     assert text == reference(family, False)[0]
     assert {one.path for one in stats} == {"batch-rows"}
     assert sum(one.accepted for one in stats) > 0
@@ -139,7 +136,7 @@ def test_an_end_token_inside_an_accepted_path():
     rows, ended = reference("lfm2", False)[0], 0
     for place in range(26, 38, 3):
         eos = rows[1][place]
-        text, _, stats = drafted("lfm2", False, "adaptive", ADAPTIVE, eos)
+        text, _, stats = drafted("lfm2", False, ADAPTIVE, eos)
         assert text == generate("lfm2", False, eos)[0]
         ended += stats[1].accepted > 0
     assert ended > 0
@@ -241,11 +238,13 @@ def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ONE_ROW)
-def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(family):
+def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(family, monkeypatch):
+    monkeypatch.setattr(refusals, "_warned", set())
     found = probe(model_of(family))
     assert found.mode == "plain"
     assert "nor can it evaluate its paths as batch rows (difference" in found.reason
-    text, _, stats = drafted(family, False, None)
+    with pytest.warns(UserWarning, match="plainly, without drafts: .* nor can it evaluate its paths"):
+        text, _, stats = drafted(family, False, None)
     assert text == reference(family, False)[0]
     assert {one.path for one in stats} == {"plain"}
     with pytest.raises(SettingsError, match="the batch-rows path is not available"):

@@ -185,8 +185,9 @@ def test_without_a_seed_torch_s_generator_decides_and_greedy_leaves_it_alone(llm
 
 def test_a_kept_pool_changes_steps_and_not_the_text(llm):
     pool = NGramPool(15)
-    first = llm.generate(PROMPT, pool=pool, max_new_tokens=40, ignore_eos=True)
-    second = llm.generate(PROMPT, pool=pool, max_new_tokens=40, ignore_eos=True)
+    drafter = Lookahead(pool=pool)
+    first = llm.generate(PROMPT, drafter=drafter, max_new_tokens=40, ignore_eos=True)
+    second = llm.generate(PROMPT, drafter=drafter, max_new_tokens=40, ignore_eos=True)
     assert second.tokens == first.tokens
     assert second.stats.steps < first.stats.steps
 
@@ -425,7 +426,7 @@ def test_bad_options(llm, options, match):
 
 def test_bad_uses(llm):
     refused("stream takes one prompt", llm.stream, ["a", "b"])
-    refused("one prompt at a time", llm.generate, ["a", "b"], pool=NGramPool(5))
+    refused("one prompt at a time", llm.generate, ["a", "b"], drafter=Lookahead(pool=NGramPool(15)))
     refused("seeds must be one per prompt", llm.run, ["a", "b"], seeds=[1])
 
 
@@ -736,6 +737,10 @@ def test_a_drafter_is_read_once_for_load_and_for_each_call(llm):
     with pytest.warns(DeprecationWarning, match="use drafter=Lookahead"):
         old = llm.generate(PROMPT, max_new_tokens=20, config=(5, 4, 7))
     assert old.tokens == llm.generate(PROMPT, max_new_tokens=20, drafter=Lookahead(5, 4, 7)).tokens
+    pool = NGramPool(7)
+    with pytest.warns(DeprecationWarning, match=r"pool= will go in version 0.3"):
+        assert llm.generate(PROMPT, max_new_tokens=20, pool=pool).tokens == old.tokens
+    assert len(pool)
     refused("cannot be given together", llm.generate, "x", drafter="code", method="jacobi")
 
 
@@ -751,15 +756,13 @@ def test_a_call_may_bring_settings_of_the_other_kind(llm):
             )
 
 
-def test_a_pool_says_which_method_it_is_for_and_a_state_serves_several_prompts(llm):
-    adaptive = lookahead.LLM(llm.model, llm.tokenizer, drafter=Adaptive(budget=False))
-    pool, state = NGramPool(7), AdaptiveState(Adaptive(budget=False))
+def test_a_warm_state_serves_several_prompts(llm):
+    cold = Adaptive(budget=False)
     prompts = [PROMPT, PROMPT[10:], PROMPT]
-    plain = adaptive.generate(prompts, max_new_tokens=40, drafter="autoregressive")
-    assert adaptive.generate(PROMPT, max_new_tokens=40, pool=pool).tokens == plain[0].tokens
-    assert len(pool)
-    one_by_one = adaptive.generate(prompts, max_new_tokens=40, pool=state, batch_size=1)
-    together = adaptive.generate(prompts, max_new_tokens=40, pool=AdaptiveState(Adaptive(budget=False)))
+    plain = llm.generate(prompts, max_new_tokens=40, drafter="autoregressive")
+    warm, other = (dataclasses.replace(cold, state=AdaptiveState(cold)) for _ in range(2))
+    one_by_one = llm.generate(prompts, max_new_tokens=40, drafter=warm, batch_size=1)
+    together = llm.generate(prompts, max_new_tokens=40, drafter=other)
     assert [r.tokens for r in one_by_one] == [r.tokens for r in together] == [r.tokens for r in plain]
     assert one_by_one[2].stats.steps < one_by_one[0].stats.steps  # it has learnt
 
@@ -827,10 +830,10 @@ TORCHAO = {
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}, "_version": 2}},
 }
 IN_INT8 = """
-import json, sys
-import lookahead
-from transformers import TorchAoConfig
-from torchao.quantization import Int8WeightOnlyConfig
+import json, sys, warnings
+import lookahead, torch
+from transformers import AutoModelForCausalLM, TorchAoConfig
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
 folder, settings = sys.argv[1], json.loads(sys.argv[2])
 for dtype, exact, given in (
@@ -855,13 +858,31 @@ from typer.testing import CliRunner
 from lookahead.cli import app
 
 texts = []
-for method in ("lookahead", "autoregressive"):
-    command = ["generate", folder, "--prompt", "abc abc abc", "--method", method, "--dtype", "float32"]
+for drafter in ("lookahead", "plain"):
+    command = ["generate", folder, "--prompt", "abc abc abc", "--drafter", drafter, "--dtype", "float32"]
     command += ["--max-new-tokens", "20", "--quantization-config", sys.argv[2]]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     texts.append(done.stdout)
 assert texts[0] == texts[1] != ""
+
+# Quantised in hand, the config does not tell.
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+quantize_(model, Int8WeightOnlyConfig())
+assert "is of type Int8Tensor" in lookahead.LLM(model).target().reason
+
+# Inputs quantised by row too: the probe sees that trees round otherwise, and a line says what follows.
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+quantize_(model, Int8DynamicActivationInt8WeightConfig())
+ids, stats = torch.tensor([[5, 9, 14, 5, 9, 14]]), []
+plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    ours = model.generate(
+        ids, max_new_tokens=20, do_sample=False, custom_generate=lookahead.generate, stats=stats
+    )
+assert stats[0].path == "plain" and ours.tolist() == plain.tolist()
+assert any("plainly, without drafts: " in str(one.message) for one in told), told
 print("equal")
 """
 

@@ -61,13 +61,12 @@ def reference(family, mode):
     return run(family, mode)
 
 
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_and_same_generator_state(family, mode):
     stats = []
-    ours, state = run(
-        family, mode, custom_generate=lookahead.hf.generate, lookahead_config="5,4,7", stats=stats
-    )
+    ours, state = run(family, mode, custom_generate=lookahead.hf.generate, drafter="5,4,7", stats=stats)
     plain, plain_state = reference(family, mode)
     assert ours.tolist() == plain.tolist()
     assert torch.equal(state, plain_state)
@@ -80,7 +79,7 @@ def test_same_tokens_and_same_generator_state(family, mode):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ONE_ROW])
 def test_the_comparison_fails_when_a_wrong_node_is_accepted(family, accept_a_wrong_node):
-    ours, _ = run(family, "greedy", custom_generate=lookahead.hf.generate, lookahead_config="5,4,7")
+    ours, _ = run(family, "greedy", custom_generate=lookahead.hf.generate, drafter="5,4,7")
     assert ours.tolist() != reference(family, "greedy")[0].tolist()
 
 
@@ -95,6 +94,7 @@ def test_the_probe_chooses_and_says_why(family):
         assert found.difference < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
 @pytest.mark.parametrize("family", ONE_ROW)
 def test_settings_of_a_method_where_nothing_is_drafted(family):
     """One row a step: settings are checked and then not needed, whichever method they are for."""
@@ -103,7 +103,7 @@ def test_settings_of_a_method_where_nothing_is_drafted(family):
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     plain = model.generate(ids, **options)
     for settings in ({"max_rows": 16, "budget": False}, "5,3,5", None):
-        ours = model.generate(ids, custom_generate=lookahead.generate, lookahead_config=settings, **options)
+        ours = model.generate(ids, custom_generate=lookahead.generate, drafter=settings, **options)
         assert ours.tolist() == plain.tolist()
     with pytest.raises(SettingsError, match="max_rows must be a whole number"):
-        model.generate(ids, custom_generate=lookahead.generate, lookahead_config={"max_rows": 0}, **options)
+        model.generate(ids, custom_generate=lookahead.generate, drafter={"max_rows": 0}, **options)

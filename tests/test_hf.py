@@ -15,10 +15,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+import lookahead
 from families import tiny_model
+from lookahead import Adaptive, Lookahead
 from lookahead.core import NGramPool, SettingsError
 from lookahead.engine.progress import said_where_slow
-from lookahead.hf import generate
+from lookahead.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.targets.factory import make_target
 
@@ -43,7 +45,7 @@ def both(inputs=None, model=None, drafted=None, **options):
     inputs = inputs if inputs is not None else prompts()
     options.setdefault("max_new_tokens", 48)
     results = []
-    ours = {"custom_generate": generate, **(drafted or {"lookahead_config": "5,4,7"})}
+    ours = {"custom_generate": generate, **(drafted or {"drafter": "5,4,7"})}
     for extra in ({}, ours):
         torch.manual_seed(7)
         made = {key: value() if callable(value) else value for key, value in options.items()}
@@ -119,7 +121,7 @@ def test_equal_output(name, family, batch):
 
 
 #: Without its budget, which may choose plain decoding where steps are as small as here.
-ADAPTIVE = {"lookahead_config": {"budget": False, "max_rows": 24}}
+ADAPTIVE = {"drafter": Adaptive(24, budget=False)}
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -225,6 +227,51 @@ def test_leaving_the_compiled_path_is_warned_about_once_by_name():
     assert path_of(model) == "transformers"  # warnings are errors here
     handle.remove()
     assert path_of(model) == "cpu"
+
+
+def test_autocast_is_refused_and_leaves_nothing_behind():
+    """Its passes round otherwise: compiled ones ignore it, and a probe taken under it would outlive it."""
+    model = tiny_model("llama", initializer_range=0.1)
+    for _ in range(2):  # before the first use of the model, and after it
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for use in (lambda: path_of(model), lambda: lookahead.LLM(model)):
+                with pytest.raises(SettingsError, match=r"torch\.autocast must be off") as error:
+                    use()
+                assert "\n" not in str(error.value)
+        assert path_of(model) == "cpu"
+
+
+def test_autocast_is_refused_in_a_later_call_that_reuses_the_target():
+    llm = lookahead.LLM(tiny_model("llama", initializer_range=0.1), prefix_cache=2)
+    llm.generate([5, 9, 14], max_new_tokens=4)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(SettingsError, match="autocast must be off"),
+    ):
+        llm.generate([5, 9, 14], max_new_tokens=4)
+    assert llm.generate([5, 9, 14], max_new_tokens=4).stats.path == "cpu"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_dynamically_quantized_layers_are_refused_by_name(family):
+    model = torch.ao.quantization.quantize_dynamic(
+        tiny_model(family, initializer_range=0.1), {torch.nn.Linear}, dtype=torch.qint8
+    )
+    for use in (lambda: path_of(model), lambda: lookahead.LLM(model)):
+        with pytest.raises(
+            SettingsError, match=r"must not be quantized dynamically, and .*layers\.0"
+        ) as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_that_drafts_nothing_says_so_once(monkeypatch):
+    monkeypatch.setattr(refusals, "_warned", set())
+    model = tiny_model("mamba", initializer_range=0.1)
+    with pytest.warns(UserWarning, match="plainly, without drafts: .* cannot evaluate a token tree"):
+        assert path_of(model) == "plain"
+    assert path_of(model) == "plain"  # warnings are errors here
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -414,35 +461,56 @@ def test_settings_from_keywords_config_or_the_models_own(tmp_path):
         return max(stats[0].rows_per_step)
 
     model = tiny_model("llama", eos_token_id=None, initializer_range=0.1)
-    by_keyword = rows(window_size=3, ngram_size=3, guess_set_size=2)
-    assert by_keyword == rows(lookahead_config=(3, 3, 2)) <= 10
+    by_keyword = rows(drafter=Lookahead(3, 3, 2))
+    assert by_keyword <= 10
     theirs = {"WINDOW_SIZE": 3, "LEVEL": 3, "GUESS_SET_SIZE": 2}
-    model.generation_config = GenerationConfig(lookahead_config=theirs, pad_token_id=0)
+    model.generation_config = GenerationConfig(lookahead_drafter=theirs, pad_token_id=0)
     assert rows() == by_keyword
     model.generation_config.save_pretrained(tmp_path)
     model.generation_config = GenerationConfig.from_pretrained(tmp_path)
     assert rows() == by_keyword
+    assert rows(drafter="plain") == 1
+    assert rows(drafter=(1, 1, 0)) == 1
+
+
+def test_the_keywords_of_version_0_1_still_work():
+    def rows(**extra):
+        stats = []
+        with pytest.warns(DeprecationWarning, match="will go in version 0.3; use drafter="):
+            model.generate(**prompts(1), max_new_tokens=40, custom_generate=generate, stats=stats, **extra)
+        return max(stats[0].rows_per_step)
+
+    model = tiny_model("llama", eos_token_id=None, initializer_range=0.1)
+    by_keyword = rows(window_size=3, ngram_size=3, guess_set_size=2)
+    assert by_keyword == rows(lookahead_config=(3, 3, 2)) <= 10
     assert rows(method="autoregressive") == 1
-    assert rows(lookahead_config=(1, 1, 0)) == 1
-
-
-def test_single_sizes_are_settings_of_adaptive_too():
+    pool = NGramPool(15)
+    rows(pool=pool)
+    assert len(pool)
+    model.generation_config = GenerationConfig(lookahead_config=(3, 3, 2), pad_token_id=0)
+    assert rows() == by_keyword
     for more in ({}, {"lookahead_config": {"max_rows": 16, "budget": False}}):
-        plain, ours = both(drafted={"method": "adaptive", "window_size": 4, **more})
-        assert ours.tolist() == plain.tolist()
+        rows(method="adaptive", window_size=4, **more)
     with pytest.raises(SettingsError, match="adaptive takes no settings of lookahead, got lookahead:4,4,7"):
-        both(drafted={"method": "adaptive", "window_size": 4, "lookahead_config": "5,4,7"})
+        model.generate(
+            **prompts(1),
+            max_new_tokens=5,
+            custom_generate=generate,
+            method="adaptive",
+            window_size=4,
+            lookahead_config="5,4,7",
+        )
 
 
 def test_a_pool_is_kept_across_calls():
-    pool, steps = NGramPool(15), []
+    drafter, steps = Lookahead(pool=NGramPool(15)), []
     for _ in range(2):
         stats = []
         model_of().generate(
             **prompts(1),
             max_new_tokens=60,
             custom_generate=generate,
-            pool=pool,
+            drafter=drafter,
             stats=stats,
             eos_token_id=None,
         )
@@ -457,8 +525,8 @@ REFUSED = {
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "cache_implementation": {"cache_implementation": "offloaded"},
-    "drafter must be one of": {"method": "beam"},
-    "window_size must be": {"window_size": 0},
+    "drafter must be one of": {"drafter": "beam"},
+    "window_size must be": {"drafter": {"window_size": 0}},
 }
 
 
@@ -502,6 +570,7 @@ def test_an_encoder_decoder_is_refused():
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=5, custom_generate=generate)
 
 
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
 def test_nan_logits_are_an_error():
     from lookahead.core import NumericalError
 

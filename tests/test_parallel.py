@@ -649,7 +649,7 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
         "generate",
     ]
     options = ["tiny", "--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-new-tokens", "24"]
-    options += ["--lookahead", "5,4,7"]
+    options += ["--drafter", "5,4,7"]
     done = subprocess.run(
         [*command, *options, "--batch-size", "3"], capture_output=True, text=True, timeout=200, check=False
     )

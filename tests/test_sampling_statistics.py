@@ -26,7 +26,7 @@ VOCABULARY, NEW, TEXTS = 6, 24, 300
 #: Tokens that are left out: the prefill draws the first one, and the second has hardly a draft before it.
 SKIPPED = 2
 PROMPT = [3, 4, 5, 3, 4, 5, 1, 3, 4, 5, 2, 3, 4]
-SETTINGS = {"max_rows": 16, "budget": False}
+DRAFTER = Adaptive(16, budget=False)
 #: Of a rejection by chance, in each of the comparisons.
 LEVEL = 1e-3
 
@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def llm(model):
-    return lookahead.LLM(model, config=SETTINGS, method="adaptive")
+    return lookahead.LLM(model, drafter=DRAFTER)
 
 
 def chi_square(drawn, p):
@@ -75,7 +75,7 @@ def sampled(llm, temperature, warm):
         temperature=temperature,
         seed=0,
         batch_size=50,
-        pool=llm.warm_state() if warm else None,
+        drafter=replace(DRAFTER, state=llm.warm_state()) if warm else None,
     )
     texts = [result.tokens for result in results]
     assert {len(text) for text in texts} == {NEW}
@@ -100,7 +100,7 @@ def test_rows_of_a_batch_of_transformers_too(temperature, model):
         torch.manual_seed(seed)
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), custom_generate=lookahead.generate, do_sample=True,
-            max_new_tokens=NEW, temperature=temperature, lookahead_config=SETTINGS, stats=stats,
+            max_new_tokens=NEW, temperature=temperature, drafter=DRAFTER, stats=stats,
         )  # fmt: skip
         texts += out[:, len(PROMPT) :].tolist()
     assert sum(s.accepted for s in stats) > TEXTS * NEW / 3
@@ -138,11 +138,13 @@ def drafted(monkeypatch):
 def test_a_draft_changes_no_probability(warm, temperature, preference, model, llm, drafted):
     """Tokens fall into three cells: drafted first, drafted besides, not drafted. One time in 20 is found."""
     drafted.preference = preference
-    pool = llm.warm_state() if warm else None
+    drafter = replace(DRAFTER, state=llm.warm_state()) if warm else None
     texts, cells = [], []
     for seed in range(TEXTS):
         drafted.children.clear()
-        text = llm.generate(PROMPT, max_new_tokens=NEW, temperature=temperature, seed=seed, pool=pool).tokens
+        text = llm.generate(
+            PROMPT, max_new_tokens=NEW, temperature=temperature, seed=seed, drafter=drafter
+        ).tokens
         texts.append(text)
         for children in drafted.children[SKIPPED - 1 : NEW - 1]:  # the prefill chooses without a tree
             first = children[0] if children else None

@@ -34,7 +34,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
         "stream": True,
         "logit_bias": {"40": 100},
     }  # one character a token
-    with started(folder, "--method", "prompt-lookup") as (process, url, log):
+    with started(folder, "--drafter", "prompt-lookup") as (process, url, log):
         said = [line for line in log() if line[:1] != "{"]
         assert said[0].startswith(f"listening on {url}; loading and compiling")
         assert any(line.startswith("ready after ") and line.endswith("toy, float32") for line in said)
@@ -45,7 +45,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
             process.kill()
             with pytest.raises(httpx.HTTPError):
                 list(lines)
-    with started(folder, "--method", "autoregressive", "--shutdown-timeout", "0.05") as (process, url, log):
+    with started(folder, "--drafter", "plain", "--shutdown-timeout", "0.05") as (process, url, log):
         with httpx.Client(base_url=url, limits=httpx.Limits(keepalive_expiry=60)) as client:
             assert seen(client) == (200, True)
             sleep(5.5)  # clients keep a connection for 5 seconds, and the server longer
@@ -69,7 +69,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
     ("options", "shown"),
     [
         (["/nowhere/at/all"], "nowhere"),
-        (["--method", "magic"], "magic"),
+        (["--drafter", "magic"], "magic"),
         (["--host", "300.1.1.1"], "--host"),
         (["--max-queue", "many"], "--max-queue"),
         (["--config", "/nowhere.yaml"], "--config"),

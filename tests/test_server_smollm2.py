@@ -41,7 +41,7 @@ def test_streams_are_plain_decoding_token_for_token(served):
         (model,) = client.models.list()
 
         def ask(kind, method):
-            told = {"lookahead": {"method": method, "trace": True, "stats": True}}
+            told = {"lookahead": {"drafter": method, "trace": True, "stats": True}}
             options = {"model": model.id, "temperature": 0, "stream": True, "extra_body": told}
             if kind == "chat":
                 stream = client.chat.completions.create(messages=turns, max_completion_tokens=60, **options)

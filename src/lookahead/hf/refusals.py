@@ -92,14 +92,12 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
-    """Warn, once for each reason, that a model of a compiled architecture does not run on the compiled path."""
+    """Warn, once for each reason, of a model that does not draft or leaves its architecture's compiled path."""
     name = type(model).__name__
-    if model.device.type != "cpu" or target.path != "transformers" or name not in REGISTRY:
+    left = model.device.type == "cpu" and target.path == "transformers" and name in REGISTRY
+    if not left and target.path != "plain":
         return
     if (name, target.reason) not in _warned:
         _warned.add((name, target.reason))
-        warnings.warn(
-            f"lookahead.generate runs this model on the slower {target.path} path: {target.reason}",
-            UserWarning,
-            stacklevel=3,
-        )
+        how = "on the slower transformers path" if left else "plainly, without drafts"
+        warnings.warn(f"lookahead.generate runs this model {how}: {target.reason}", UserWarning, stacklevel=3)

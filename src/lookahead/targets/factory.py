@@ -34,6 +34,10 @@ OwnModel = PackedModel | LlamaCppModel
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
+#: Where torch keeps the layers that ``quantize_dynamic`` makes. One scale holds for all rows of their input.
+DYNAMIC = "torch.ao.nn.quantized.dynamic"
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """The result of the probe.
@@ -65,7 +69,7 @@ def probe(model: PreTrainedModel | OwnModel, again: bool = False) -> Probe:
         again: probe even if a result is remembered.
 
     Raises:
-        SettingsError: not a decoder-only language model.
+        SettingsError: not a decoder-only language model, or one whose passes round by what else is in them.
         OutOfMemory: not even the probe fits.
     """
     if isinstance(model, PackedModel):
@@ -82,6 +86,11 @@ def probe(model: PreTrainedModel | OwnModel, again: bool = False) -> Probe:
             f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
             "use model.generate without custom_generate"
         )
+    if torch.is_autocast_enabled(model.device.type):
+        raise SettingsError(
+            "torch.autocast must be off, because no path here rounds as it does; load the model in the dtype "
+            'wanted (dtype="bfloat16"), or use model.generate without custom_generate'
+        )
     if again:
         forget(model)
     return remember(model, "probe", lambda: _probe(model))
@@ -91,6 +100,13 @@ def _probe(model: PreTrainedModel) -> Probe:
     from .transformers import TransformersTarget
 
     name = type(model).__name__
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(DYNAMIC):
+            raise SettingsError(
+                f"{name} must not be quantized dynamically, and {path} is: it rounds each row by all rows of a pass, "
+                "so that drafts would change the text; quantize its weights alone, or use model.generate without "
+                "custom_generate"
+            )
     try:
         with mask_compatible_attention(model):
             facts = ModelFacts(model)
@@ -214,6 +230,11 @@ def make_target(
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
     """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
     name = type(model).__name__
+    configured = getattr(model.config, "quantization_config", None) is not None  # has a reason of its own
+    for path, weight in model.named_parameters():
+        if type(weight.data) is not torch.Tensor and not configured:
+            kind = type(weight.data).__name__
+            return None, f"compiled passes need weights as they are, and {path} is of type {kind}"
     try:
         compiled = compile_model(model, facts)
     except Unsupported as error:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -51,6 +52,8 @@ def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes when a weight or buffer is replaced or written, or a module, method, hook, attribute or setting is.
 
+    So it does where torch.autocast begins or ends on the CPU or on a GPU.
+
     Settings whose names begin with "_" belong to transformers; of these only the attention implementation counts.
     """
     if not isinstance(model, nn.Module):  # weights that nobody else can reach
@@ -58,6 +61,8 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     parts: list[Any] = [
         *map(id, _global_forward_hooks.values()),
         *map(id, _global_forward_pre_hooks.values()),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
     ]
     config = getattr(model, "config", None)
     if config is not None:
