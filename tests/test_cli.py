@@ -597,10 +597,14 @@ def test_help_shows_what_an_option_takes_in_words_and_nothing_for_a_flag(words):
     assert not re.search(r"^ \S.* {30,}\n \S", shown, re.MULTILINE), "a line ends early"
 
 
-def test_every_shell_can_complete():
-    code, out, _ = call("--show-completion", "bash")
-    assert code == 0
-    assert "complete" in out
+def test_a_shell_completes_commands_and_options():
+    def completed(words):
+        asked = {"_LOOKAHEAD_COMPLETE": "complete_bash", "COMP_WORDS": f"lookahead {words}"}
+        asked["COMP_CWORD"] = str(len(words.split()))
+        return CliRunner().invoke(app, [], env=asked, prog_name="lookahead").stdout.split()
+
+    assert completed("gen") == ["generate"]
+    assert completed("generate --max-n") == ["--max-new-tokens"]
 
 
 def test_a_field_of_the_options_is_an_option_of_the_commands_and_of_the_python_api():

@@ -1,5 +1,6 @@
 """The worked examples of CONTRIBUTING.md run, and its links lead somewhere; CHANGELOG.md's too."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ EXAMPLES = re.findall(
 
 def test_every_kind_of_contribution_has_an_example():
     assert [title for title, _ in EXAMPLES] == [
-        "A drafter", "A model family on the compiled CPU path", "A workload",
+        "A drafter", "An option", "A model family on the compiled CPU path", "A workload",
     ]  # fmt: skip
 
 
@@ -30,8 +31,8 @@ def test_worked_examples_run(title, code, tmp_path, monkeypatch):
     try:
         exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), {"__name__": "documentation"})
         changed = before != [dict(registry) for registry in registries]
-        assert changed == (title != "A drafter"), (
-            "an example registers something, but for drafters, which are passed"
+        assert changed == (title not in ("A drafter", "An option")), (
+            "an example registers something, but for drafters and options, which are passed"
         )
     finally:
         for registry, known in zip(registries, before, strict=True):
@@ -43,6 +44,7 @@ def test_the_example_drafter_passes_the_linters_as_a_file_of_the_library(tmp_pat
     (code,) = [code for title, code in EXAMPLES if title == "A drafter"]
     file = ROOT / "src" / "lookahead" / "drafters" / "bigram.py"
     (tmp_path / "bigram.py").write_text(code)
+    assert ast.get_docstring(ast.parse(code))  # as tests/test_structure.py asks of every module
     programs = [
         ["ruff", "check", "--stdin-filename", str(file), "-"],
         ["ruff", "format", "--check", "--stdin-filename", str(file), "-"],

@@ -1,6 +1,10 @@
 """The differential fuzzer in its short form, and the proof that it can fail."""
 
+import pytest
+
 import fuzz
+
+pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
 
 
 def test_no_case_differs():

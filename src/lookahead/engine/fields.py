@@ -32,6 +32,7 @@ def option(
     kind: Any = None,
     cli: bool = True,
     keyword: bool = True,
+    warper: tuple[str, float] | None = None,
 ) -> Any:
     """A dataclass field with what people are told of it, by ``--help`` and the API reference alike.
 
@@ -43,8 +44,11 @@ def option(
         kind: its type on a command line, where the field's own says more than text can.
         cli: whether it can be said on a command line at all.
         keyword: whether Python takes it by keyword only.
+        warper: the class of transformers that applies it to the scores when sampling, and its value without effect,
+            which also gives the type.
     """
     metadata = {"help": help, "rule": rule, "panel": panel, "metavar": metavar, "kind": kind, "cli": cli}
+    metadata["warper"] = warper
     return dataclasses.field(default=default, kw_only=keyword, metadata=metadata)
 
 

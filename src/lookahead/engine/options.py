@@ -1,6 +1,8 @@
 """Every option of loading, generating and drafting, declared once with its help and rule. Loads no torch.
 
-A new option is one field here: the Python API (types, signatures, docstrings) and the command line follow.
+A new option is one field here: the Python API (types, signatures, docstrings) and the command line follow. A field of
+``Options`` that names a warper is applied too, in the order of the fields. What other options do is written where
+they act, in ``processors`` and ``loading``.
 """
 
 # ruff: noqa: RUF009
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -202,14 +204,26 @@ class Options(Given):
     )
     method: str | None = hidden(None, "Deprecated: use drafter.")
     config: Any = hidden(None, "Deprecated: use drafter.")
-    temperature: float = sampling(0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE)
-    top_k: int | None = sampling(None, "Draw from the k likeliest tokens.", COUNT)
-    top_p: float | None = sampling(None, "Draw from the nucleus of mass p.", SHARE)
+    temperature: float = sampling(
+        0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE, warper=("TemperatureLogitsWarper", 1.0)
+    )
+    top_k: int | None = sampling(
+        None, "Draw from the k likeliest tokens.", COUNT, warper=("TopKLogitsWarper", 0)
+    )
+    top_p: float | None = sampling(
+        None, "Draw from the nucleus of mass p.", SHARE, warper=("TopPLogitsWarper", 1.0)
+    )
     min_p: float | None = sampling(
-        None, "Draw from tokens with at least p of the best one's probability.", SHARE
+        None,
+        "Draw from tokens with at least p of the best one's probability.",
+        SHARE,
+        warper=("MinPLogitsWarper", 0.0),
     )
     typical_p: float | None = sampling(
-        None, "Draw from the locally typical tokens of mass p (Meister et al., 2023).", SHARE
+        None,
+        "Draw from the locally typical tokens of mass p (Meister et al., 2023).",
+        SHARE,
+        warper=("TypicalLogitsWarper", 1.0),
     )
     repetition_penalty: float | None = sampling(None, "Above 0; 1 is neutral.", POSITIVE)
     no_repeat_ngram_size: int | None = sampling(None, "No n-gram of this size twice.", COUNT)
@@ -235,8 +249,8 @@ class Options(Given):
                 raise SettingsError(f"a stop string must be a text of at least 1 character, got {text!r}")
         if any(len(word) == 0 for word in self.bad_words or ()):
             raise SettingsError("a bad word must be a text or a list of token ids, got an empty one")
-        for name in ("top_k", "top_p", "min_p", "typical_p"):
-            if getattr(self, name) is not None and not self.sampled:
+        for name, _, _ in self.warpers():
+            if not self.sampled and name != "temperature" and getattr(self, name) is not None:
                 raise SettingsError(
                     f"{name} needs a temperature above 0, got temperature {self.temperature:g} (greedy); "
                     f"set temperature or leave {name} out"
@@ -252,6 +266,11 @@ class Options(Given):
             self.drafter, method=self.method, config=self.config, pool=self.pool, default=default
         )
         return given if given is not None else default
+
+    @classmethod
+    def warpers(cls) -> list[tuple[str, str, float]]:
+        """Options that change the scores when sampling, in order: name, class of transformers, neutral value."""
+        return [(one.name, *one.metadata["warper"]) for one in fields(cls) if one.metadata["warper"]]
 
     @property
     def sampled(self) -> bool:

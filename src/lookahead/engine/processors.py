@@ -9,15 +9,6 @@ from ..core import SettingsError
 from ..sampling import Process
 from .options import Options
 
-#: Applied in this order when sampling: option, its neutral value (which also gives the type), class in transformers.
-WARPERS: tuple[tuple[str, float, str], ...] = (
-    ("temperature", 1.0, "TemperatureLogitsWarper"),
-    ("top_k", 0, "TopKLogitsWarper"),
-    ("top_p", 1.0, "TopPLogitsWarper"),
-    ("min_p", 0.0, "MinPLogitsWarper"),
-    ("typical_p", 1.0, "TypicalLogitsWarper"),
-)
-
 
 def make_process(
     options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
@@ -53,7 +44,7 @@ def make_process(
         add("MinNewTokensLengthLogitsProcessor", prompt_length, low, ends, device=str(device))
     steps += options.processors
     if options.sampled:
-        for name, neutral, warper in WARPERS:
+        for name, warper, neutral in options.warpers():
             if (value := getattr(options, name)) not in (None, neutral):
                 add(warper, type(neutral)(value))
 
