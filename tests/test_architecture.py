@@ -92,6 +92,7 @@ def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
 
+    lookahead.load("tiny")  # imports are slow while calls are noted
     with watched_calls() as called, pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0

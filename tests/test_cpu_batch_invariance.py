@@ -39,9 +39,19 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def compiled(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> CpuTarget:
-    target = make_target(tiny(family, dtype, **changes), capacity=4)
+    return compiled_twice(family, dtype, **changes)[0]
+
+
+def compiled_twice(
+    family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object
+) -> tuple[CpuTarget, CpuTarget]:
+    """Two targets on one model, each with a cache of its own; the model is checked and compiled once."""
+    model = tiny(family, dtype, **changes)
+    target, other = make_target(model, capacity=4), make_target(model, capacity=4)
     assert isinstance(target, CpuTarget), target.reason
-    return target
+    assert isinstance(other, CpuTarget), other.reason
+    assert target.cache is not other.cache
+    return target, other
 
 
 def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
@@ -71,7 +81,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
     """Steps of 1 to 70 rows, of two sequences together, after commits of paths with gaps; no row differs in a bit."""
-    target, alone = compiled(family, dtype), compiled(family, dtype)
+    target, alone = compiled_twice(family, dtype)
     lengths = {0: 3, 1: 13}
     for slot, length in lengths.items():
         for one in (target, alone):
@@ -122,7 +132,7 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
         "hidden_size": hidden, "intermediate_size": inner, "head_dim": head, "num_attention_heads": 6,
         "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 101,
     }  # fmt: skip
-    target, alone = compiled("llama", dtype, **changes), compiled("llama", dtype, **changes)
+    target, alone = compiled_twice("llama", dtype, **changes)
     for one in (target, alone):
         one.prefill([(0, prompt(70))])
     tree = random_tree(3, 45)
