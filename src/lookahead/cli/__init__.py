@@ -57,9 +57,9 @@ class Commands(TyperGroup):
             sys.exit(self._guarded(*args, **extra))
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
-        """The exit status, with whatever went wrong said."""
+        """The exit status; errors are reported on stderr."""
         if sys.stdout is None:  # closed: files opened from here on would get its number
-            problem("stdout must be open, it is closed (a file or /dev/null will do)")
+            problem("stdout must be open, and it is closed; redirect it to a file or to /dev/null")
             return 2
         try:
             status = super().main(*args, **extra)

@@ -50,15 +50,15 @@ Steps = Annotated[
     ),
 ]
 MORE = (
-    "Also: lookahead bench step-cost [MODEL]. Records are written as they are made; "
+    "Also: lookahead bench step-cost [MODEL]. Records are written at once; "
     "after an interrupt the same command continues."
 )
 WORKLOADS = (
     "A JSON-lines file whose rows have prompt or turns, or stdlib: functions of Python's standard library. "
-    "Repeat for several. [default: stdlib]"
+    "Repeat the option for several workloads. [default: stdlib]"
 )
 METHOD = f"{', '.join(DRAFTERS)}, or lookahead:W,N,G; a list, or repeat. [default: every method]"
-NO_PLOTS = "plots are left out: they need matplotlib (pip install matplotlib)"
+NO_PLOTS = "no plots are drawn, because matplotlib is not installed (pip install matplotlib)"
 
 
 def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
@@ -90,7 +90,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar; call it with (finished, in all, what comes next)."""
+    """A progress bar; call it with (finished, total, the next item)."""
     with progress_bar() as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
@@ -110,8 +110,8 @@ def measure(
     limit: Annotated[int, typer.Option(help="Prompts per workload; 0 for all.", min=0)] = 8,
     method: Annotated[list[str] | None, typer.Option(help=METHOD, metavar="LIST")] = None,
     out: Out = Path("bench"),
-    repeats: Annotated[int, typer.Option(help="How often each prompt is decoded.", min=1)] = 3,
-    warm: Annotated[bool, typer.Option(help="Measure methods that keep state warm too.")] = True,
+    repeats: Annotated[int, typer.Option(help="Number of times that each prompt is decoded.", min=1)] = 3,
+    warm: Annotated[bool, typer.Option(help="Also measure warm: with the state of earlier prompts.")] = True,
     options: Options,
     load: LoadOptions,
     path: Steps = "auto",
@@ -147,10 +147,10 @@ def step_cost(
         str, typer.Option(help="Separated by commas.", metavar="LIST", rich_help_panel=MACHINE)
     ] = "float32,bfloat16",
     contexts: Annotated[
-        str, typer.Option(help="Committed tokens, separated by commas.", metavar="LIST")
+        str, typer.Option(help="Numbers of committed tokens, separated by commas.", metavar="LIST")
     ] = "128,512,1024",
     rows: Annotated[
-        str, typer.Option(help="Rows of a step, separated by commas.", metavar="LIST")
+        str, typer.Option(help="Numbers of rows, separated by commas.", metavar="LIST")
     ] = "1,2,4,8,16,32,64,128,256",
     out: Out = Path("bench"),
     load: LoadOptions,

@@ -68,7 +68,7 @@ class Conversation:
 @takes(max_new_tokens=512, prefix_cache=1)
 def chat(
     *,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     options: Options,
     draft: DraftOptions,
     load: LoadOptions,
@@ -85,7 +85,7 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
     """Read and answer lines until /exit or the end of the input."""
     conversation = Conversation(llm, system)
     if not conversation.templated:
-        note("this model has no chat template: it continues the text so far", "yellow")
+        note("this model has no chat template, so it continues the text", "yellow")
     note(HELP)
     while True:
         try:
@@ -108,7 +108,7 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
 
 
 def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> None:
-    """Stream one answer. A refused or failed one is said, and the conversation goes on without it."""
+    """Stream one answer. If it is refused or fails, report it and continue the conversation without it."""
     answered = False
     try:
         for piece in conversation.say(line, **options):
@@ -117,9 +117,9 @@ def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> N
             sys.stdout.flush()
         typer.echo()
         if not answered:
-            note("the model ended its text at once")
+            note("the answer is empty: the model ended it with the first token")
     except KeyboardInterrupt:  # ends the answer, not the conversation
         typer.echo()
-        note("interrupted; what was said so far stays", "yellow")
+        note("interrupted; the conversation keeps the answer so far", "yellow")
     except LookaheadError as error:
         problem(f"{error} (/reset forgets the conversation)")

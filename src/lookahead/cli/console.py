@@ -1,4 +1,4 @@
-"""What commands say: lines for people on stderr, records for machines, and the exit status of a comparison."""
+"""Output of commands: lines for people on stderr, records for machines, and the exit status of a comparison."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """Ctrl-C, with what there is to say about it."""
+    """Ctrl-C, with a message for the user."""
 
 
 def stderr() -> Console:
-    """A console on the stderr of this moment."""
+    """A console on the current stderr."""
     return Console(stderr=True, highlight=False)
 
 
@@ -31,7 +31,7 @@ def is_follower() -> bool:
 
 
 def note(text: str, style: str = "dim") -> None:
-    """One line, never wrapped, with no markup of its own. Only rank 0 says how things go."""
+    """Print one line without wrapping or markup; only rank 0 prints."""
     if style == "red" or not is_follower():
         stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
 
@@ -42,14 +42,14 @@ def problem(text: str) -> None:
 
 
 def progress_bar() -> Progress:
-    """A bar with the time left and what comes next, where stderr is a terminal."""
+    """A bar with the remaining time and the next item, if stderr is a terminal."""
     what = TextColumn("{task.description}", markup=False)
     columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), what
     return Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
 
 
 def as_record(result: Result) -> dict[str, Any]:
-    """A result in the words of the batch form; steps are forward passes after the prefill."""
+    """A result as the record of a batch; steps are forward passes after the prefill."""
     record = {
         "output_ids": result.tokens,
         "text": result.text,
@@ -79,7 +79,7 @@ def summary(llm: LLM, result: Result) -> str:
 
 
 def _steps(stats: Stats) -> str:
-    """Tokens and forward passes. The first token comes from the prompt's own pass, so it belongs to no step."""
+    """Tokens and forward passes. The first token comes from the prefill, so it belongs to no step."""
     if not stats.steps:
         return f"{stats.new_tokens} tokens"
     return (
@@ -104,5 +104,5 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 where a run with logits in full precision is not equal; in short formats near ties may flip."""
+    """Exit status: 1 if the texts of a run in full precision differ; in 16 bits near ties may flip."""
     return int(llm.model.dtype.itemsize >= 4 and not all(equal))

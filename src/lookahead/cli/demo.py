@@ -36,14 +36,14 @@ def demo(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of prompts, one text file each; without it four that come with the package.",
+            help="A folder of prompts, one text file each. [default: four prompts of the package]",
             metavar="DIR",
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 128,
     load: LoadOptions,
 ) -> None:
-    """Show the gain: texts with the tokens of each step in one colour, and their speed beside plain decoding."""
+    """Show the gain: texts with the tokens of each step in one colour, and speeds beside plain decoding."""
     folder = prompts or PROMPTS
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
@@ -70,7 +70,7 @@ def demo(
 
 
 def prompt_tokens(llm: LLM, text: str) -> list[int]:
-    """The prompt as a chat's first message if the model has a chat template, else as it is."""
+    """The prompt as the first message of a chat if the model has a chat template, else unchanged."""
     chat = getattr(llm.tokenizer, "chat_template", None)
     return llm.encode([{"role": "user", "content": text}] if chat else text)
 

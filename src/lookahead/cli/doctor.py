@@ -32,7 +32,7 @@ PACKAGES = (
 
 @takes()
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
-    """Versions, devices, instruction sets, whether a model can take token trees, and where a start's seconds go."""
+    """Show versions, devices, instruction sets, whether a model can evaluate token trees, and what a start costs."""
     llm, seconds = timed_start(load)
     report: dict[str, dict[str, Any]] = {
         "versions": versions(),
@@ -92,7 +92,7 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
 
 
 def _process_seconds() -> float | None:
-    """Seconds since this process was started; None where the system does not say."""
+    """Seconds since this process was started; None if the system does not provide them."""
     try:
         # Field 22 of /proc/self/stat, in clock ticks since boot; the name in field 2 may contain spaces.
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -102,7 +102,7 @@ def _process_seconds() -> float | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None for an optional package that is not there."""
+    """Installed versions; None for an optional package that is not installed."""
     there = {package.name.lower().replace("_", "-"): package.version for package in metadata.distributions()}
     own = {"lookahead": __version__, "python": platform.python_version()}
     return own | {name: there.get(name) for name in PACKAGES}

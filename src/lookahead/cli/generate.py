@@ -32,7 +32,7 @@ RESET = "\x1b[0m"
 
 @takes(without=())
 def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
-    """Complete a prompt, or every prompt of a file. The text is the model's own, whatever the method."""
+    """Complete a prompt, or every prompt of a file. The text is the model's own with every method."""
     if task.compare and draft.plain:
         raise SettingsError(
             "--compare compares a drafter with plain decoding; --drafter plain is plain decoding"
@@ -131,7 +131,7 @@ class Job:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Line, and id as text: 1, 1.0 and "1" are three."""
+        """Line, and id as text, so that 1, 1.0 and "1" are three ids."""
         return self.line, _text(self.id)
 
     def failed(self, error: str) -> dict[str, Any]:
@@ -195,14 +195,14 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
 
 
 class _Stdout(nullcontext[Any]):
-    """Records to stdout, where no --output is given."""
+    """Print records to stdout, without --output."""
 
     def write(self, record: dict[str, Any]) -> None:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
 def settings_of(*groups: Given) -> dict[str, Any]:
-    """The options that results depend on, by their flags and as JSON: those that are not at their defaults."""
+    """The options that change results, by flag and as JSON, without those at their defaults."""
     given = {name: value for group in groups for name, value in group.keywords().items()}
     own = {"model" if name == "path_or_id" else flag_of(name): value for name, value in given.items()}
     kept = {name: value for name, value in own.items() if name not in WITHOUT_EFFECT}
@@ -294,7 +294,7 @@ def run_batch(
 
 
 def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
-    """The records that are there already, the output being made ready to append to."""
+    """Prepare the output for appending; the records that it already has."""
     if not output.parent.is_dir():
         raise SettingsError(f"--output must lie in a folder that exists, got {output}")
     if output.is_dir():
@@ -315,7 +315,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
 
 
 def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A record per job as soon as it is done, that of a bad line in its place."""
+    """The record of each job as soon as it is done; a bad line has a record with its error."""
     from ..engine import compare as comparing
 
     bad: list[tuple[int, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Options of commands, made from the dataclasses of the Python API, and loading. Imports no torch."""
+"""Options of commands, made from the dataclasses of the Python API, and loading; does not import torch."""
 
 # ruff: noqa: RUF009
 from __future__ import annotations
@@ -35,7 +35,7 @@ METAVARS: dict[Any, str] = {
     Path: "FILE",
     bool: " ",
 }
-Json = Annotated[bool, typer.Option("--json", help="One JSON object in place of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 class Command(TyperCommand):
@@ -62,22 +62,22 @@ def metavar_of(kind: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Given):
-    """What to complete, and how it is shown and kept. What contradicts itself is refused by name."""
+    """What to complete, and how results are shown and kept. Contradictory options are refused by name."""
 
     prompt: str | None = option(None, "The prompt.")
-    prompt_file: Path | None = option(None, "Read the prompt from a file, as it is; - is stdin.")
+    prompt_file: Path | None = option(None, "Read the prompt from a file, unchanged; - is stdin.")
     input: Path | None = option(
         None,
         'JSON lines with "prompt", "messages" or "input_ids" each, and an "id" of your own; - is stdin.',
     )
-    output: Path | None = option(None, "Where the results of --input go; without it to stdout.")
-    resume: bool = option(False, "Go on with an --output begun before, with the same settings.")
-    mix_settings: bool = option(False, "Let --resume go on with other settings than before.")
+    output: Path | None = option(None, "The file for the results of --input. [default: stdout]")
+    resume: bool = option(False, "Continue an --output of an earlier run with the same settings.")
+    mix_settings: bool = option(False, "Let --resume continue with other settings.")
     overwrite: bool = option(False, "Replace an --output that exists.")
     batch_size: int = option(1, "Prompts of --input that share forward passes.")
-    compare: bool = option(False, "Decode plainly too: equal or not, steps, seconds.")
-    color: bool = option(False, "The tokens of one step share a colour.")
-    json: bool = option(False, "One JSON object in place of text.")
+    compare: bool = option(False, "Also decode plainly, and compare texts, steps and seconds.")
+    color: bool = option(False, "Show the tokens of each step in one colour.")
+    json: bool = option(False, "Print one JSON object instead of text.")
 
     def __post_init__(self) -> None:
         given = self.keywords()
@@ -142,7 +142,7 @@ def takes(
 
 
 def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Parameter:
-    """One field as typer reads parameters; what Python takes by position is an argument."""
+    """A field as a parameter for typer; positional fields of Python become arguments."""
     told = field.metadata
     kind: Any = told["kind"] or field.type
     if isinstance(kind, str):
@@ -183,7 +183,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
 
 
 def quiet() -> None:
-    """No progress bars and log lines of transformers from here on, without importing it: that takes a second."""
+    """Turn off progress bars and log lines of transformers without importing it, which takes a second."""
     if "transformers" not in sys.modules:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -196,7 +196,7 @@ def quiet() -> None:
 
 @contextmanager
 def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that make adaptive go on from a file; what it has learnt is written back, errors or not."""
+    """Options that let adaptive continue from a file; what it has learnt is written back, also after an error."""
     if file is None:
         yield {}
         return
@@ -216,12 +216,12 @@ def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def ranks() -> int:
-    """Processes that torchrun started; 1 without it."""
+    """Number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def dismiss() -> None:
-    """Let the ranks that follow go, where no model was needed."""
+    """End the other ranks if no model was needed."""
     if ranks() > 1:
         from ..engine.loading import dismiss_ranks
 
@@ -257,7 +257,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers with commas between, in order and each once."""
+    """Whole numbers separated by commas, sorted, without duplicates."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -34,7 +34,8 @@ def serve(ctx: typer.Context) -> None:
 
     run.__doc__ = (
         "Serve a model over HTTP, compatible with OpenAI's API. Each option may also be given as LOOKAHEAD_* in "
-        "the environment (--max-queue is LOOKAHEAD_MAX_QUEUE) or in a YAML file; options win, then the environment."
+        "the environment (--max-queue is LOOKAHEAD_MAX_QUEUE) or in a YAML file. Options override the environment, "
+        "and the environment overrides the file."
     )
     parameters = _parameters(Settings.model_fields)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -45,7 +46,7 @@ def serve(ctx: typer.Context) -> None:
 
 
 def _parameters(fields: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """One option for each setting; what is not given is left to the environment, the file and the default."""
+    """One option for each setting; settings that are not given come from the environment, the file or the default."""
     config: Any = typer.Option(
         help="A YAML file of these settings.", metavar="FILE", envvar="LOOKAHEAD_CONFIG"
     )

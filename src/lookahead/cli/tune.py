@@ -17,9 +17,9 @@ from .options import Json, load_model, numbers, takes
 @takes()
 def tune(
     *,
-    rows: Annotated[str, typer.Option(help="Rows of a step to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",
-    contexts: Annotated[str, typer.Option(help="Lengths of the text before it.")] = "64,512,1536",
-    batches: Annotated[str, typer.Option(help="Sequences that share the step.")] = "1,2,4",
+    rows: Annotated[str, typer.Option(help="Numbers of rows to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",
+    contexts: Annotated[str, typer.Option(help="Lengths of the text before the step.")] = "64,512,1536",
+    batches: Annotated[str, typer.Option(help="Numbers of sequences that share the step.")] = "1,2,4",
     repeats: Annotated[int, typer.Option(help="Steps per point; the quickest counts.")] = 7,
     as_json: Json = False,
     load: LoadOptions,

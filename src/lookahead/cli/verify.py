@@ -39,7 +39,8 @@ REFERENCE = "Compare with our own plain decoding, or with model.generate of tran
 def verify(
     *,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="In place of the built-in ones; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Prompt instead of the built-in ones; can be repeated."),
     ] = None,
     reference: Annotated[str, typer.Option(help=REFERENCE, metavar="plain|generate")] = "plain",
     as_json: Json = False,

@@ -141,7 +141,7 @@ def _triple(part: str, text: str) -> list[int]:
 
 
 def _value(text: str) -> Any:
-    """A setting's value: a number, true, false or none, or names with + between; ``suffix+`` is a list too."""
+    """A setting's value: a number, true, false or none, or names separated by +; ``suffix+`` is a list, too."""
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
@@ -164,7 +164,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Drafter:
 
 
 def _closest(settings: Mapping[str, Any]) -> type[Drafter]:
-    """The method that has most of these settings, for the error that names what it has not."""
+    """The method that has most of these settings, for the error that names the others."""
     return max(
         METHODS.values(),
         key=lambda kind: len({_own_name(kind, key) for key in settings} & set(setting_names(kind))),
@@ -219,14 +219,14 @@ def with_old_keywords(
     """The drafter of a call that may still use the keywords of version 0.1.
 
     Args:
-        drafter: the keyword of today; what ``as_drafter`` takes, or None.
+        drafter: the new keyword; what ``as_drafter`` takes, or None.
         method, config, pool: the old ones: a method's name, its settings, and what it keeps across sequences.
         sizes: single settings that were keywords of their own.
-        default: what is used where a call says nothing.
+        default: the drafter of calls that name none.
         few_rows: whether lookahead decoding without a (W, N, G) takes the preset "cpu".
 
     Returns:
-        None where nothing was given.
+        None if nothing was given.
 
     Raises:
         SettingsError: new and old keywords together, or what ``as_drafter`` raises.

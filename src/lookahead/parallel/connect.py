@@ -1,4 +1,4 @@
-"""Starting: the processes of torchrun find each other and their devices, and check that they hold the same model."""
+"""The start: the processes of torchrun find each other and their devices, and check that they hold the same model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def local_device(device: str | torch.device | None = None) -> str:
 def start(
     backend: str | None = None, timeout: float = TIMEOUT, device: str | torch.device | None = None
 ) -> Connections:
-    """Connect to the other ranks. To be called once in every process.
+    """Connect to the other ranks. Call it once in every process.
 
     Args:
         backend: for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank has a GPU of
@@ -123,7 +123,7 @@ def _device_id(device: torch.device) -> list[int]:
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
-    """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. To be called on every rank."""
+    """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. Every rank must call it."""
     every = [torch.zeros(1 + MAX_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
     padded = [len(numbers), *numbers, *[0] * (MAX_FACTS - len(numbers))]
     try:
@@ -192,7 +192,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
 
 
 def dismiss(connections: Connections) -> None:
-    """On rank 0, instead of ``join``: there is nothing to decode, and the other ranks end."""
+    """End the other ranks: rank 0 calls this instead of ``join`` if there is nothing to decode."""
     _gather([])
     connections.close()
 
