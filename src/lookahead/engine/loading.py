@@ -13,6 +13,7 @@ import torch
 
 from ..core import SettingsError
 from ..core.errors import first_line
+from ..drafters import Adaptive
 from ..targets.cpu.blueprint import Unsupported
 from ..targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from ..targets.equivalence import differ
@@ -57,6 +58,8 @@ def load_with(chosen: LoadOptions) -> LLM:
     dtype = _dtype(chosen.dtype)
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
+    if isinstance(drafter, Adaptive) and device.type == "cpu":
+        drafter.precompile()
     checkpoint = Checkpoint(chosen)
     if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
         raise SettingsError(

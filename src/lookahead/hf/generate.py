@@ -108,10 +108,12 @@ def generate(
         with said_where_slow("compiling the model for this processor (once)", always=True):
             return make_target(model, exact=exact)
 
-    target = fresh()
-    warn_about_slow_path(model, target)
     if chosen is None:
         chosen = Adaptive()
+    if isinstance(chosen, Adaptive) and model.device.type == "cpu":
+        chosen.precompile()
+    target = fresh()
+    warn_about_slow_path(model, target)
     facts = found.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
     engine = Engine(fresh, model, found=found, target=keeping if keeping is not None else target)

@@ -75,6 +75,14 @@ class _Entry:
         return result
 
 
+def is_on_disk(function: Any) -> bool:
+    """Whether the code of an entry is on disk; also true where it will never be."""
+    cache = getattr(getattr(function, "_dispatcher", None), "_cache", None)
+    if not isinstance(cache, _Cache):
+        return True
+    return any(key[-1] == _text_of_package() for key in cache._cache_file._load_index())
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """Numba's, which looks at the file of the entry alone, and not at what that calls."""
 

@@ -63,6 +63,12 @@ class Adaptive(AdaptiveSettings, Drafter):
             return self
         return replace(self, budget=False, max_rows=min(self.max_rows, UNTIMED_ROWS))
 
+    def precompile(self) -> None:
+        """Compile the drafter's code in another process, where that has not been done on this machine."""
+        from . import precompile  # loads numba
+
+        precompile.start()
+
     def start(self, sequence: Start) -> DraftState:
         from .sequence import AdaptiveDraftState  # loads numpy and numba
 

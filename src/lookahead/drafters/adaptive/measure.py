@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Request, Start, Target, TokenTree, decode
+from . import precompile
 from .drafter import Adaptive
 from .step_times import StepTimes, from_points, load_times, save_times
 
@@ -131,6 +132,13 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
     times.setup.value = min(spent)
 
 
+def compile_all() -> None:
+    """Draft on a target that needs neither a model nor torch, greedily and with noise; see ``precompile``."""
+    from ...testing import FakeTarget
+
+    warm_up(FakeTarget(512), 512, StepTimes())
+
+
 def model_key(model: Any, path: str = "") -> str:
     """The key of a model's step times: shape, dtype, device and code path, but not the values of the weights.
 
@@ -166,6 +174,7 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     mine = _of_models.setdefault(model, {})
     key = (getattr(model, "weights", model.dtype), model.device, path)
     if key not in mine:
+        precompile.wait()
         target = make_target()
         name = model_key(model, path)
         times = load_times(name)

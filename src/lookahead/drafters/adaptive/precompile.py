@@ -1,0 +1,43 @@
+"""Compiles the functions of this package in another process, while this one compiles the model's forward pass.
+
+On a machine that has not used the library, each of the two takes some ten seconds on one core. The other process
+leaves machine code in numba's cache on disk, where this one finds it. Whatever goes wrong there costs only time: a
+function that is not on disk is compiled where it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+from . import growth
+from .compiling import is_on_disk
+
+#: More than the compilation takes on a slow machine, in seconds.
+LONGEST = 120.0
+#: What the other process runs.
+CODE = f"from {__package__}.measure import compile_all; compile_all()"
+_running: list[subprocess.Popen[bytes]] = []
+
+
+def start() -> None:
+    """Start the other process, unless the code is on disk or there is one core only."""
+    if _running or (os.cpu_count() or 1) < 2 or not sys.executable:
+        return
+    if is_on_disk(growth.grow) and is_on_disk(growth.learn_from_step):
+        return
+    quiet = subprocess.DEVNULL
+    with suppress(OSError):
+        _running.append(
+            subprocess.Popen([sys.executable, "-c", CODE], stdin=quiet, stdout=quiet, stderr=quiet)
+        )
+
+
+def wait() -> None:
+    """Return when the other process is done, if there is one."""
+    while _running:
+        process = _running.pop()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LONGEST)
