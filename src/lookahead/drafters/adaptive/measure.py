@@ -132,11 +132,42 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
     times.setup.value = min(spent)
 
 
-def compile_all() -> None:
-    """Draft on a target that needs neither a model nor torch, greedily and with noise; see ``precompile``."""
-    from ...testing import FakeTarget
+class _BlankTarget:
+    """A target without a model and without torch: all its logits are equal."""
 
-    warm_up(FakeTarget(512), 512, StepTimes())
+    path, reason, vocabulary, max_rows = "blank", "to compile the drafter's code", 512, 1 << 20
+
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
+        return [_BlankScores() for _ in prompts]
+
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[_BlankScores]:
+        return [_BlankScores() for _ in trees]
+
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass
+
+    def depth_limit(self, slot: int) -> int:
+        return 1 << 20
+
+
+class _BlankScores:
+    def best(self, node: int) -> int:
+        return 0
+
+    def row(self, node: int) -> list[float]:
+        return [0.0] * _BlankTarget.vocabulary
+
+    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+        return [list(range(k)) for _ in nodes], [[0.0] * k for _ in nodes]
+
+
+def compile_all() -> None:
+    """Draft on a blank target, greedily and with noise; see ``precompile``."""
+    target = _BlankTarget()
+    warm_up(target, target.vocabulary, StepTimes())
 
 
 def model_key(model: Any, path: str = "") -> str:
