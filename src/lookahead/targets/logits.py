@@ -35,15 +35,19 @@ class LogitsBatch:
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest of equals. Raises NumericalError on
         NaN."""
-        if self._best is None:
-            self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
-        token = self._best[b][r]
+        token = self.argmax(b, r)
         if token < 0:
             raise NumericalError(
                 "the model's logits are NaN, so no token can be chosen; check the weights and the dtype "
                 "(float16 overflows in some models: try bfloat16 or float32)"
             )
         return token
+
+    def argmax(self, b: int, r: int) -> int:
+        """The same; -1 on NaN."""
+        if self._best is None:
+            self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
+        return self._best[b][r]
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best tokens of every row and their logits minus the row's largest, both (B, R, min(k, V))."""

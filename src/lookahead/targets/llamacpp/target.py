@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ...core import OutOfMemory, SettingsError, TokenTree
 from ...threads import one_thread
-from ..logits import LogitsBatch, LogitsRows, best_tokens
+from ..logits import LogitsBatch, LogitsRows
 from .library import Context
 
 if TYPE_CHECKING:
@@ -56,18 +57,26 @@ class Slot:
 
 
 class PassLogits(LogitsBatch):
-    """What one pass has read, in llama.cpp's own memory until ``detach``."""
+    """What one pass has read, in llama.cpp's own memory until ``detach``.
+
+    Args:
+        rows: logits (R, V).
+    """
+
+    def __init__(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        super().__init__(torch.from_numpy(rows)[None])
+        self._rows = rows
 
     def detach(self) -> None:
         """Go on with a copy."""
-        with one_thread:
-            self.logits = self.logits.clone()
+        self._rows = self._rows.copy()
+        self.logits = torch.from_numpy(self._rows)[None]
 
-    def best(self, b: int, r: int) -> int:
-        if self._best is None:
-            with one_thread:
-                self._best = best_tokens(self.logits).tolist()
-        return super().best(b, r)
+    def argmax(self, b: int, r: int) -> int:
+        """By numpy, which takes a tenth of torch's time and of rows that nobody asks for none."""
+        row = self._rows[r]
+        token = int(row.argmax())  # to numpy NaN is the largest
+        return -1 if np.isnan(row[token]) else token
 
 
 class TreeScores(LogitsRows):
@@ -185,7 +194,7 @@ class LlamaCppTarget:
         if last is not None:  # whoever still holds these goes on with a copy
             last.detach()
         rows = self._context.decode(tokens, positions, sequences, wanted)
-        logits = PassLogits(torch.from_numpy(rows)[None])
+        logits = PassLogits(rows)
         self._last = weakref.ref(logits)
         return logits
 
