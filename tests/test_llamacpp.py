@@ -1,8 +1,10 @@
 """llama.cpp as an engine. `make test-llamacpp` installs llama-cpp-python beside the other packages and runs these."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
+import httpx
 import pytest
 import torch
 
@@ -17,11 +19,14 @@ from lookahead.cli import app
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.target import PROMISES
 from lookahead.core.verify import ChooseBy, greedy
+from lookahead.server.service import load_model
+from lookahead.server.settings import Settings
 from lookahead.targets.equivalence import distance
 from lookahead.targets.llamacpp import library
 from lookahead.targets.llamacpp.check import check, compare
 from lookahead.targets.llamacpp.model import LlamaCppModel
 from lookahead.targets.llamacpp.target import LlamaCppTarget
+from serving import serving
 
 #: Nothing shorter than float32, so that rounding is far below any difference that a wrong row makes.
 WHOLE = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
@@ -350,6 +355,27 @@ def test_options_that_it_cannot_honour(files, options, words):
         lookahead.load(files(), **({"engine": "llama.cpp"} | options)).generate(PROMPT, max_new_tokens=2)
 
 
+def test_layers_on_a_gpu_that_is_not_there(files):
+    if library.library().llama_supports_gpu_offload():
+        pytest.skip("llama.cpp has a GPU here")
+    with pytest.raises(SettingsError, match=r"n_gpu_layers must be 0 where llama.cpp is built without a GPU"):
+        lookahead.load(files(), engine="llama.cpp", n_gpu_layers=3)
+    assert lookahead.load(files(), engine="llama.cpp", n_gpu_layers=0).path == "llama.cpp"
+
+
+def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypatch):
+    """As if this one had such a state: its memory could not be cut back."""
+    plain = loaded().generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Plain())
+    monkeypatch.setattr(library.library(), "llama_model_is_recurrent", lambda model: True)
+    with pytest.warns(UserWarning, match="its recurrent state cannot be cut back"):
+        llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
+    assert llm.probe.mode == "plain"
+    assert llm.model.loaded.sequences == library.RECURRENT_SEQUENCES
+    ours = llm.generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Lookahead(7, 3, 7))
+    assert [result.tokens for result in ours] == [result.tokens for result in plain]
+    assert all(result.stats.drafted == 0 for result in ours)
+
+
 def test_options_of_the_engine_without_it(files):
     with pytest.raises(SettingsError, match=r"flash_attn goes with engine='llama.cpp'"):
         lookahead.load(files(), flash_attn="on")
@@ -389,3 +415,45 @@ def test_what_needs_a_module_says_so(loaded):
     assert isinstance(model, LlamaCppModel)
     with pytest.raises(SettingsError, match="'generate' needs a transformers model"):
         model.generate()
+
+
+# ------------------------------------------------------------------------------- the server and the benchmark
+
+
+def test_the_server_decodes_texts_together(files):
+    options = {"engine": "llama.cpp", "threads": 1, **WHOLE}
+    llm = load_model(Settings(model=str(files()), **options))
+    prompts = ["ab ab ab ab ab ab", "def f(x):", "a", "one two one two"]
+    plain = [llm.generate(prompt, max_new_tokens=24, drafter=Plain()) for prompt in prompts]
+    with serving(llm, max_concurrent=4) as served:
+
+        def ask(prompt):
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "lookahead": {"drafter": "7,3,7"}}
+            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        with ThreadPoolExecutor(4) as pool:
+            texts = list(pool.map(ask, prompts))
+    assert texts == [result.text for result in plain]
+    assert len(set(texts)) > 1
+
+
+def test_the_benchmark_measures_it(files, tmp_path):
+    command = [
+        "bench",
+        str(files()),
+        "--engine",
+        "llama.cpp",
+        "--threads",
+        "1",
+        "--limit",
+        "1",
+        "--repeats",
+        "1",
+    ]
+    command += ["--method", "plain,prompt_lookup", "--max-new-tokens", "8", "--out", str(tmp_path)]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert {record["path"] for record in records} == {"llama.cpp"}

@@ -1,0 +1,138 @@
+"""Our drafters on the engine llama.cpp, beside llama.cpp's own examples, on the same file, prompts and threads.
+
+    python -m benchmarks.llamacpp_examples --bin llama.cpp/build/bin --model model.gguf --limit 4 --tokens 64
+
+``--bin`` holds llama.cpp's programs, of which llama-bench (plain decoding), llama-lookup and llama-lookahead are run;
+an own build may call the last two lookup and lookahead. Each program is given the prompt as text, and must say that
+it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lookahead
+from lookahead.bench import load_workload
+from lookahead.bench.report import markdown_table
+from lookahead.core import SettingsError
+
+#: What we measure. The triple is the one that is compiled into llama-lookahead.
+OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
+#: (tokens, passes, seconds) of one prompt, or of all.
+Cost = tuple[int, int, float]
+
+
+def said(output: str, name: str) -> float:
+    """The number that an example prints after a name.
+
+    Raises:
+        SettingsError: it prints no such thing.
+    """
+    found = re.search(rf"\b{name}\s*=\s*([\d.]+)", output)
+    if found is None:
+        raise SettingsError(f"the example must print {name}, got {output[-200:]!r}")
+    return float(found.group(1))
+
+
+def cost_of(output: str, prompt_tokens: int, counts_first: bool) -> Cost:
+    """What llama-lookahead or llama-lookup says of one text: every pass gives one token and those it has accepted.
+
+    Args:
+        counts_first: whether its tokens include that of the prompt's own pass, as those of llama-lookup do.
+
+    Raises:
+        SettingsError: it has read another prompt than ours.
+    """
+    read = re.search(r"encoded\s+(\d+) tokens", output)
+    if read is None or int(read.group(1)) != prompt_tokens:
+        raise SettingsError(f"the example must read {prompt_tokens} tokens, got {read and read.group(1)}")
+    spent = re.search(r"decoded\s+\d+ tokens in\s+([\d.]+) seconds", output)
+    if spent is None:
+        raise SettingsError(f"the example must say how long it took, got {output[-200:]!r}")
+    tokens, accepted = int(said(output, "n_predict")) - counts_first, int(said(output, "n_accept"))
+    return tokens, tokens - accepted, float(spent.group(1))
+
+
+def program(folder: Path, name: str) -> str:
+    """The program of that name, with or without ``llama-`` before it."""
+    for path in (folder / f"llama-{name}", folder / name):
+        if path.is_file():
+            return str(path)
+    raise SettingsError(f"--bin must hold llama-{name}, and {folder} does not")
+
+
+def examples(arguments: argparse.Namespace) -> dict[str, Callable[[str, int], Cost]]:
+    """Name -> what runs one of llama.cpp's examples on (prompt, its tokens)."""
+
+    def runner(name: str) -> Callable[[str, int], Cost]:
+        path = program(arguments.bin, name)
+
+        def run(prompt: str, prompt_tokens: int) -> Cost:
+            command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "--temp", "0"]
+            command += ["-n", str(arguments.tokens), "-c", "2048", "--no-escape", "-p", prompt]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            return cost_of(done.stdout + done.stderr, prompt_tokens, name == "lookup")
+
+        return run
+
+    return {f"llama-{name}": runner(name) for name in ("lookup", "lookahead")}
+
+
+def plain_of_bench(arguments: argparse.Namespace, depth: int) -> float:
+    """Tokens per second of llama-bench, of texts that begin after ``depth`` tokens."""
+    command = [program(arguments.bin, "bench"), "-m", str(arguments.model), "-t", str(arguments.threads)]
+    command += ["-p", "0", "-n", str(arguments.tokens), "-d", str(depth), "-r", "3", "-o", "json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r'"avg_ts":\s*([\d.]+)', done.stdout)
+    if found is None:
+        raise SettingsError(f"llama-bench must print avg_ts, got {done.stderr[-200:]!r}")
+    return float(found.group(1))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--workload", default="stdlib")
+    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args(words)
+    theirs = examples(arguments)
+    llm = lookahead.load(arguments.model, engine="llama.cpp", threads=arguments.threads)
+    prompts = [prompt.tokens(llm.tokenizer) for prompt in load_workload(arguments.workload, arguments.limit)]
+    costs: dict[str, list[Cost]] = {}
+    texts: dict[str, list[Any]] = {}
+    for drafter in OURS:  # nothing that happens once is paid by a prompt
+        llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
+    for ids in prompts:
+        text = llm.tokenizer.decode(ids, skip_special_tokens=False)
+        for drafter in OURS:
+            result = llm.generate(ids, max_new_tokens=arguments.tokens, drafter=drafter)
+            stats = result.stats
+            seconds = sum(spent for part, spent in stats.seconds.items() if part != "prefill")
+            costs.setdefault(f"ours, {drafter}", []).append((stats.new_tokens - 1, stats.steps, seconds))
+            texts.setdefault(f"ours, {drafter}", []).append(result.tokens)
+        for name, run in theirs.items():
+            costs.setdefault(name, []).append(run(text, len(ids)))
+    plain = texts["ours, plain"]
+    depth = round(sum(map(len, prompts)) / len(prompts))
+    rows = [["llama-bench", "", "", f"{plain_of_bench(arguments, depth):.1f}", ""]]
+    for name, each in costs.items():
+        tokens, passes, seconds = (sum(column) for column in zip(*each, strict=True))
+        equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
+        shown = "" if equal is None else f"{equal} of {len(plain)}"
+        rows.append([name, str(tokens), f"{tokens / passes:.2f}", f"{tokens / seconds:.1f}", shown])
+    print(markdown_table(["", "tokens", "S", "tokens/s", "equal to our plain"], rows))
+
+
+if __name__ == "__main__":
+    main()
