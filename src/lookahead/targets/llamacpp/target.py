@@ -144,6 +144,8 @@ class LlamaCppTarget:
         for slot, _ in trees:
             self._drop_pending(self._slots[slot])
         self._make_room(sum(len(tree) for _, tree in trees))
+        if len(trees) == 1 and len(trees[0][1]) == 1:
+            return [self._plain_step(self._slots[trees[0][0]], trees[0][1].tokens[0])]
         tokens, positions = list[int](), list[int]()
         sequences, wanted = list[list[int]](), list[bool]()
         parts, used, start = [], set[int](), 0
@@ -171,6 +173,10 @@ class LlamaCppTarget:
         for slot, path in paths:
             held = self._slots[slot]
             assert held.pending is not None
+            if len(held.pending) == 1:  # of plain decoding, which is to cost nothing
+                held.length += 1
+                held.known[held.base], held.pending = held.length, None
+                continue
             self._keep(held, Counter(chain.from_iterable(held.pending[node] for node in path)))
             held.base = held.pending[path[-1]][0]
             held.length += len(path)
@@ -190,10 +196,27 @@ class LlamaCppTarget:
         sequences: Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> PassLogits:
+        self._detach()
+        return self._logits(self._context.decode(tokens, positions, sequences, wanted))
+
+    def _plain_step(self, held: Slot, token: int) -> TreeScores:
+        """``forward`` of one row."""
+        self._detach()
+        held.pending = [[held.base]]
+        try:
+            rows = self._context.decode_one(token, held.length, held.base)
+        except Exception:
+            self._drop_pending(held)
+            raise
+        return TreeScores(self._logits(rows), 0, [0])
+
+    def _detach(self) -> None:
+        """Whoever still holds the logits of the last pass goes on with a copy."""
         last = self._last() if self._last is not None else None
-        if last is not None:  # whoever still holds these goes on with a copy
+        if last is not None:
             last.detach()
-        rows = self._context.decode(tokens, positions, sequences, wanted)
+
+    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> PassLogits:
         logits = PassLogits(rows)
         self._last = weakref.ref(logits)
         return logits
