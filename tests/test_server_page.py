@@ -29,7 +29,7 @@ def served(tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
 def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     problems, asked = [], []
@@ -52,6 +52,11 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     assert "rows" in page.locator("#tree").get_attribute("aria-label")
     assert "on the mean" in page.locator("#chart").get_attribute("aria-label")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it must not scroll sideways"
+    for drawing in ("chart", "tree"):  # letters of 11 pixels, however narrow the page is
+        shown = page.evaluate(
+            f"(e => e.getBoundingClientRect().width / e.viewBox.baseVal.width)(document.getElementById('{drawing}'))"
+        )
+        assert 0.99 < shown < 1.01, drawing
     assert all(url.startswith(served.url) for url in asked), "no outside resources"
     unnamed = page.evaluate(
         "[...document.querySelectorAll('input, select, textarea, button')]"
@@ -77,7 +82,9 @@ def test_errors_are_shown_and_stop_works(browser, served):
     page.goto(served.url)
     page.get_by_role("textbox", name="Prompt").fill("x " * 3000)
     page.get_by_role("button", name="Decode").click()
-    page.wait_for_function("document.getElementById('say').textContent.includes('context')", timeout=60_000)
+    page.wait_for_function(
+        "document.getElementById('say').textContent.includes('must be shorter')", timeout=60_000
+    )
     page.get_by_role("textbox", name="Prompt").fill("x")
     page.get_by_role("spinbutton", name="Tokens").fill("900")
     page.get_by_role("button", name="Decode").click()
