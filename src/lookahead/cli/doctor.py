@@ -25,9 +25,19 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
 
 PACKAGES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "numba", "typer", "rich",
-    "triton", "matplotlib", "llama-cpp-python",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "numba",
+    "typer",
+    "rich",
+    "triton",
+    "matplotlib",
+    "llama-cpp-python",
+)
 
 
 @takes()
