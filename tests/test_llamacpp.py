@@ -219,6 +219,13 @@ def test_a_seed_draws_the_same_text(loaded):
     assert texts["plain"] == texts["adaptive"] == texts["7,3,7"]
 
 
+def test_measured_times_choose_the_rows_of_quantised_files(loaded):
+    """Other paths that round in company take steps of a fixed size, which a CPU's rows are too dear for here."""
+    llm = loaded(types="Q8_0", flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
+    assert llm.model.dtype == torch.float16
+    assert llm.engine()._drafter(Adaptive()) == Adaptive()
+
+
 @pytest.mark.parametrize("types", ["Q8_0", ("Q4_K", "Q6_K"), "Q2_K", "IQ4_NL"])
 def test_quantised_files_are_checked_at_load(loaded, types):
     llm = loaded(types=types, flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
@@ -341,7 +348,6 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
         ({"weights": "q8_0"}, "weights does not go with"),
         ({"exact": True}, "exact does not go with"),
         ({"device": "cpu"}, "n_gpu_layers says how many"),
-        ({"prefix_cache": 2}, "prefix_cache does not go with"),
         ({"engine": "vllm"}, "engine must be 'llama.cpp' or None"),
         ({"flash_attn": "yes"}, "flash_attn must be auto, on or off"),
         ({"cache_type_k": "q9"}, "cache_type_k must be one of f32"),
@@ -437,6 +443,12 @@ def test_the_server_decodes_texts_together(files):
             texts = list(pool.map(ask, prompts))
     assert texts == [result.text for result in plain]
     assert len(set(texts)) > 1
+
+
+def test_a_conversation(files):
+    command = ["chat", str(files()), "--engine", "llama.cpp", "--threads", "1", "--max-new-tokens", "6"]
+    found = CliRunner().invoke(app, command, input="hello\nagain\n")
+    assert found.exit_code == 0, found.output
 
 
 def test_the_benchmark_measures_it(files, tmp_path):

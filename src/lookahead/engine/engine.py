@@ -29,6 +29,7 @@ from ..core.target import PROMISES, UP_TO_ROUNDING
 from ..drafters import Plain
 from ..targets.equivalence import HALF_DTYPES
 from ..targets.factory import Probe, probe
+from ..targets.llamacpp.target import LlamaCppTarget
 from .prefix_cache import PrefixTarget, with_prefixes
 from .progress import said_where_slow
 from .results import Result, Sequence, Update
@@ -195,7 +196,9 @@ class Engine:
         if not self._drafts:
             return Plain()
         assert self._decoder is not None
-        rounds = PROMISES.get(self._decoder.target.path) == UP_TO_ROUNDING
+        path = self._decoder.target.path
+        # Rows are so dear on llama.cpp's CPU kernels that steps of a fixed size would take several times a plain one.
+        rounds = PROMISES.get(path) == UP_TO_ROUNDING and path != LlamaCppTarget.path
         return given.untimed() if rounds and getattr(self._model, "dtype", None) in HALF_DTYPES else given
 
     def _step_times(self, path: str) -> StepTimes | None:

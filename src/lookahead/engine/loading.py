@@ -102,7 +102,6 @@ NOT_OF_LLAMA_CPP = {
     "quantization_config": "the file says it",
     "attention": "flash_attn says it",
     "exact": "its rows round differently in company",
-    "prefix_cache": "its rows round differently in company",
     "trust_remote_code": "a file has no code",
     "parallel": "it decodes in one process",
     "parallel_timeout": "it decodes in one process",
