@@ -1,14 +1,16 @@
-"""Convert a GGUF file to another precision, so that llama.cpp can be measured in the precision that we decode in.
+"""Convert a GGUF file to another precision, so that all libraries can be measured in one.
 
-    python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0
+    python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M
 
 The weights are IN's, dequantised as transformers does it; no original model is read. Matrices are packed again,
-vectors (norms, biases) stay in float32, as llama.cpp requires.
+vectors (norms, biases) stay in float32, as llama.cpp requires. Q4_K_M is made by llama.cpp's quantizer, from F16.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import tempfile
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
@@ -19,11 +21,15 @@ TYPES = {
     "F16": LlamaFileType.MOSTLY_F16,
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
 }
 
 
 def convert(source: Path, out: Path, name: str) -> None:
     """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``."""
+    if name == "Q4_K_M":
+        return _mixed(source, out, TYPES[name])
     reader, wanted = GGUFReader(source), GGMLQuantizationType[name]
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
@@ -32,7 +38,7 @@ def convert(source: Path, out: Path, name: str) -> None:
             inner = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
     writer.add_file_type(TYPES[name])
-    if name == "Q8_0":
+    if name.startswith("Q"):
         writer.add_quantization_version(2)
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
@@ -42,6 +48,19 @@ def convert(source: Path, out: Path, name: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _mixed(source: Path, out: Path, kind: LlamaFileType) -> None:
+    """A mixed file by llama.cpp's quantizer, which chooses the format of each tensor."""
+    import llama_cpp
+
+    with tempfile.TemporaryDirectory() as folder:
+        wide = Path(folder) / "wide.gguf"
+        convert(source, wide, "F16")
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype = int(kind)
+        if llama_cpp.llama_model_quantize(str(wide).encode(), str(out).encode(), ctypes.byref(settings)):
+            raise SystemExit(f"error: llama.cpp cannot quantize {source} to {kind.name}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
     hf-assisted:PATH              its speculative decoding with the draft model at PATH (arXiv 2211.17192)
     llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
     llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
+    openvino-greedy[:FILE]        OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``)
+    openvino-lookup[:FILE]        its prompt lookup, 10 tokens
 
 Every other name is a method of ours.
 """
@@ -24,6 +26,7 @@ from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions,
 from lookahead.core import SettingsError
 
 from .llamacpp import LLAMA_CPP, LOOKUP_TOKENS, LlamaCpp
+from .openvino import OPENVINO, OpenVino
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
 ASSISTED = "hf-assisted"
@@ -51,10 +54,12 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         return [HuggingFace(head)]
     if head in LLAMA_CPP:
         return [LlamaCpp(head, settings, model)]
+    if head in OPENVINO:
+        return [OpenVino(head, settings, model)]
     try:
         return methods.make_methods(name, model, warm)
     except SettingsError as error:
-        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP))
+        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP, *OPENVINO))
         raise SettingsError(f"{error}; methods of other libraries are {others}") from None
 
 

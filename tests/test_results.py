@@ -30,7 +30,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         line("sums", "adaptive", 151.0, 1.5, 1),
     ]
     facts = {"command": "bench --limit 2", "where": "a machine", "busy": "", "figures": figures}
-    (tmp_path / "bench-bfloat16.json").write_text(json.dumps(facts))
+    (tmp_path / f"{results.IN_README}.json").write_text(json.dumps(facts))
     text = results.readme(TEXT)
     assert "| ours, adaptive, the default | 160 | 151 | 1.75 | 3 of 4 |" in text
     assert "| llama.cpp prompt lookup, BF16 | 56 | 44 | 1.50 | – |" in text
