@@ -384,10 +384,11 @@ def leader_ends(rank, how):
 
 def command_line(rank, arguments, dies_at):
     """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
-    import lookahead.targets.factory as probe
+    import lookahead.targets.factory as factory
     from lookahead.cli import app
+    from lookahead.engine import llm, loading
 
-    make, steps = probe.make_target, []
+    make, steps = factory.make_target, []
 
     def mortal(model, *rest, **named):
         target = make(model, *rest, **named)
@@ -402,7 +403,8 @@ def command_line(rank, arguments, dies_at):
         target.forward = counted
         return target
 
-    probe.make_target = mortal
+    for module in (factory, llm, loading):  # each may have been imported before, with the name
+        module.make_target = mortal
     try:
         app(arguments, prog_name="lookahead")
     finally:
