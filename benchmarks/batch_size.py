@@ -19,6 +19,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import torch
+
 import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.methods import PLAIN, make_request, timed_decode
@@ -75,7 +77,7 @@ def speeds(
 
 
 def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
-    """Bytes of the weights and of the KV cache per token, and what a drafter keeps at the end of a text.
+    """Bytes of the weights (None for packed ones) and of the KV cache per token, and what a drafter keeps of a text.
 
     A drafter's bytes are those that ``tracemalloc`` attributes to its own files while it is alive: Python objects and
     numpy arrays. The cache, the prompt and the activations of the prefill are none of them.
@@ -99,7 +101,9 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 tracemalloc.stop()
                 kept[name] = sum(trace.size for trace in snapshot.traces)
     per_token = storage[0].nbytes / storage[0].shape[2] if storage is not None else None
-    weights = sum(parameter.nbytes for parameter in llm.model.parameters())
+    # Packed weights take as much as in their file, and are no parameters of a module.
+    module = isinstance(llm.model, torch.nn.Module)
+    weights = sum(parameter.nbytes for parameter in llm.model.parameters()) if module else None
     tokens = len(prompt) + len(outcome.tokens)
     return {"weights": weights, "cache per token": per_token, "tokens": tokens, "kept": kept}
 
@@ -128,6 +132,7 @@ def body(lines: Sequence[dict[str, Any]], held: dict[str, Any]) -> list[str]:
         ]
         for x in lines
     ]
+    weights = f" (weights {held['weights'] / 1e6:.0f} MB)" if held["weights"] else ""
     sizes = {f"what {name} keeps": size for name, size in held["kept"].items()}
     if held["cache per token"]:
         sizes = {"the KV cache": held["cache per token"] * held["tokens"], **sizes}
@@ -137,7 +142,7 @@ def body(lines: Sequence[dict[str, Any]], held: dict[str, Any]) -> list[str]:
         "Seconds without the prefills; medians of paired runs. A waiting text takes the place of one that ends. "
         "In the last line none waits: texts that end early leave the others behind.",
         "",
-        f"Memory: weights {held['weights'] / 1e6:.0f} MB. At the end of a text of {held['tokens']} tokens:",
+        f"Memory{weights} at the end of a text of {held['tokens']} tokens:",
         "",
         markdown_table(["", "MB"], [[name, f"{size / 1e6:.3f}"] for name, size in sizes.items()]),
     ]

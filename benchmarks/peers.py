@@ -32,9 +32,10 @@ HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
 ASSISTED = "hf-assisted"
 
 
-def default_methods() -> list[str]:
-    """transformers' greedy decoding and prompt lookup, and every method of ours."""
-    return ["hf-greedy", "hf-prompt-lookup", *methods.default_methods()]
+def default_methods(model: ModelUnderTest) -> list[str]:
+    """Every method of ours; before them transformers' greedy decoding and prompt lookup, if it has the model."""
+    theirs = ["hf-greedy", "hf-prompt-lookup"] if isinstance(model.model, torch.nn.Module) else []
+    return [*theirs, *methods.default_methods()]
 
 
 def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
@@ -45,8 +46,11 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
     """
     head, _, settings = name.partition(":")
     if head in (*HUGGING_FACE, ASSISTED):
-        if model.model is None:
-            raise SettingsError(f"{head} needs a transformers model, and there is only a target")
+        if not isinstance(model.model, torch.nn.Module):
+            raise SettingsError(
+                f"{head} needs a transformers model, and {model.name} in {model.dtype} is none; add --dtype bfloat16 "
+                "or float32, or leave the method out"
+            )
         if head == ASSISTED:
             return [Assisted(settings, model)]
         if settings:

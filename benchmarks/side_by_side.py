@@ -1,7 +1,7 @@
 """Methods side by side on the paper's data sets, other libraries' decoding among them, text by text.
 
-    python -m benchmarks.side_by_side --data DIR --workload humaneval --workload gsm8k --limit 10
-    python -m benchmarks.side_by_side --data DIR --workload mt-bench --method "hf-assisted:DRAFT_MODEL adaptive"
+    python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --workload humaneval --limit 10
+    python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --method "hf-assisted:DRAFT_MODEL adaptive"
 
 The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
 the other libraries. Records go to --out as they are made; after an interrupt the same command continues.
@@ -46,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128)
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0)
-    add("--dtype", default="auto")
+    add(
+        "--dtype",
+        default="auto",
+        help="methods of transformers on a quantized GGUF file need bfloat16 or float32",
+    )
     add("--threads", type=int)
     add("--path", default="auto", help="what evaluates the steps: auto, cpu or transformers")
     add("--out", type=Path, default=Path("bench"), help="folder for records, tables and plots")
@@ -79,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for prompt in load_workload(name, given.limit or None, given.seed, given.data)
         ]
         model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
-        names = split_methods(given.method) if given.method else default_methods()
+        names = split_methods(given.method) if given.method else default_methods(model)
         methods = [method for name in names for method in make_methods(name, model, options.warm)]
         records = run(methods, prompts, model, options, Records(given.out), progress)
     except LookaheadError as error:

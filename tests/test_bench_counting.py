@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import peers
+import lookahead
+from benchmarks import batch_size, peers
+from benchmarks.paper import sampling_quality
+from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
@@ -239,7 +242,6 @@ def test_method_names():
     ]
     assert set(METHODS) - {"plain"} <= set(default_methods())
     model = cycling()
-    assert peers.default_methods() == ["hf-greedy", "hf-prompt-lookup", *default_methods()]
     with pytest.raises(SettingsError, match="got 'lookahed'; methods of other libraries are hf-greedy"):
         peers.make_methods("lookahed", model)
     with pytest.raises(SettingsError, match=r"drafter must be one of .*, got 'hf-greedy'"):
@@ -292,6 +294,41 @@ def test_spec_bench_rows(tmp_path):
         "spec-bench-prompt-lookup.jsonl",
     ]
     assert json.loads(files[1].read_text()) == row
+
+
+# ---------------------------------------------------------------- packed weights, which no module of torch holds
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    tiny_model(seed=3).save_pretrained(folder)
+    return lookahead.load(folder, weights="q8_0")
+
+
+def test_methods_of_transformers_need_its_model_and_say_so_before_anything_is_measured(packed):
+    model, module = ModelUnderTest.of(packed), ModelUnderTest.of(LLM(tiny_model()))
+    assert peers.default_methods(model) == default_methods()
+    assert peers.default_methods(module) == ["hf-greedy", "hf-prompt-lookup", *default_methods()]
+    for name in ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted:draft"):
+        with pytest.raises(
+            SettingsError, match=f"{name.split(':')[0]} needs .* in Q8_0 is none; add --dtype"
+        ):
+            peers.make_methods(name, model)
+    study = Study(model, (), None, 1, RunOptions(), None, None)
+    with pytest.raises(SettingsError, match="in Q8_0 is none; add --dtype float32"):
+        sampling_quality.measure(study)
+
+
+def test_a_page_of_packed_weights_has_its_figures(packed):
+    study = Study(ModelUnderTest.of(packed), (), None, 1, RunOptions(), None, None)
+    assert study.head("command")["parameters"] == packed.parameter_count
+    held = batch_size.memory(packed, [5, 9, 5, 9, 5], 4)
+    assert held["weights"] is None
+    assert set(held["kept"]) == set(batch_size.DRAFTERS)
+    page = "\n".join(batch_size.body([], held))
+    assert "Memory at the end of a text of 9 tokens" in page
+    assert "weights 269 MB" in "\n".join(batch_size.body([], held | {"weights": 269e6}))
 
 
 # ---------------------------------------------------------------- a draft model, through transformers

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch.nn import Module
+
 from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, make_methods
 from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
@@ -246,6 +248,11 @@ def summaries(study: Study) -> list[Prompt]:
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
     """Plain decoding and lookahead at three temperatures, then the test of the joint distribution."""
+    if not isinstance(study.model.model, Module):
+        raise SettingsError(
+            "the exact distribution is enumerated by a transformers model, and "
+            f"{study.model.name} in {study.model.dtype} is none; add --dtype float32"
+        )
     prompts = summaries(study)
     records: list[Record] = []
     for temperature in TEMPERATURES:

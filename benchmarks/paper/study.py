@@ -71,8 +71,7 @@ class Study:
             command: as it was typed.
             measured: what was measured once for the whole page.
         """
-        parameters = sum(p.numel() for p in self.model.model.parameters())
-        return {"command": command, "parameters": parameters, **measured}
+        return {"command": command, "parameters": self.model.parameter_count, **measured}
 
 
 @dataclass(frozen=True, slots=True)

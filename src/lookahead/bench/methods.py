@@ -41,12 +41,21 @@ class ModelUnderTest:
     max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
+    parameter_count: int | None = None  # numbers of its weights; None if there is only a target
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
         """A loaded model with a target of the given path (see ``LLM.target``)."""
-        longest = llm.context or UNLIMITED
-        return cls(llm.name, llm.target(path), llm.model, llm.tokenizer, llm.eos, longest, llm.dtype)
+        return cls(
+            llm.name,
+            llm.target(path),
+            llm.model,
+            llm.tokenizer,
+            llm.eos,
+            llm.context or UNLIMITED,
+            llm.dtype,
+            parameter_count=llm.parameter_count,
+        )
 
 
 def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any) -> ModelUnderTest:
