@@ -272,12 +272,6 @@ def measure(data: Path, limit: int, only: str = "") -> None:
         f"{len(todo)} of {len(planned)} pages to make, about {minutes:.0f} minutes on 2 quiet cores",
         flush=True,
     )
-    if not only:
-        print("the demo: about two minutes", flush=True)
-        shown = subprocess.run(
-            [sys.executable, "-m", "lookahead", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-        )
-        (RESULTS / "demo.txt").write_bytes(shown.stdout)
     for number, step in enumerate(todo, 1):
         print(f"{number}/{len(todo)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
         start = perf_counter()

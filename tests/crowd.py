@@ -1,4 +1,4 @@
-"""Clients of a server under test: many at once, some of them rude."""
+"""Clients of a server under test: many at once, some of which send malformed requests or disconnect."""
 
 import asyncio
 import json

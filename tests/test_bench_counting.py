@@ -6,7 +6,7 @@ import pytest
 
 import lookahead
 from benchmarks import batch_size, peers
-from benchmarks.paper import sampling_quality
+from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
@@ -323,6 +323,7 @@ def test_methods_of_transformers_need_its_model_and_say_so_before_anything_is_me
 def test_a_page_of_packed_weights_has_its_figures(packed):
     study = Study(ModelUnderTest.of(packed), (), None, 1, RunOptions(), None, None)
     assert study.head("command")["parameters"] == packed.parameter_count
+    assert parallel._kv_bytes(study.model) is None
     held = batch_size.memory(packed, [5, 9, 5, 9, 5], 4)
     assert held["weights"] is None
     assert set(held["kept"]) == set(batch_size.DRAFTERS)

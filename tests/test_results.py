@@ -45,6 +45,54 @@ def test_no_measured_number_stands_outside_the_blocks():
     assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens|ms|s)\b", text)
 
 
+def figures_of(page):
+    return json.loads((results.RESULTS / f"{page}.json").read_text())["figures"]
+
+
+def quotes():
+    """(page, sentence, as the committed figures give it) of each figure that a page quotes of a measured page."""
+    times = {(x["model"], x["dtype"], x["context"], x["rows"]): x["cpu"] for x in figures_of("step")}
+    ratios = [seconds / times[*shape, 1] for (*shape, rows), seconds in times.items() if rows == 64]
+    low, high = min(ratios), max(ratios)
+    yield "settings", f"64 rows took as long as {low:.1f} to {high:.1f} passes of one row"
+    packed, theirs = (
+        figures_of("packed-accuracy")[name]["kl_mean"] for name in ("packed (ours)", "llama.cpp")
+    )
+    yield "cpu", f"KL divergence of {packed:.2e} against {theirs:.2e}"
+    lines = figures_of("controller")
+    for dtype, end in (("bfloat16", "plain decoding in bf16"), ("float32", "in fp32")):
+        whole = [x["adaptive"] for x in lines if x["dtype"] == dtype and x["workload"] == "all"]
+        first, second, third = (f"{x:.2f}" for x in whole)
+        yield "adaptive", f"{first}, {second} and {third}" + (" times " if dtype == "bfloat16" else " ") + end
+    single = [x for x in lines if x["workload"] != "all"]
+    texts, slow = sum(x["texts"] for x in single), sum(x["over"] for x in single)
+    worst = max(x["slowest"] for x in single)
+    yield (
+        "adaptive",
+        f"Of {texts} texts {slow} took more than 1.02 times plain decoding's time, the worst {worst:.2f}",
+    )
+    for dtype, name in (("bfloat16", "bf16"), ("float32", "fp32")):
+        totals = {}
+        for x in figures_of(f"bench-{dtype}"):
+            kind = (
+                "theirs"
+                if x["method"] == "hf-greedy"
+                else "ours"
+                if not x["method"].startswith(("hf-", "ll"))
+                else ""
+            )
+            if x["method"] != "autoregressive":
+                equal, compared = totals.get(kind, (0, 0))
+                totals[kind] = equal + x["all"]["equal"], compared + x["all"]["compared"]
+        yield "exactness", "| {} | {} of {} | {} of {}".format(name, *totals["ours"], *totals["theirs"])
+
+
+def test_pages_quote_what_the_committed_figures_say():
+    for page, sentence in quotes():
+        text = " ".join((results.ROOT / "docs" / f"{page}.md").read_text().split())
+        assert sentence in text, f"docs/{page}.md must say: {sentence}"
+
+
 def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     planned = results.steps(tmp_path / "data", 10, None)

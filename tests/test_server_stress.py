@@ -1,4 +1,4 @@
-"""Many clients at once, some of them rude: every completed text is plain decoding's, no status 500, flat memory.
+"""Many clients at once, some of them faulty: every completed text is plain decoding's, no status 500, flat memory.
 
 Some seconds here; ``python tests/soak.py server`` takes ten minutes.
 """

@@ -30,6 +30,7 @@ from lookahead.drafters import Lookahead, as_drafter
 from lookahead.drafters.adaptive.measure import measure_times
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
+from lookahead.targets.facts import PassFacts
 
 from .committed import Head
 from .study import Page, Study, model_and_machine
@@ -378,7 +379,7 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
 def _kv_bytes(model: ModelUnderTest) -> int | None:
     """Bytes of the keys and values of one row; None if the target does not say."""
     facts = getattr(model.target, "facts", None)
-    if facts is None:
+    if not isinstance(facts, PassFacts):
         return None
     item = facts.dtype.itemsize
     return int(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
