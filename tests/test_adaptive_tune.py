@@ -11,7 +11,7 @@ from lookahead.drafters.adaptive import growth, hashing
 from lookahead.drafters.adaptive.measure import model_key, times_for
 from lookahead.drafters.adaptive.sources import suffix
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.drafters.adaptive.step_times import load_times
+from lookahead.drafters.adaptive.step_times import StepTimes, load_times, save_times
 from toy import save
 
 
@@ -53,6 +53,8 @@ def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     monkeypatch.setattr(
         "lookahead.drafters.adaptive.measure.measure_times", lambda *a: calls.append(1) or original(*a)
     )
+    # This machine may be busy at one moment and not at the next.
+    monkeypatch.setattr("lookahead.drafters.adaptive.measure.BUSY", float("inf"))
     llm = lookahead.load(toy, drafter="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)
@@ -96,3 +98,18 @@ def test_wrong_options_are_one_line(toy, arguments, message):
     result = call(toy, *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(("factor", "measured_again"), [(100.0, True), (0.01, False)])
+def test_step_times_of_a_busy_machine_are_measured_again(toy, factor, measured_again):
+    """Kept times with a plain step far slower than now are not believed; faster ones only scale with the machine."""
+    llm = lookahead.load(toy, drafter="adaptive")
+    key = model_key(llm.model, llm.target().path)
+    times_for(llm.model, llm.target().path, llm.target)
+    kept = load_times(key)
+    assert kept is not None
+    slow = StepTimes({place: [factor * seconds for seconds in table] for place, table in kept.bins.items()})
+    save_times(key, slow)
+    other = lookahead.load(toy, drafter="adaptive")
+    times_for(other.model, other.target().path, other.target)
+    assert (load_times(key).bins != slow.bins) is measured_again
