@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lookahead.server.metrics import Metrics
-from lookahead.server.protocol import ChatRequest, CompletionRequest, Drafting, Generating
+from lookahead.server.protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields
 from lookahead.server.settings import Settings
 
 PAGE = Path(__file__).with_name("server.md")
@@ -35,7 +35,7 @@ def tables():
         "both": fields(Generating),
         "completions": fields(CompletionRequest, both),
         "chat": fields(ChatRequest, both),
-        "lookahead": fields(Drafting),
+        "lookahead": fields(LookaheadFields),
         "settings": settings,
         "metrics": metrics,
     }

@@ -19,7 +19,7 @@ import lookahead
 from families import tiny_model
 from gguf_files import write_gguf
 from lookahead.cli import app
-from lookahead.cli.options import takes
+from lookahead.cli.options import with_options
 from lookahead.drafters import METHODS
 from lookahead.engine.fields import keywords_of, option
 from lookahead.engine.options import DraftOptions, LoadOptions, Options
@@ -614,7 +614,7 @@ def test_a_field_of_the_options_is_an_option_of_the_commands_and_of_the_python_a
     class More(Options):
         some_limit: int = option(3, "A limit of some kind.", panel="Sampling", metavar="LIMIT")
 
-    @takes(some_limit=5, without=("top_k",))
+    @with_options(some_limit=5, without=("top_k",))
     def command(*, options: More, plain: bool = False) -> None:
         typer.echo(f"{options.some_limit} {options.keywords()} {plain}")
 

@@ -146,6 +146,16 @@ def test_transformers_is_as_it_was_afterwards(plain):
     assert state() == before
 
 
+def test_another_version_of_transformers_may_lack_what_is_replaced(plain, monkeypatch):
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    for name in ("tqdm", "_gguf_parse_value"):
+        monkeypatch.delattr(theirs, name)
+    with ours.GGUFCheckpoint(plain).reading():
+        assert not hasattr(theirs, "tqdm")
+    assert not hasattr(theirs, "_gguf_parse_value")
+
+
 def test_metadata_is_what_transformers_reads_without_us(plain):
     from transformers import modeling_gguf_pytorch_utils as theirs
 

@@ -19,7 +19,7 @@ import lookahead
 from families import tiny_model
 from lookahead import Adaptive, Lookahead
 from lookahead.core import NGramPool, SettingsError
-from lookahead.engine.progress import said_where_slow
+from lookahead.engine.progress import notice_if_slow
 from lookahead.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.targets.factory import make_target
@@ -306,12 +306,12 @@ def test_a_text_in_bf16_does_not_depend_on_earlier_calls(family, seed):
 
 
 def test_what_takes_long_says_so(capfd):
-    with said_where_slow("compiling", seconds=0.01, always=True):
+    with notice_if_slow("compiling", seconds=0.01, always=True):
         time.sleep(0.2)
     first, second = capfd.readouterr().err.splitlines()
     assert first == "lookahead: compiling ..."
     assert second.startswith("lookahead: done after 0 s")
-    with said_where_slow("compiling", seconds=10, always=True):
+    with notice_if_slow("compiling", seconds=10, always=True):
         pass
     assert capfd.readouterr().err == ""
 

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from ..core import SettingsError
 from ..engine.options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
 from .console import note, progress_bar
-from .options import Command, numbers, quiet, takes
+from .options import Command, numbers, quiet, with_options
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest
@@ -97,7 +97,7 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 @app.command(MEASURE, cls=Command, hidden=True, epilog=MORE)
-@takes(
+@with_options(
     only=(
         *("path_or_id", "dtype", "device", "threads", "max_new_tokens", "temperature", "top_k", "seed"),
         *("engine", *OF_LLAMA_CPP),
@@ -140,7 +140,7 @@ def measure(
 
 
 @app.command("step-cost", cls=Command)
-@takes(only=("path_or_id", "device", "threads"))
+@with_options(only=("path_or_id", "device", "threads"))
 def step_cost(
     *,
     dtype: Annotated[

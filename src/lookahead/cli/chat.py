@@ -13,7 +13,7 @@ from .. import Adaptive
 from ..core import LookaheadError
 from ..engine.options import DraftOptions, LoadOptions, Options
 from .console import note, problem, summary
-from .options import load_model, takes, warm_pool
+from .options import load_model, warm_pool, with_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -65,7 +65,7 @@ class Conversation:
         self.last = stream.result or self.last
 
 
-@takes(max_new_tokens=512, prefix_cache=1)
+@with_options(max_new_tokens=512, prefix_cache=1)
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,

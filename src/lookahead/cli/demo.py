@@ -20,7 +20,7 @@ from ..core import SettingsError
 from ..engine.options import LoadOptions
 from .console import diverged, note
 from .generate import show
-from .options import load_model, read_text, takes
+from .options import load_model, read_text, with_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROMPTS = Path(__file__).parent / "demo_prompts"
 
 
-@takes(only=("path_or_id", "dtype", "device", "threads"))
+@with_options(only=("path_or_id", "dtype", "device", "threads"))
 def demo(
     *,
     prompts: Annotated[

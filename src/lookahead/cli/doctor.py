@@ -19,7 +19,7 @@ from rich.text import Text
 from .. import __version__
 from ..core.target import PROMISES
 from ..engine.options import DRAFTERS, LoadOptions
-from .options import Json, load_model, takes
+from .options import Json, load_model, with_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -40,7 +40,7 @@ PACKAGES = (
 )
 
 
-@takes()
+@with_options()
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
     """Show versions, devices, instruction sets, whether a model can evaluate token trees, and what a start costs."""
     llm, seconds = timed_start(load)

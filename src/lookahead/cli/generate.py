@@ -15,11 +15,11 @@ import typer
 
 from .. import Plain
 from ..core import LookaheadError, SettingsError
-from ..engine.fields import Given
+from ..engine.fields import OptionSet
 from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
 from ..files.records import RecordWriter, drop_torn_line, read_records
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
-from .options import Task, dismiss, load_model, read_bytes, read_text, takes, warm_pool
+from .options import Task, dismiss, load_model, read_bytes, read_text, warm_pool, with_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -30,7 +30,7 @@ COLORS = ("\x1b[34m", "\x1b[33m", "\x1b[36m", "\x1b[35m", "\x1b[32m")
 RESET = "\x1b[0m"
 
 
-@takes(without=())
+@with_options(without=())
 def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
     """Complete a prompt, or every prompt of a file. The text is the model's own with every method."""
     if task.compare and draft.plain:
@@ -201,7 +201,7 @@ class _Stdout(nullcontext[Any]):
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
-def settings_of(*groups: Given) -> dict[str, Any]:
+def settings_of(*groups: OptionSet) -> dict[str, Any]:
     """The options that change results, by flag and as JSON, without those at their defaults."""
     given = {name: value for group in groups for name, value in group.keywords().items()}
     own = {"model" if name == "path_or_id" else flag_of(name): value for name, value in given.items()}

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
-from ..engine.fields import Given, option
+from ..engine.fields import OptionSet, option
 from ..engine.options import LoadOptions, flag_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def metavar_of(kind: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task(Given):
+class Task(OptionSet):
     """What to complete, and how results are shown and kept. Contradictory options are refused by name."""
 
     prompt: str | None = option(None, "The prompt.")
@@ -101,7 +101,7 @@ class Task(Given):
             raise SettingsError(f"--batch-size must be at least 1, got {self.batch_size}")
 
 
-def takes(
+def with_options(
     *, only: Collection[str] = (), without: Collection[str] = ("parallel_timeout",), **defaults: Any
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator of commands: a parameter that is a dataclass of options becomes one option per field.
@@ -116,8 +116,8 @@ def takes(
         for parameter in inspect.signature(command).parameters.values():
             kind = hints[parameter.name]
             if not is_dataclass(kind):
-                for told in getattr(kind, "__metadata__", ()):
-                    told.metavar = told.metavar or metavar_of(get_args(kind)[0])
+                for info in getattr(kind, "__metadata__", ()):
+                    info.metavar = info.metavar or metavar_of(get_args(kind)[0])
                 parameters.append(parameter.replace(annotation=kind))
                 continue
             offered = [f for f in fields(kind) if f.metadata["cli"] and f.name not in without]
@@ -143,20 +143,20 @@ def takes(
 
 def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Parameter:
     """A field as a parameter for typer; positional fields of Python become arguments."""
-    told = field.metadata
-    kind: Any = told["kind"] or field.type
+    metadata = field.metadata
+    kind: Any = metadata["kind"] or field.type
     if isinstance(kind, str):
         owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
         kind = eval(kind, vars(sys.modules[owner.__module__]))
-    metavar = told["metavar"] or metavar_of(kind)
+    metavar = metadata["metavar"] or metavar_of(kind)
     if default is None:
         kind = kind | None
-    info: Any = typer.Argument(help=told["help"], metavar=metavar)
+    info: Any = typer.Argument(help=metadata["help"], metavar=metavar)
     if field.kw_only:
         # A flag that is given says yes; there is no --no-flag.
         flag = [flag_of(field.name)] if kind is bool else []
-        panel = told["panel"] or options.PANEL
-        info = typer.Option(*flag, help=told["help"], metavar=metavar, rich_help_panel=panel)
+        panel = metadata["panel"] or options.PANEL
+        info = typer.Option(*flag, help=metadata["help"], metavar=metavar, rich_help_panel=panel)
     annotation = Annotated[kind, info]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation

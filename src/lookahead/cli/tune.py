@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ..core import SettingsError
 from ..engine.options import LoadOptions
-from .options import Json, load_model, numbers, takes
+from .options import Json, load_model, numbers, with_options
 
 
-@takes()
+@with_options()
 def tune(
     *,
     rows: Annotated[str, typer.Option(help="Numbers of rows to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",

@@ -16,7 +16,7 @@ from ..core import SettingsError
 from ..core.target import PROMISES
 from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
 from .console import diverged, note
-from .options import Json, load_model, takes
+from .options import Json, load_model, with_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -35,7 +35,7 @@ PROMPTS = [
 REFERENCE = "Compare with our own plain decoding, or with model.generate of transformers (greedy)."
 
 
-@takes(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
+@with_options(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
 def verify(
     *,
     prompt: Annotated[

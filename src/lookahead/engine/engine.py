@@ -31,7 +31,7 @@ from ..targets.equivalence import HALF_DTYPES
 from ..targets.factory import Probe, probe
 from ..targets.llamacpp.target import LlamaCppTarget
 from .prefix_cache import PrefixTarget, with_prefixes
-from .progress import said_where_slow
+from .progress import notice_if_slow
 from .results import Result, Sequence, Update
 from .text import TextStream
 
@@ -207,7 +207,7 @@ class Engine:
             return None
         from ..drafters.adaptive.measure import times_for  # loads numba
 
-        with said_where_slow("measuring steps of this model (once; their times are kept)"):
+        with notice_if_slow("measuring steps of this model (once; their times are kept)"):
             return times_for(self._model, path, self._make_target)
 
     def _forward(self) -> list[Update]:

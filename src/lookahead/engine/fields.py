@@ -52,7 +52,7 @@ def option(
     return dataclasses.field(default=default, kw_only=keyword, metadata=metadata)
 
 
-class Given:
+class OptionSet:
     """What the dataclasses of options have in common."""
 
     __slots__ = ()

@@ -77,20 +77,22 @@ class GGUFCheckpoint:
         def track(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
             return bar.track(list(tensors), task_id=shown)
 
-        parse_value: Any = vars(theirs)["_gguf_parse_value"]
+        parse_value: Any = vars(theirs).get("_gguf_parse_value")
         string = gguf.GGUFValueType.STRING
 
         def value_of(value: Any, kinds: list[int]) -> Any:
             """transformers' own function goes over a string byte by byte in Python."""
             return value.tobytes().decode() if kinds[-1] == string else parse_value(value, kinds)
 
-        replacements = (
+        replacements: list[tuple[Any, str, Any]] = [
             (gguf, "GGUFReader", self._parse),
             # transformers asks for it once for each module of the model.
             (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
             (theirs, "tqdm", track),
             (theirs, "_gguf_parse_value", value_of),
-        )
+        ]
+        # They save time only, and the last two are private: another version of transformers may not have them.
+        replacements = [change for change in replacements if hasattr(*change[:2])]
         before = [getattr(module, name) for module, name, _ in replacements]
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         for module, name, value in replacements:

@@ -25,7 +25,7 @@ from .engine import UNLIMITED_SEQUENCES, Engine
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
-from .progress import said_where_slow
+from .progress import notice_if_slow
 from .prompts import OnePrompt, Prompt, as_list, encode
 from .results import Result, Stream, Updates
 from .text import TextStream
@@ -133,7 +133,7 @@ class LLM:
             from ..parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with said_where_slow("compiling the model for this processor (once)"):
+        with notice_if_slow("compiling the model for this processor (once)"):
             return make_target(self.model, path=path, exact=self.exact)
 
     def engine(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import Drafter, SettingsError
 from ..drafters import Plain, as_drafter, known_names, with_old_keywords
-from .fields import Given, documented, option
+from .fields import OptionSet, documented, option
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ hidden = partial(option, cli=False)
 
 @documented
 @dataclass(frozen=True, slots=True)
-class LoadOptions(Given):
+class LoadOptions(OptionSet):
     """How to load a model, and how it drafts unless a call says otherwise."""
 
     PANEL = MACHINE
@@ -166,7 +166,7 @@ class LoadOptions(Given):
     config: Any = hidden(None, "Deprecated: use drafter.")
 
     def __post_init__(self) -> None:
-        Given.__post_init__(self)
+        OptionSet.__post_init__(self)
         alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
         if alone and self.engine is None:
             raise SettingsError(f"{alone[0]} goes with engine='llama.cpp', which is not given; leave it out")
@@ -182,7 +182,7 @@ class LoadOptions(Given):
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Given):
+class Options(OptionSet):
     """What one generation may be told.
 
     Options that are not given are neutral: the text is then the model's greedy one. Nothing is taken from the
@@ -239,7 +239,7 @@ class Options(Given):
     pool: Any = hidden(None, "Deprecated: use drafter.")
 
     def __post_init__(self) -> None:
-        Given.__post_init__(self)
+        OptionSet.__post_init__(self)
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise SettingsError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
@@ -303,7 +303,7 @@ class BatchOptions(Options):
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOptions(Given):
+class DraftOptions(OptionSet):
     """How to draft, as a command line says it: a drafter by name, and single settings of it."""
 
     PANEL = "Drafting"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 @contextmanager
-def said_where_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
+def notice_if_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
     """Print a line to stderr once the block has taken this long, and another one when it is done.
 
     Args:

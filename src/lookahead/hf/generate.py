@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, with_old_keywords
 from ..engine import Engine
-from ..engine.progress import said_where_slow
+from ..engine.progress import notice_if_slow
 from ..sampling import GeneratorNoise
 from ..targets.factory import make_target, probe
 from .cache import KeepingTarget, fill_cache
@@ -105,7 +105,7 @@ def generate(
     wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
     def fresh() -> Target:
-        with said_where_slow("compiling the model for this processor (once)", always=True):
+        with notice_if_slow("compiling the model for this processor (once)", always=True):
             return make_target(model, exact=exact)
 
     if chosen is None:

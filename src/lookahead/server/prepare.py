@@ -20,7 +20,7 @@ from .choice import Choice
 from .grammar import Grammars
 from .logprobs import LogProbs
 from .prediction import Predicted
-from .protocol import Drafting, Generating, plain
+from .protocol import Generating, LookaheadFields, plain
 from .settings import Settings
 
 
@@ -155,7 +155,7 @@ class Preparer:
             raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
         return Predicted(list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else [])
 
-    def _drafting(self, asked: Drafting | None) -> Drafter:
+    def _drafting(self, asked: LookaheadFields | None) -> Drafter:
         """How to draft for a request, within the server's limits."""
         given = asked.model_dump(exclude_none=True, exclude={"stats", "trace"}) if asked is not None else {}
         if not given:

@@ -21,7 +21,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class Drafting(Strict):
+class LookaheadFields(Strict):
     """How to draft for this request. The text does not depend on it."""
 
     drafter: str | None = Field(
@@ -192,7 +192,9 @@ class Generating(Strict):
     prediction: Prediction | None = Field(
         None, description="A text that the answer is likely to repeat in large part; drafts come from it."
     )
-    lookahead: Drafting | None = Field(None, description="How to draft, and what the answer shows of it.")
+    lookahead: LookaheadFields | None = Field(
+        None, description="How to draft, and what the answer shows of it."
+    )
     #: What clients send unasked, and what is right to ignore here.
     user: str | None = Field(None, description="Accepted; has no effect.")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; has no effect.")

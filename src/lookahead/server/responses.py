@@ -45,7 +45,7 @@ class Answer:
         self.choices = choices
         for choice in choices:
             choice.calls = self.call_reader()
-        self.told = request.lookahead
+        self.asked = request.lookahead
         self.usage_asked = bool(request.stream_options and request.stream_options.include_usage)
 
     def call_reader(self) -> CallReader | None:
@@ -69,7 +69,7 @@ class Answer:
         choice.shown += piece
         choice.entries += entries
         choice.finish = finish
-        trace = self.told.trace if self.told is not None else False
+        trace = self.asked.trace if self.asked is not None else False
         if not (piece or entries or trace or finish is not None):
             return None
         chunk = self.delta(choice, piece, entries)
@@ -90,7 +90,7 @@ class Answer:
 
     def _statistics(self, choice: Choice, into: dict[str, Any]) -> None:
         result = choice.sequence.result if choice.sequence is not None else None
-        if self.told is not None and self.told.stats and result is not None:
+        if self.asked is not None and self.asked.stats and result is not None:
             into["lookahead"] = {**into.get("lookahead", {}), "stats": speculation(result.stats)}
 
     def _trace(self, step: Step) -> dict[str, Any]:
