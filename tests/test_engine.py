@@ -502,6 +502,10 @@ def test_load_checks_its_settings_before_it_reads(tmp_path):
         refused("device must be one that torch can use here", lookahead.load, tmp_path, device="cuda")
 
 
+def test_a_revision_is_of_the_hub(folder):
+    refused("revision names a version on the hub, and .* is on disk", lookahead.load, folder, revision="main")
+
+
 def test_load_takes_dtype_and_settings(folder):
     llm = lookahead.load(str(folder), dtype="bf16", drafter="jacobi:block_size=7")
     assert llm.model.dtype is torch.bfloat16
