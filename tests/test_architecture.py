@@ -55,6 +55,16 @@ def test_the_import_contracts_are_what_the_page_says():
         assert closed & set(allowed) == set(allowed) - others - {package}, package
 
 
+def test_files_and_folders_that_the_page_names_are_there():
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE.read_text()))
+    assert len(named) > 30
+    files = [f"{path.as_posix()}{'/' * path.is_dir()}" for path in SOURCE.rglob("*")]
+    there = {
+        name for name in named if (ROOT / name).exists() or any(file.endswith(f"/{name}") for file in files)
+    }
+    assert named == there
+
+
 def hops_of(heading):
     """(file, function) of each hop in the table under a heading."""
     hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in table(heading)]

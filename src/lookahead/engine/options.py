@@ -183,7 +183,7 @@ class LoadOptions(OptionSet):
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(OptionSet):
-    """What one generation may be told.
+    """The options of one generation.
 
     Options that are not given are neutral: the text is then the model's greedy one. Nothing is taken from the
     model's saved generation config but its end tokens. ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a
