@@ -32,6 +32,7 @@ SLOW = [
     "test_cuda_graphs*", "test_attention_compile*", "test_hf*", "test_wheel*",
     "test_targets*", "test_server::*", "test_server_[ps]*", "test_adaptive_t*", "test_soak*",
     "test_contributing*", "test_examples*", "test_hub::test_the_model_cards*",
+    "test_llm_plugin*",
     "test_adaptive_golden::test_with_the_jit_off*", "test_adaptive_controller::test_never_slower_on_text*",
     "test_attention::test_a_context_of_32k*", "test_attention::test_tile_sizes*",
     "test_attention::test_windows_over_long*", "test_attention::test_rows?triton-120?",

