@@ -162,7 +162,7 @@ def test_settings_are_checked():
         Adaptive(max_rows=0)
     with pytest.raises(SettingsError, match="adaptive has no setting 'rows'"):
         adaptive_of({"rows": 4})
-    with pytest.raises(SettingsError, match="budget must be true or false"):
+    with pytest.raises(SettingsError, match="budget must be true, false or none"):
         Adaptive(budget=3)
 
 

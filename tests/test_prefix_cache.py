@@ -7,7 +7,7 @@ import lookahead
 from families import tiny_model
 from lookahead.cli.chat import Conversation
 from lookahead.core import NumericalError, Request
-from lookahead.drafters import Lookahead
+from lookahead.drafters import Lookahead, Plain
 from lookahead.engine.engine import Engine
 from lookahead.engine.prefix_cache import PrefixTarget
 from lookahead.targets.factory import make_target
@@ -158,7 +158,7 @@ def llm():
 
 def test_calls_share_one_target_and_a_second_caller_gets_its_own(llm):
     llm, counted = llm
-    options = {"max_new_tokens": 10, "method": "lookahead", "config": (3, 3, 2)}
+    options = {"max_new_tokens": 10, "drafter": Lookahead(3, 3, 2)}
     plain = lookahead.LLM(llm.model, llm.tokenizer)
     expected = [plain.generate([*SHARED, n], **options).tokens for n in (5, 6)]
     assert [llm.generate([*SHARED, n], **options).tokens for n in (5, 6)] == expected
@@ -174,7 +174,7 @@ def test_calls_share_one_target_and_a_second_caller_gets_its_own(llm):
 
 def test_changed_weights_and_an_interrupt_begin_anew(llm, monkeypatch):
     llm, counted = llm
-    options = {"max_new_tokens": 4, "method": "autoregressive"}
+    options = {"max_new_tokens": 4, "drafter": Plain()}
     before = llm.generate(SHARED, **options).tokens
     with torch.no_grad():
         llm.model.get_input_embeddings().weight.mul_(-1)
@@ -196,7 +196,7 @@ def test_changed_weights_and_an_interrupt_begin_anew(llm, monkeypatch):
 
 def test_a_turn_does_not_read_the_whole_conversation_again(llm):
     llm, counted = llm
-    options = {"max_new_tokens": 8, "method": "autoregressive", "ignore_eos": True}
+    options = {"max_new_tokens": 8, "drafter": Plain(), "ignore_eos": True}
     plain = Conversation(lookahead.LLM(llm.model, llm.tokenizer), "be brief")
     cached = Conversation(llm, "be brief")
     lengths = [0]
