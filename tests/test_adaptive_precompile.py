@@ -59,3 +59,13 @@ def test_a_process_that_fails_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
         lookahead.Adaptive().precompile()
         assert lookahead.LLM(model).generate([1, 2, 3], max_new_tokens=20).tokens == plain
     precompile.wait()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "starts"), [({}, 1), ({"drafter": "adaptive"}, 1), ({"drafter": "off"}, 0)]
+)
+def test_loading_a_model_starts_it_for_the_drafter_that_will_draft(monkeypatch, drafter, starts):
+    started = []
+    monkeypatch.setattr(precompile, "start", lambda: started.append(1))
+    lookahead.load("tiny", **drafter)
+    assert len(started) == starts

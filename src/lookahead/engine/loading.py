@@ -58,8 +58,9 @@ def load_with(chosen: LoadOptions) -> LLM:
     dtype = _dtype(chosen.dtype)
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
-    if isinstance(drafter, Adaptive) and device.type == "cpu":
-        drafter.precompile()
+    default = drafter if drafter is not None else Adaptive()
+    if isinstance(default, Adaptive) and device.type == "cpu":
+        default.precompile()
     checkpoint = Checkpoint(chosen)
     if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
         raise SettingsError(
