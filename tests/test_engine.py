@@ -771,7 +771,7 @@ def test_a_warm_state_serves_several_prompts(llm):
     assert one_by_one[2].stats.steps < one_by_one[0].stats.steps  # it has learnt
 
 
-# ---------------------------------------------------------------- layouts and quantisers of transformers
+# ---------------------------------------------------------------- layouts and quantizers of transformers
 
 
 def test_a_device_map_is_handed_on(folder, llm, monkeypatch):
@@ -824,7 +824,7 @@ def test_what_a_device_map_cannot_be(folder):
     ],
     ids=str,
 )
-def test_a_quantiser_that_is_unknown_or_not_installed(folder, settings, match):
+def test_a_quantizer_that_is_unknown_or_not_installed(folder, settings, match):
     message = refused(match, lookahead.load, folder, quantization_config=settings)
     assert "\n" not in message
 
@@ -870,12 +870,12 @@ for drafter in ("lookahead", "plain"):
     texts.append(done.stdout)
 assert texts[0] == texts[1] != ""
 
-# Quantised in hand, the config does not tell.
+# Quantized in hand, the config does not tell.
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 quantize_(model, Int8WeightOnlyConfig())
 assert "is of type Int8Tensor" in lookahead.LLM(model).target().reason
 
-# Inputs quantised by row too: the probe sees that trees round otherwise, and a line says what follows.
+# Inputs quantized by row too: the probe sees that trees round otherwise, and a line says what follows.
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 quantize_(model, Int8DynamicActivationInt8WeightConfig())
 ids, stats = torch.tensor([[5, 9, 14, 5, 9, 14]]), []
@@ -908,15 +908,15 @@ def test_a_model_in_int8_decodes_as_its_own_plain_decoding_from_python_and_the_c
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
 
 
-def test_a_gguf_file_takes_no_quantiser_besides(tmp_path):
+def test_a_gguf_file_takes_no_quantizer_besides(tmp_path):
     write(tmp_path / "some.gguf", tiny_model(vocab_size=VOCABULARY))
-    quantiser = {"quant_method": "gptq", "bits": 4}
+    quantizer = {"quant_method": "gptq", "bits": 4}
     refused(
-        "brings its own quantisation", lookahead.load, tmp_path / "some.gguf", quantization_config=quantiser
+        "brings its own quantisation", lookahead.load, tmp_path / "some.gguf", quantization_config=quantizer
     )
 
 
-def test_a_quantised_model_is_not_compiled(folder):
+def test_a_quantized_model_is_not_compiled(folder):
     llm = lookahead.load(folder)
     assert llm.path == "cpu"
     llm.model.config.quantization_config = {"quant_method": "torchao"}

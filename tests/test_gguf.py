@@ -110,7 +110,7 @@ def test_weights_tokenizer_and_template_come_from_the_file(model, plain, capfd):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantised_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, tmp_path, dtype):
+def test_quantized_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, tmp_path, dtype):
     read_back = write(tmp_path / "small.gguf", model, KIND.Q8_0)
     llm = lookahead.load(tmp_path, dtype=dtype)  # a folder that holds one
     assert llm.model.dtype is dtype
@@ -122,7 +122,7 @@ def test_quantised_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, 
         assert not torch.equal(weight, model.state_dict()[key])
 
 
-def test_quantised_weights_stay_packed_by_default(model, tmp_path):
+def test_quantized_weights_stay_packed_by_default(model, tmp_path):
     write(tmp_path / "small.gguf", model, KIND.Q8_0)
     llm = lookahead.load(tmp_path)
     assert isinstance(llm.model, PackedModel)
@@ -184,7 +184,7 @@ def test_an_architecture_that_transformers_cannot_read(model, tmp_path):
     refused("transformers cannot read .*nonesuch", tmp_path / "x.gguf")
 
 
-def test_a_quantisation_that_cannot_be_read(model, plain, tmp_path, monkeypatch):
+def test_a_quantization_that_cannot_be_read(model, plain, tmp_path, monkeypatch):
     def dequantize(data, kind):
         raise NotImplementedError(f"{kind.name} is not implemented")
 

@@ -219,7 +219,7 @@ def test_a_seed_draws_the_same_text(loaded):
     assert texts["plain"] == texts["adaptive"] == texts["7,3,7"]
 
 
-def test_measured_times_choose_the_rows_of_quantised_files(loaded):
+def test_measured_times_choose_the_rows_of_quantized_files(loaded):
     """Other paths that round in company take steps of a fixed size, which a CPU's rows are too dear for here."""
     llm = loaded(types="Q8_0", flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
     assert llm.model.dtype == torch.float16
@@ -227,7 +227,7 @@ def test_measured_times_choose_the_rows_of_quantised_files(loaded):
 
 
 @pytest.mark.parametrize("types", ["Q8_0", ("Q4_K", "Q6_K"), "Q2_K", "IQ4_NL"])
-def test_quantised_files_are_checked_at_load(loaded, types):
+def test_quantized_files_are_checked_at_load(loaded, types):
     llm = loaded(types=types, flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
     assert llm.probe.mode == "tree", llm.probe.reason
     assert llm.dtype == ("Q6_K + Q4_K" if len(types) == 2 else types)

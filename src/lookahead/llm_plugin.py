@@ -16,7 +16,7 @@ import llm
 from pydantic import Field, create_model
 
 from .core import SettingsError
-from .engine import options as declared
+from .engine.fields import offered_types
 from .engine.options import DraftOptions, LoadOptions, Options
 
 if TYPE_CHECKING:
@@ -38,20 +38,21 @@ LONGEST = 512
 
 def _options() -> Any:
     """A class of options as llm wants it, from the library's."""
-    offered = [field for field in fields(Options) if field.metadata["cli"]]
-    offered += [field for field in fields(DraftOptions) if field.name == "drafter"]
-    offered += [field for field in fields(LoadOptions) if field.name in LOADING]
-    made: dict[str, Any] = {}
-    for field in offered:
-        kind = field.metadata["kind"] or eval(str(field.type), vars(declared))
-        if kind == list[str]:
-            kind = str | kind  # -o gives one text
-        default = LONGEST if field.name == "max_new_tokens" else field.default
-        made[RENAMED.get(field.name, field.name)] = (
-            kind if default is not None else kind | None,
-            Field(default, description=field.metadata["help"]),
-        )
-    return create_model("Options", __base__=llm.Options, **made)
+    model_fields: dict[str, Any] = {}
+    for options, only in ((Options, ()), (DraftOptions, ("drafter",)), (LoadOptions, LOADING)):
+        types = offered_types(options)
+        for field in fields(options):
+            if field.name not in types or (only and field.name not in only):
+                continue
+            kind = types[field.name]
+            if kind == list[str]:
+                kind = str | kind  # -o gives a single string
+            default = LONGEST if field.name == "max_new_tokens" else field.default
+            model_fields[RENAMED.get(field.name, field.name)] = (
+                kind if default is not None else kind | None,
+                Field(default, description=field.metadata["help"]),
+            )
+    return create_model("Options", __base__=llm.Options, **model_fields)
 
 
 class LookaheadModel(llm.Model):

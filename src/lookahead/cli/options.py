@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
-from ..engine.fields import OptionSet, option
+from ..engine.fields import OptionSet, offered_types, option
 from ..engine.options import LoadOptions, flag_of
 
 if TYPE_CHECKING:
@@ -120,10 +120,12 @@ def with_options(
                     info.metavar = info.metavar or metavar_of(get_args(kind)[0])
                 parameters.append(parameter.replace(annotation=kind))
                 continue
-            offered = [f for f in fields(kind) if f.metadata["cli"] and f.name not in without]
+            types = offered_types(kind)
+            offered = [f for f in fields(kind) if f.name in types and f.name not in without]
             offered = [f for f in offered if not only or f.name in only]
             groups[parameter.name] = kind, [f.name for f in offered]
-            parameters += [_parameter(kind, f, defaults.get(f.name, f.default)) for f in offered]
+            for f in offered:
+                parameters.append(_parameter(kind, f, types[f.name], defaults.get(f.name, f.default)))
 
         def run(**values: Any) -> R:
             for name, (kind, names) in groups.items():
@@ -141,13 +143,9 @@ def with_options(
     return apply
 
 
-def _parameter(options: Any, field: Field[Any], default: Any) -> inspect.Parameter:
-    """A field as a parameter for typer; positional fields of Python become arguments."""
+def _parameter(options: Any, field: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
+    """A field of ``options`` as a parameter for typer; positional fields of Python become arguments."""
     metadata = field.metadata
-    kind: Any = metadata["kind"] or field.type
-    if isinstance(kind, str):
-        owner = next(c for c in options.__mro__ if field.name in inspect.get_annotations(c))
-        kind = eval(kind, vars(sys.modules[owner.__module__]))
     metavar = metadata["metavar"] or metavar_of(kind)
     if default is None:
         kind = kind | None

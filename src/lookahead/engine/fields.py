@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, get_type_hints
 
 from ..core import SettingsError
 
@@ -81,6 +81,20 @@ class OptionSet:
         """The options that are not at their defaults, as keywords."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
         return {field.name: value for field, value in values if value != field.default}
+
+
+class _Unimported:
+    """Stands for torch where annotations are read: what it holds is Any."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Any
+
+
+def offered_types(options: Any) -> dict[str, Any]:
+    """The fields that a command line offers, with their types: a field's ``kind``, or what its annotation says."""
+    hints = get_type_hints(options, localns={"torch": _Unimported(), "Process": Any})
+    offered = [field for field in dataclasses.fields(options) if field.metadata["cli"]]
+    return {field.name: field.metadata["kind"] or hints[field.name] for field in offered}
 
 
 def documented(cls: C) -> C:

@@ -85,7 +85,7 @@ class LoadOptions(OptionSet):
     )
     dtype: str | torch.dtype = option(
         "auto",
-        "auto (the checkpoint's; quantised weights stay packed on a CPU), float32, bfloat16, float16 or float64.",
+        "auto (the checkpoint's; quantized weights stay packed on a CPU), float32, bfloat16, float16 or float64.",
         kind=str,
     )
     weights: str | None = option(
@@ -102,7 +102,7 @@ class LoadOptions(OptionSet):
     )
     quantization_config: Any = option(
         None,
-        'Quantise while loading, by a configuration of transformers; as JSON in a shell ({"quant_method": ...}).',
+        'Quantize while loading, by a configuration of transformers; as JSON in a shell ({"quant_method": ...}).',
         kind=str,
     )
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", THREADS)
@@ -119,7 +119,7 @@ class LoadOptions(OptionSet):
     local_files_only: bool = option(False, "Use no network.")
     engine: str | None = llama_cpp(
         None,
-        "llama.cpp evaluates a GGUF file, by the package llama-cpp-python: every architecture, quantisation and "
+        "llama.cpp evaluates a GGUF file, by the package llama-cpp-python: every architecture, quantization and "
         "device that it knows. The options below are its own, by their names there.",
         ENGINES,
         metavar="llama.cpp",
@@ -138,7 +138,7 @@ class LoadOptions(OptionSet):
     )
     cache_type_v: str | None = llama_cpp(
         None,
-        "Type of cached values; a quantised one needs flash attention.",
+        "Type of cached values; a quantized one needs flash attention.",
         CACHE_TYPES,
         metavar="TYPE",
     )

@@ -316,7 +316,7 @@ def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.
             exact = trial.reference(model)
         errors = torch.maximum(distance(own, exact), distance(other, exact))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # The weights cannot be widened, quantised ones for example. Two evaluations of the model estimate its error.
+        # The weights cannot be widened, quantized ones for example. Two evaluations of the model estimate its error.
         exact, errors = own, 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
     noise = float(errors.square().mean().sqrt())

@@ -1,0 +1,56 @@
+"""What the engines that read GGUF files themselves have in common as methods of the benchmark."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.methods import Method, ModelUnderTest, RunOptions
+from lookahead.core import SettingsError
+
+#: Most tokens that prompt lookup drafts in any library: the example of transformers' documentation.
+LOOKUP_TOKENS = 10
+
+
+class GGUFPeer(Method):
+    """Greedy decoding of a GGUF file by another library, which an optional package brings.
+
+    Args:
+        name: ends in "-greedy" or "-lookup", for prompt lookup.
+        file: a GGUF file; empty for the file that the model was read from.
+        model: the model under test.
+
+    Attributes:
+        package: its name on the package index; ``installing`` says what the installation takes.
+        engine: the library's object for the file, loaded by the first prompt.
+
+    Raises:
+        SettingsError: the package is not installed, or there is no such file.
+    """
+
+    package: str
+    installing = ""
+
+    def __init__(self, name: str, file: str, model: ModelUnderTest) -> None:
+        try:
+            self.settings = {self.package: version(self.package)}
+        except PackageNotFoundError:
+            raise SettingsError(
+                f"{name} needs {self.package}, which is not installed: pip install {self.package}{self.installing}"
+            ) from None
+        gguf = file or model.gguf
+        if gguf is None or not Path(gguf).is_file():
+            raise SettingsError(f"{name} needs a GGUF file, got {gguf or model.name}; give it as {name}:FILE")
+        self.file, self.lookup = Path(gguf), name.endswith("-lookup")
+        self.label = f"{name}:{self.file.name}"
+        self.engine: Any = None
+
+    def comparable(self, options: RunOptions) -> bool:
+        """Never: these engines round differently, and a quantized file has other weights."""
+        return False
+
+    def check_greedy(self, options: RunOptions) -> None:
+        """Raise SettingsError for options that sample."""
+        if options.temperature:
+            raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
