@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,3 +111,16 @@ def accept_a_wrong_node(monkeypatch):
 
     monkeypatch.setattr(loop, "verify", broken)
     return steps
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium, where it and playwright are installed; started once."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium here (apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=120_000)
+        yield started
+        started.close()

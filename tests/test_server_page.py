@@ -1,24 +1,10 @@
 """The page at / in a real browser: headless Chromium, where one is installed."""
 
-import shutil
-
 import pytest
 
 import lookahead
 from serving import serving
 from toy import save
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"], timeout=120_000)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from .doctor import doctor
 from .generate import generate
 from .options import Command, ranks, without_types
 from .serve import RAW, serve
+from .show import show
 from .tune import tune
 from .verify import verify
 
@@ -115,7 +116,7 @@ def _root(
         )
 
 
-for command in (generate, chat, demo, verify, doctor, tune):
+for command in (generate, show, chat, demo, verify, doctor, tune):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=RAW)(serve)
 app.add_typer(

@@ -19,7 +19,7 @@ from .. import Plain
 from ..core import SettingsError
 from ..engine.options import LoadOptions
 from .console import diverged, note
-from .generate import show
+from .generate import print_text
 from .options import load_model, read_text, with_options
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def demo(
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
         ids = prompt_tokens(llm, text)
         run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
-        ours = show(run(), color)
+        ours = print_text(run(), color)
         with open(os.devnull, "w") as nowhere:  # plain decoding pays for streaming too
-            plain = show(run(drafter=Plain()), color, nowhere)
+            plain = print_text(run(drafter=Plain()), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain))
     _print_table(llm, rows, equal)

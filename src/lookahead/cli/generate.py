@@ -38,6 +38,8 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
             "--compare compares a drafter with plain decoding; --drafter plain is plain decoding"
         )
     drafter = draft.resolve()
+    if task.trace is not None:
+        check_trace(task.trace, task.overwrite)
     if is_follower():  # rank 0 alone reads and writes; the others work for it from here on
         load_model(load, drafter)
     if task.input is not None:
@@ -54,7 +56,30 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
-def show(updates: Updates, color: bool, file: IO[str] | None = None) -> Result:
+def check_trace(path: Path, overwrite: bool) -> None:
+    """Refuse a file for a trace before a model is loaded for it."""
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise SettingsError(f"--trace must be a file in a folder that exists, got {path}")
+    if path.is_file() and path.stat().st_size and not overwrite:
+        raise SettingsError(
+            f"--trace must not replace {path}, which holds something; give --overwrite to replace it"
+        )
+
+
+def recorded(updates: Updates, path: Path | None, llm: LLM) -> Updates:
+    """The same updates, each written to a trace before it is handed on."""
+    if path is None:
+        yield from updates
+        return
+    from ..engine.trace import TraceWriter
+
+    with TraceWriter(path, llm) as trace:
+        for update in updates:
+            trace.write(update)
+            yield update
+
+
+def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Result:
     """Stream one text to a file or to stdout, the tokens of one step in one colour if so asked.
 
     Raises:
@@ -80,7 +105,13 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     if task.compare:  # neither of the two is to pay for what happens once in a process
         for drafter in (None, Plain()):
             llm.generate(prompt, max_new_tokens=8, drafter=drafter)
-    result = llm.generate(prompt, **options) if task.json else show(llm.run([prompt], **options), task.color)
+    updates = recorded(llm.run([prompt], **options), task.trace, llm)
+    if task.json:
+        *_, last = updates
+        assert last.result is not None
+        result = last.result.checked()
+    else:
+        result = print_text(updates, task.color)
     comparison = None
     if task.compare:
         again = comparing.plainly(result.seed, options)
@@ -88,7 +119,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
             plain = llm.generate(prompt, **again)
         else:  # as streamed as the other: what is printed between two steps leaves cold caches to the next one
             with open(os.devnull, "w") as nowhere:
-                plain = show(llm.run([prompt], **again), task.color, nowhere)
+                plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
     if task.json:
         record = {"prompt": prompt} | as_record(result) | {"stats": result.stats.as_dict()}

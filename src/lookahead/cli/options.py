@@ -73,10 +73,11 @@ class Task(OptionSet):
     output: Path | None = option(None, "The file for the results of --input. [default: stdout]")
     resume: bool = option(False, "Continue an --output of an earlier run with the same settings.")
     mix_settings: bool = option(False, "Let --resume continue with other settings.")
-    overwrite: bool = option(False, "Replace an --output that exists.")
+    overwrite: bool = option(False, "Replace an --output or a --trace that exists.")
     batch_size: int = option(1, "Prompts of --input that share forward passes.")
     compare: bool = option(False, "Also decode plainly, and compare texts, steps and seconds.")
     color: bool = option(False, "Show the tokens of each step in one colour.")
+    trace: Path | None = option(None, "Write every step to this file as JSON lines, for lookahead show.")
     json: bool = option(False, "Print one JSON object instead of text.")
 
     def __post_init__(self) -> None:
@@ -87,10 +88,19 @@ class Task(OptionSet):
                 "exactly one of --prompt, --prompt-file and --input must be given, got "
                 + (" and ".join(sources) or "none")
             )
-        for name in ("output", "resume", "overwrite", "batch_size"):
+        for name in ("output", "resume", "batch_size"):
             if name in given and self.input is None:
                 raise SettingsError(f"{flag_of(name)} goes with --input, which is not given")
-        for one, other in (("resume", "overwrite"), ("color", "input"), ("color", "json"), ("json", "input")):
+        if self.overwrite and self.input is None and self.trace is None:
+            raise SettingsError("--overwrite goes with --input or --trace, and neither is given")
+        exclusive = (
+            ("resume", "overwrite"),
+            ("color", "input"),
+            ("color", "json"),
+            ("json", "input"),
+            ("trace", "input"),
+        )
+        for one, other in exclusive:
             if one in given and other in given:
                 raise SettingsError(f"--{one} and --{other} cannot be given together; use one of them")
         if self.mix_settings and not self.resume:

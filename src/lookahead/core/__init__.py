@@ -10,7 +10,7 @@ Read in this order: ``tree``, ``target``, ``verify``, ``drafter``, ``decode``; t
 from .decode import Decoder, Generation, Request, Step, decode
 from .drafter import UNLIMITED_ROWS, Drafter, DraftState, Noise, Start
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
-from .pool import NGramPool
+from .pool import NGramPool, ngrams_of
 from .stats import Stats, common_prefix, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
@@ -40,5 +40,6 @@ __all__ = [
     "decode",
     "first_divergence",
     "greedy",
+    "ngrams_of",
     "verify",
 ]

@@ -102,6 +102,14 @@ class DraftState(ABC):
         """Statistics of this method, by name."""
         return {}
 
+    def trace(self, tree: TokenTree | None) -> dict[str, Any]:
+        """What a trace shows of the last step beside its tree (docs/trace.md), as JSON. Called after ``observe``.
+
+        Args:
+            tree: of the step; None right after the start, when the prompt has been read.
+        """
+        return {}
+
 
 class Drafter(ABC):
     """The settings of a drafting method. Subclasses are frozen dataclasses.

@@ -6,10 +6,16 @@ first. Optionally there are at most ``max_keys`` keys, evicted first in, first o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from .errors import SettingsError
+
+
+def ngrams_of(tokens: Sequence[int], ngram_size: int, start: int = 0) -> Iterator[Sequence[int]]:
+    """Every n-gram of ``tokens`` that begins at ``start`` or later."""
+    for i in range(max(0, start), len(tokens) - ngram_size + 1):
+        yield tokens[i : i + ngram_size]
 
 
 class NGramPool:
@@ -58,8 +64,8 @@ class NGramPool:
 
     def add_text(self, tokens: Sequence[int], ngram_size: int, start: int = 0) -> None:
         """Add every n-gram of ``tokens`` that begins at ``start`` or later."""
-        for i in range(max(0, start), len(tokens) - ngram_size + 1):
-            self.add(tokens[i], tuple(tokens[i + 1 : i + ngram_size]))
+        for key, *continuation in ngrams_of(tokens, ngram_size, start):
+            self.add(key, tuple(continuation))
 
     def get(self, key: int) -> list[tuple[int, ...]]:
         """The continuations of ``key``, most recently added first."""

@@ -94,6 +94,16 @@ class TokenTree:
         """The child of ``node`` with this token, or None."""
         return self._children.get((node, token))
 
+    def chain(self, tokens: Iterable[int]) -> list[int]:
+        """The rows of a chain of tokens under the root, as far as the tree has it."""
+        rows, node = list[int](), 0
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                break
+            rows.append(node := child)
+        return rows
+
     def needs_logits_nodes(self) -> list[int]:
         """The rows whose logits are computed, in order; the root is always among them."""
         return [node for node, needed in enumerate(self.needs_logits) if needed]

@@ -21,6 +21,7 @@ from ..core import (
     Start,
     TokenTree,
     common_prefix,
+    ngrams_of,
 )
 from .settings import check_flag, check_whole, text_form
 from .window import Window
@@ -159,6 +160,10 @@ class LookaheadDraftState(DraftState):
         self._source = [t for t in sequence.prompt if t not in sequence.eos] or list(sequence.prompt)
         self._window = Window(settings.window_size, settings.ngram_size, self._guess)
         self._offered: list[tuple[int, ...]] = []
+        self._entered: list[
+            tuple[int, ...]
+        ] = []  # n-grams of the window that entered the pool in the last step
+        self._unread = 0  # where the n-grams begin that the last step's tokens completed
         self._steps = self._hits = self._matched = 0
         self._fruitless = 0  # steps in a row without an accepted token
 
@@ -202,16 +207,30 @@ class LookaheadDraftState(DraftState):
         accepted = tokens[:-1]  # the last one is the bonus token
         self._matched += max((common_prefix(candidate, accepted) for candidate in self._offered), default=0)
         new = [scores.best(node) for node in window.newest_nodes()]
-        for ngram in window.advance(text[-1], new, self._eos):
-            if ngram[0] not in self._eos:
-                pool.add(ngram[0], ngram[1:])
+        self._entered = [n for n in window.advance(text[-1], new, self._eos) if n[0] not in self._eos]
+        for ngram in self._entered:
+            pool.add(ngram[0], ngram[1:])
         self._fruitless = 0 if len(tokens) > 1 else self._fruitless + 1
         if self._fruitless == settings.max_jacobi_iterations:
             self._fruitless = 0
             window.narrow(0)
         text.extend(tokens)
+        self._unread = len(text) - len(tokens) - settings.ngram_size + 1
         if settings.pool_from_output:
-            pool.add_text(text, settings.ngram_size, len(text) - len(tokens) - settings.ngram_size + 1)
+            pool.add_text(text, settings.ngram_size, self._unread)
+
+    def trace(self, tree: TokenTree | None) -> dict[str, Any]:
+        """Rows of the window by level, rows of the candidates, n-grams that entered the pool."""
+        settings = self.settings
+        read = settings.pool_from_prompt if tree is None else settings.pool_from_output
+        copied = (
+            ngrams_of(self._text, settings.ngram_size, 0 if tree is None else self._unread) if read else ()
+        )
+        shown: dict[str, Any] = {"ngrams": self._entered, "ngrams_of_text": [list(ngram) for ngram in copied]}
+        if tree is None:
+            return shown
+        chains = [tree.chain(candidate) for candidate in self._offered]
+        return {"window": self._window.nodes(), "candidates": [chain for chain in chains if chain], **shown}
 
     def stats(self) -> dict[str, float]:
         """The pool's figures and what it gave this sequence.

@@ -95,6 +95,7 @@ class Window:
         Verification descends wherever logits are: with N = 2 into level 0 (which is the newest), with N = 3 into
         the newest level's row under the root, and while the warm-up lasts likewise.
         """
+        self._nodes = []
         if not self.levels:
             return
         chain = [0]
@@ -104,6 +105,10 @@ class Window:
         for index in range(1, len(self.levels)):
             above, newest = self._nodes[-1], index == len(self.levels) - 1
             self._nodes.append([tree.add(t, above[i], newest) for i, t in enumerate(self.levels[index])])
+
+    def nodes(self) -> list[list[int]]:
+        """Rows of every level in the tree that the window was last added to, level 0 with the root."""
+        return self._nodes
 
     def newest_nodes(self) -> list[int]:
         """Rows of the newest level in the tree that the window was last added to, one per column."""

@@ -486,6 +486,18 @@ class Grower:
         depths: list[int] = self._tree.nodes["depth"][: len(self.tokens)].tolist()
         return depths
 
+    def sources_of(self, row: int) -> list[str]:
+        """The sources that proposed a row of the last tree, other than the root."""
+        tree, parent, token = self._tree, self.parents[row], self.tokens[row]
+        proposed = {"logits": tree.proposals["token"][parent, : tree.nodes["cached"][parent]].tolist()}
+        for name, source in (("suffix", SUFFIX), ("corpus", CORPUS)):
+            found = tree.matches["token"][source, parent].tolist()
+            proposed[name] = found[: found.index(-1)] if -1 in found else found
+        names = [name for name, tokens in proposed.items() if token in tokens]
+        return names or [
+            "jacobi"
+        ]  # the answers of the step before, of which those of this step took the place
+
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         text = np.array(tokens, np.int64)

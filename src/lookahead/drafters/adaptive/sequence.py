@@ -250,6 +250,18 @@ class AdaptiveDraftState(DraftState):
         """Whether the step is a plain one without growing candidates."""
         return not isinstance(self._phase, Drafting)
 
+    def trace(self, tree: TokenTree | None) -> dict[str, Any]:
+        """The estimated probability of each row that verification reaches it, and the sources that proposed it."""
+        phase = self._phase.drafting if isinstance(self._phase, PlainSteps) else self._phase
+        if tree is None or len(tree) == 1 or not isinstance(phase, Drafting):
+            return {}
+        grower, own = phase.grower, phase.own_rows
+        return {
+            "probabilities": [round(probability, 4) for probability in grower.probabilities[:own]],
+            "sources": [[], *(grower.sources_of(row) for row in range(1, own))],
+            "window": phase.window.nodes() if phase.window is not None and len(tree) > own else [],
+        }
+
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and observed acceptance, and the controller's statistics."""
         phase, controller = self._phase, self._controller

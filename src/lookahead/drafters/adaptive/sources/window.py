@@ -43,6 +43,10 @@ class WindowSource:
         self._window.narrow(max_depth - len(self._window.levels) + 2)
         return self._window.rows()
 
+    def nodes(self) -> list[list[int]]:
+        """Rows of every level in the tree that the window was last added to."""
+        return self._window.nodes()
+
     def add_to(self, tree: TokenTree) -> None:
         """Add the window to a tree; the logits of all rows are needed."""
         self._window.add_to(tree)

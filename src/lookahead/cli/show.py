@@ -1,0 +1,63 @@
+"""``lookahead show``: a trace as one HTML page that replays it, step by step.
+
+The page is ``trace.html`` with the lines of the trace in it. It needs no network and no server.
+"""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..core import SettingsError
+from ..engine.trace import Trace, read_trace
+from .console import note
+
+PAGE = Path(__file__).with_name("trace.html")
+#: Where the page takes its trace from.
+PLACE = '<script type="application/jsonl" id="trace">'
+#: From here on a browser takes seconds to open the page, and the user should know why.
+LARGE = 50_000_000
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="A file that lookahead generate --trace wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page here and open nothing. [default: beside FILE, and open it in the browser]",
+            metavar="PAGE.html",
+        ),
+    ] = None,
+) -> None:
+    """Replay a trace in the browser: the window, the pool, the tree and its mask, step by step."""
+    trace = read_trace(file)
+    path = output or file.with_suffix(".html")
+    if path.exists() and path.samefile(file):
+        raise SettingsError(f"--output must be another file than the trace, got {path}")
+    if trace.problem:
+        note(
+            f"note: {file} is not whole ({trace.problem}): the page has its first {trace.steps} steps",
+            "yellow",
+        )
+    text = page_of(trace)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"the page must be a file that can be written, got {path} ({error.strerror})"
+        ) from None
+    size = f"; {len(text) / 1e6:.0f} MB, which a browser needs seconds for" if len(text) > LARGE else ""
+    note(f"{trace.steps} steps in {path}{size}")
+    if output is None and not webbrowser.open(path.absolute().as_uri()):
+        note(f"there is no browser here; open {path} in one", "yellow")
+
+
+def page_of(trace: Trace) -> str:
+    """The page with a trace in it."""
+    before, place, after = PAGE.read_text(encoding="utf-8").partition(PLACE)
+    # Of what can stand in JSON, only these end a script early; both are escaped as JSON knows it.
+    lines = "\n".join(trace.lines).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    return f"{before}{place}{lines}{after}"

@@ -1,0 +1,191 @@
+"""Traces: every step of one text as JSON lines, written while it is decoded and read again by ``lookahead show``.
+
+    with TraceWriter("steps.jsonl", llm) as trace:
+        for update in llm.run([prompt], drafter="5,4,5"):
+            trace.write(update)
+
+docs/trace.md has the format. A trace holds the text of each token, so nobody needs the tokenizer to read it. The file
+is complete once it has the line with ``end``; a reader shows what a shorter file holds, and says that it is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core import SettingsError
+from ..core.decode import Generation
+from ..files.records import RecordWriter
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .results import Update
+
+#: Of the format. A reader refuses another one.
+VERSION = 1
+
+
+class TraceWriter(AbstractContextManager["TraceWriter"]):
+    """Writes the trace of one text.
+
+    Args:
+        path: a file that does not exist yet, or may be replaced.
+        llm: the model, for the header and the text of tokens.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, llm: LLM) -> None:
+        self._file, self._llm = RecordWriter(path, durable=False), llm
+        self._steps = 0
+        self._generation: Generation | None = None
+        self._known: set[int] = set()
+
+    def write(self, update: Update) -> None:
+        """Append what one forward pass gave the text.
+
+        Raises:
+            SettingsError: the update is of another text, or the file cannot be written any more.
+        """
+        sequence, step = update.sequence, update.step
+        generation = sequence.generation
+        assert generation is not None
+        if self._generation is None:
+            self._generation = generation
+            self._write_header(sequence.seed)
+        if generation is not self._generation:
+            raise SettingsError(
+                f"a trace holds one text, got steps of another one; {self._file.path} has the first"
+            )
+        drafting = generation.drafting
+        if step is not None and drafting is not None:
+            record: dict[str, Any] = {"tokens": step.tokens}
+            shown = set(step.tokens)
+            if step.tree is not None:
+                self._steps += 1
+                tree = step.tree
+                record |= {"path": step.path, "tree": tree.tokens, "parents": tree.parents}
+                shown.update(tree.tokens)
+            details = drafting.trace(step.tree)
+            for name in ("ngrams", "ngrams_of_text"):
+                shown.update(token for ngram in details.get(name, ()) for token in ngram)
+            texts = self._texts(shown)
+            self._file.write(
+                {"step": self._steps} | record | {name: v for name, v in details.items() if v} | texts
+            )
+        if update.result is not None:
+            error = update.result.error
+            self._file.write(
+                {
+                    "end": update.result.finish_reason,
+                    "steps": self._steps,
+                    "new_tokens": len(generation.tokens),
+                }
+                | ({} if error is None else {"error": str(error)})
+            )
+
+    def _write_header(self, seed: int | None) -> None:
+        assert self._generation is not None
+        request, llm = self._generation.request, self._llm
+        self._file.write(
+            {
+                "trace": "lookahead",
+                "version": VERSION,
+                "model": llm.name,
+                "dtype": llm.dtype,
+                "path": llm.path,
+                "drafter": str(request.drafter),
+                "settings": _settings(request.drafter),
+                "seed": seed,
+                "max_new_tokens": request.max_new_tokens,
+                "prompt": list(request.prompt),
+            }
+            | self._texts(request.prompt)
+        )
+
+    def _texts(self, tokens: Iterable[int]) -> dict[str, Any]:
+        """The text of each token that no line before has, by token id."""
+        new = sorted(set(tokens) - self._known)
+        self._known.update(new)
+        tokenizer = self._llm.tokenizer
+        if not new or tokenizer is None:
+            return {}
+        return {"texts": {str(token): str(tokenizer.decode([token])) for token in new}}
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+
+def _settings(drafter: Any) -> dict[str, Any]:
+    """The drafter's settings that JSON can say."""
+    values = {name: getattr(drafter, name) for name in getattr(drafter, "__dataclass_fields__", ())}
+    return {name: v for name, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace as it was read.
+
+    Attributes:
+        header: its first line.
+        lines: the lines as they are in the file, header included; those that cannot be read left out.
+        steps: how many steps they hold.
+        problem: why it is not a whole trace; "" where it is.
+    """
+
+    header: dict[str, Any]
+    lines: list[str]
+    steps: int
+    problem: str
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace, also one that is cut off. The file is not changed.
+
+    Raises:
+        SettingsError: no such file, no trace, or a trace of another version.
+    """
+    try:
+        lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise SettingsError(
+            f"a trace must be a file that can be read, got {path} ({error.strerror})"
+        ) from None
+    header = _object(lines[0])
+    if header is None or header.get("trace") != "lookahead":
+        raise SettingsError(
+            f"{path} is no trace: its first line must be the header that lookahead generate --trace writes"
+        )
+    if header.get("version") != VERSION:
+        raise SettingsError(
+            f"{path} is a trace of version {header.get('version')!r}, and this release reads version {VERSION}; "
+            "show it with the release that wrote it, or write it again"
+        )
+    kept, steps, problem = [lines[0]], 0, ""
+    for number, line in enumerate(lines[1:], 2):
+        if not line.strip():
+            continue
+        record = _object(line)
+        if record is None or ("step" not in record and "end" not in record):
+            last = number == len(lines)
+            problem = f"line {number} is {'cut off' if last else 'not a step of a trace'}"
+            break
+        kept.append(line)
+        if "end" in record:
+            return Trace(header, kept, steps, "")
+        steps = record["step"]
+    return Trace(header, kept, steps, problem or "the line with its end is missing")
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """A line as a JSON object; None where it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

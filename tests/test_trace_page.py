@@ -1,0 +1,170 @@
+"""The page of ``lookahead show`` in headless Chromium: keys, names for screen readers, phone width, bad traces."""
+
+import json
+
+import pytest
+
+import lookahead
+from lookahead.cli.show import PAGE, page_of
+from lookahead.core import NGramPool
+from lookahead.engine.trace import TraceWriter, read_trace
+from toy import save
+
+PROMPT = "def add(a, b):\n    return a + b\n</script>def add(a"
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A file with the trace of a text on which drafts are accepted."""
+    folder = tmp_path_factory.mktemp("trace")
+    llm = lookahead.load(save(folder / "toy"), dtype="float32")
+    with TraceWriter(folder / "t.jsonl", llm) as writer:
+        for update in llm.run([PROMPT], max_new_tokens=60, ignore_eos=True, drafter="5,4,5"):
+            writer.write(update)
+    return folder / "t.jsonl"
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """A function that opens a page with a trace; no page may have an error or ask for anything."""
+    pages, problems, asked = [], [], []
+
+    def open_page(text, width=1200, scheme="light", mark=""):
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8")
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file.as_uri() + mark)
+        pages.append(page)
+        return page
+
+    yield open_page
+    assert problems == []
+    assert all(url.startswith(("file:", "data:")) for url in asked), "it must work offline"
+    for page in pages:
+        page.close()
+
+
+def said(page, name="say"):
+    return page.locator(f"#{name}").inner_text()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_keys_replay_a_trace(opened, trace, width, scheme):
+    read = read_trace(trace)
+    steps = [json.loads(line) for line in read.lines[1:-1]]
+    page = opened(page_of(read), width, scheme)
+    assert said(page).startswith(f"Step 1 of {read.steps}, draft: the tree has {len(steps[1]['tree'])} rows.")
+    at = next(k for k in range(6, read.steps) if len(steps[k]["path"]) > 1)
+    for _ in range(at - 1):
+        page.keyboard.press("PageDown")
+    page.keyboard.press("ArrowRight")
+    assert f"Step {at} of" in said(page)
+    assert f"confirms {len(steps[at]['path']) - 1} drafted token" in said(page)
+    assert page.locator("#rows .kept").count() == len(steps[at]["path"])
+    page.keyboard.press("ArrowRight")
+    pool = NGramPool(5)
+    for record in steps[: at + 1]:
+        for key, *rest in record.get("ngrams", []) + record.get("ngrams_of_text", []):
+            pool.add(key, tuple(rest))
+    stats = pool.stats()
+    figures = f"{stats['continuations']} n-grams under {stats['keys']} tokens"
+    assert figures in said(page, "pool-size")
+    assert page.locator("#window polyline").count() == len(steps[at]["ngrams"])
+    label = page.locator("#window").get_attribute("aria-label")
+    assert "level 2:" in label
+    assert "answers:" in label
+    page.keyboard.press("End")
+    assert f"Step {read.steps} of {read.steps}, observe" in said(page)
+    for _ in range(3 * (read.steps - at)):
+        page.keyboard.press("ArrowLeft")
+    assert figures in said(page, "pool-size"), "the pool is the same on the way back"
+    page.locator("#rows").focus()
+    row = next(r for r in range(1, len(steps[at]["tree"])) if steps[at]["parents"][r] > 0)
+    for _ in range(row):
+        page.keyboard.press("ArrowDown")
+    assert said(page, "sees").startswith(f"Row {row}, ")
+    assert f", {steps[at]['parents'][row]} and itself." in said(page, "sees")
+    assert page.locator("#rows").get_attribute("aria-activedescendant") == f"row{row}"
+    page.locator("#row1").hover()
+    assert said(page, "sees").startswith("Row 1, ")
+    page.keyboard.press("Home")
+    assert page.get_by_role("button", name="Back").is_disabled()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it must not scroll sideways"
+    unnamed = "[...document.querySelectorAll('input, button, [tabindex], [role=img], section')]"
+    unnamed += (
+        ".filter(e => !(e.ariaLabel || e.getAttribute('aria-labelledby') || e.textContent.trim())).length"
+    )
+    assert page.evaluate(unnamed) == 0
+    ground, ink = page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    dark = [sum(map(int, color[4:-1].split(","))) < 384 for color in (ground, ink)]
+    assert dark == ([True, False] if scheme == "dark" else [False, True])
+
+
+def test_a_mark_in_the_address_chooses_the_step(opened, trace):
+    page = opened(page_of(read_trace(trace)), mark="#4.2")
+    assert said(page).startswith("Step 4 of")
+    assert ", observe:" in said(page)
+
+
+def test_bad_traces_are_named_and_the_page_keeps_what_it_has(opened, trace, tmp_path):
+    page = opened(page_of(read_trace(trace)))
+    whole, first = trace.read_text(encoding="utf-8"), said(page)
+    lines = whole.splitlines(keepends=True)
+    for text, message in [
+        (
+            whole.replace('"version": 1', '"version": 7', 1),
+            "trace of version 7, and this page reads version 1",
+        ),
+        ("hello\n", "This is no trace"),
+        ("", "This is no trace"),
+    ]:
+        (tmp_path / "bad.jsonl").write_text(text)
+        page.locator("#file").set_input_files(tmp_path / "bad.jsonl")
+        page.wait_for_function(
+            "text => document.getElementById('notice').textContent.includes(text)", arg=message
+        )
+        assert said(page) == first, "the trace before is still there"
+        page.locator("#file").set_input_files([])
+    (tmp_path / "bad.jsonl").write_text("".join(lines[:9]) + lines[9][:30])
+    page.locator("#file").set_input_files(tmp_path / "bad.jsonl")
+    page.wait_for_function("document.getElementById('notice').textContent.includes('is cut off')")
+    assert said(page).startswith("Step 1 of 7,")
+    (tmp_path / "worse.jsonl").write_text("".join(lines[:6]) + "{]\n" + "".join(lines[7:]))
+    page.locator("#file").set_input_files(tmp_path / "worse.jsonl")
+    page.wait_for_function("!document.getElementById('notice').textContent.includes('is cut off')")
+    page.keyboard.press("End")
+    assert "Line 7 of the trace is damaged. The page has the 4 steps before it." in said(page, "notice")
+    assert said(page).startswith("Step 4 of 4,")
+
+
+def test_an_empty_page_asks_for_a_trace(opened):
+    page = opened(PAGE.read_text(encoding="utf-8"))
+    assert "open one below" in said(page, "notice")
+
+
+def test_a_hundred_thousand_steps(opened, trace, tmp_path):
+    header = {**json.loads(trace.read_text(encoding="utf-8").splitlines()[0]), "texts": {"5": "a", "6": "b"}}
+    step = {
+        "tokens": [5, 6],
+        "path": [0, 1],
+        "tree": [6, 5, 6],
+        "parents": [-1, 0, 1],
+        "window": [[0, 1], [2]],
+    }
+    lines = [json.dumps(header), '{"step": 0, "tokens": [6]}']
+    lines += [json.dumps({"step": k, **step, "ngrams": [[5, 6, k % 90]]}) for k in range(1, 100_001)]
+    lines.append('{"end": "length", "steps": 100000, "new_tokens": 200001}')
+    (tmp_path / "long.jsonl").write_text("\n".join(lines))
+    page = opened(page_of(read_trace(tmp_path / "long.jsonl")))
+    page.keyboard.press("End")
+    assert said(page).startswith("Step 100,000 of 100,000, observe")
+    assert said(page, "figures").startswith(
+        "200,001 tokens, the first by the prefill; 100,000 steps: S = 2.00"
+    )
+    page.keyboard.press("ArrowLeft")
+    assert "verify" in said(page)
+    assert said(page, "notice") == ""
