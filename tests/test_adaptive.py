@@ -36,6 +36,9 @@ CONFIGS = [
     {"budget": False, "window_size": 9, "ngram_size": 2},
     {"budget": False, "window_size": 7, "ngram_size": 5, "max_rows": 128},
     {"budget": False, "top": 1, "suffix_order": 1},
+    {"budget": False, "chain": True},
+    {"chain": True},
+    {"budget": False, "chain": True, "max_rows": 1},
     {"budget": False, "sources": ()},
     *({"budget": False, "sources": (name,)} for name in SOURCES),
 ]
@@ -61,6 +64,29 @@ def test_equal_to_plain_decoding(config):
     assert [g.tokens for g in generations] == plain(target)
     assert not target.committed
     assert max(max(g.stats.rows_per_step) for g in generations) <= adaptive_of(config).max_rows
+
+
+def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
+    seen, keep = [], Grower.keep_best_chain
+
+    def watched(grower):
+        tree = TokenTree.of(grower.tokens, grower.parents)
+        expected = dict(zip(range(len(tree)), grower.probabilities, strict=True))
+        values = []
+        for row in range(len(tree)):
+            path = [other for other in range(len(tree)) if tree.ancestors[row] >> other & 1]
+            values.append((sum(expected[other] for other in path), -row, tree.path_tokens(row)))
+        keep(grower)
+        assert grower.tokens == max(values)[2]
+        assert sum(grower.probabilities) == pytest.approx(max(values)[0])
+        seen.append((tree.parents != list(range(-1, len(tree) - 1)), len(grower.tokens)))
+
+    monkeypatch.setattr(Grower, "keep_best_chain", watched)
+    (generation,) = adaptive(FakeTarget(32), {"budget": False, "chain": True}, [PROMPTS[2]], 200)
+    branched, lengths = zip(*seen, strict=True)
+    assert any(branched)
+    assert max(lengths) > 4
+    assert generation.stats.compression_ratio > 2
 
 
 def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):

@@ -30,6 +30,7 @@ class Adaptive(AdaptiveSettings, Drafter):
         top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, 1 to 64.
         max_entries: contexts that a warm state keeps per table, oldest out first.
         seed: of the window's own generator.
+        chain: a step is the best single candidate, without the window: for engines that verify no trees.
         state: what is learned and kept across sequences; None starts each sequence without any.
 
     Raises:

@@ -567,6 +567,27 @@ class Grower:
             del self.tokens[rows:], self.parents[rows:], self.probabilities[rows:]
             self._tree.sizes["rows"] = rows
 
+    def keep_best_chain(self) -> None:
+        """Keep the path from the root on which most tokens are expected to be accepted."""
+        expected = self.probabilities[:1]
+        for parent, probability in zip(self.parents[1:], self.probabilities[1:], strict=True):
+            expected.append(expected[parent] + probability)
+        rows, row = [], expected.index(max(expected))
+        while row >= 0:
+            rows.append(row)
+            row = self.parents[row]
+        rows.reverse()
+        tree, count = self._tree, len(rows)
+        for kept in (tree.nodes, tree.proposals, tree.edges):
+            kept[:count] = kept[rows]
+        for kept in (tree.matches, tree.contexts):
+            kept[:, :count] = kept[:, rows]
+        tree.nodes["parent"][:count] = np.arange(-1, count - 1)
+        self.tokens = [self.tokens[row] for row in rows]
+        self.probabilities = [self.probabilities[row] for row in rows]
+        self.parents = list(range(-1, count - 1))
+        tree.sizes["rows"] = count
+
     def adopt(self, tree: TokenTree) -> None:
         """Take in the rows that others (the window) have added to the tree."""
         nodes, own, count = self._tree.nodes, len(self.tokens), len(tree)

@@ -106,7 +106,7 @@ class AdaptiveDraftState(DraftState):
             grower.noise = self._noise
             grower.temperature = max(self._sampling.temperature, 1e-3)
         window = None
-        if config.window_size:
+        if config.window_size and not config.chain:
             window = WindowSource(config.window_size, config.ngram_size, self._prompt, self._eos, config.seed)
         return Drafting(grower, window)
 
@@ -155,12 +155,17 @@ class AdaptiveDraftState(DraftState):
 
     def _grow(self, drafting: Drafting, max_depth: int, limit: int) -> TokenTree:
         controller, grower = self._controller, drafting.grower
+        prices = None if controller is None else controller.prices(limit)
+        limit = limit if prices is None else len(prices) - 1
+        if self.settings.chain:
+            # Rows are taken from all branches, the chain's own among them late: none below the least price can pay.
+            most, least = self.settings.max_rows, 0.0 if prices is None else min(prices[1:])
+            grower.grow(most, min(max_depth, limit - 1), [least] * (most + 1))
+            grower.keep_best_chain()
+        else:
+            grower.grow(limit, max_depth, prices)
         if controller is None:
-            grower.grow(limit, max_depth)
             return self._tree(drafting, len(grower.tokens), limit, max_depth)
-        prices = controller.prices(limit)
-        limit = len(prices) - 1
-        grower.grow(limit, max_depth, prices)
         rows = controller.choose(grower.probabilities)
         return self._tree(drafting, rows, min(limit, MENU[place_of(rows)]), max_depth)
 
@@ -230,8 +235,12 @@ class AdaptiveDraftState(DraftState):
     def _study(
         self, phase: Drafting, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Learn from the logits of all rows of a step."""
+        """Learn from the logits of all rows of a step.
+
+        ``tree`` holds the first rows of the one drafted where the engine evaluated no more, or has no more logits.
+        """
         grower, window = phase.grower, phase.window
+        grower.cut(len(tree))
         self._expected = sum(grower.probabilities)
         answers, credited = grower.learn(scores, path, tokens, phase.own_rows)
         if window is not None and len(tree) > phase.own_rows:

