@@ -57,7 +57,7 @@ def compiled_twice(
 def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
     model = tiny(family, torch.bfloat16, **changes)
     facts = make_target(model, path="transformers").facts
-    return CpuTarget(CompiledModel(blueprint_of(model, facts), FORMATS[kind, torch.bfloat16]), facts, 4)
+    return CpuTarget(CompiledModel(blueprint_of(model, facts), FORMATS[kind, "bfloat16"]), facts, 4)
 
 
 def random_tree(seed: int, rows: int) -> TokenTree:

@@ -7,23 +7,56 @@ thread does as fast.
 
 The number of OpenMP threads is a property of the calling thread. ``torch.set_num_threads`` also changes the number
 for threads that start later, which must remain the user's; so this module calls OpenMP directly.
+
+torch is not loaded here: packed weights are decoded without it, which saves a second of every start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import torch
+
+def _torch() -> Any:
+    """The module torch if something has loaded it, else None."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "set_num_threads") else None
 
 
+@cache
+def _default_count() -> int:
+    """The number of threads that torch begins with: OMP_NUM_THREADS, or the cores that this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    try:
+        processors = os.sched_getaffinity(0)
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1
+    cores = set()
+    for processor in processors:
+        core = str(processor)
+        with suppress(OSError):  # threads of one core name the same siblings
+            core = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list").read_text()
+        cores.add(core)
+    return len(cores)
+
+
+@cache
 def _setter() -> Callable[[int], object]:
-    """The function that sets the calling thread's number of OpenMP threads."""
+    """The function that sets the calling thread's number of OpenMP threads. torch must have been loaded."""
+    torch = _torch()
     try:
         set_threads = ctypes.CDLL(None).omp_set_num_threads  # of the library that torch has loaded
     except (OSError, AttributeError, TypeError):
-        return torch.set_num_threads
+        return torch.set_num_threads  # type: ignore[no-any-return]
     set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
     before = torch.get_num_threads()
     try:  # two OpenMP libraries may be loaded, and torch may use the other
@@ -39,7 +72,7 @@ class _Local(threading.local):
     before: int | None = None  # the number before the outermost block, if that was not one
 
 
-_local, _set = _Local(), _setter()
+_local = _Local()
 
 
 class OneThread:
@@ -47,11 +80,11 @@ class OneThread:
     may be shared between threads."""
 
     def __enter__(self) -> None:
-        if _local.depth == 0:
+        if _local.depth == 0 and _torch() is not None:
             before = thread_count()
             if before > 1:
                 _local.before = before
-                _set(1)
+                _setter()(1)
         _local.depth += 1
 
     def __exit__(self, *error: object) -> None:
@@ -62,13 +95,14 @@ class OneThread:
 
 
 def thread_count() -> int:
-    """Torch's number of threads for the calling thread, which must be in no block. If an interrupt left a block
-    without restoring the number, it is restored now."""
+    """The calling thread's number of threads for torch and for compiled passes. The thread must be in no block; if an
+    interrupt left a block without restoring the number, it is restored now."""
     if _local.before is not None:
-        _set(_local.before)
+        _setter()(_local.before)
         _local.before = None
     _local.depth = 0
-    return torch.get_num_threads()
+    torch = _torch()
+    return int(torch.get_num_threads()) if torch is not None else _default_count()
 
 
 one_thread = OneThread()

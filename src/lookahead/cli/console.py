@@ -105,4 +105,4 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
     """Exit status: 1 if the texts of a run in full precision differ; in 16 bits near ties may flip."""
-    return int(llm.model.dtype.itemsize >= 4 and not all(equal))
+    return int(not all(equal) and llm.model.dtype.itemsize >= 4)

@@ -13,15 +13,16 @@ import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..core import SettingsError
 from ..core.errors import first_line
 from .gguf import GGUFCheckpoint
 from .options import LoadOptions
 from .tokenizer import GGUFTokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 #: Where the model that comes with the package lies, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
@@ -138,6 +139,8 @@ class Checkpoint:
 
     def _read(self, auto: Any, **keywords: Any) -> Any:
         """``auto.from_pretrained`` with its many ways to fail said in one line."""
+        import torch
+
         try:
             return self._from_pretrained(auto, **keywords)
         except torch.OutOfMemoryError:

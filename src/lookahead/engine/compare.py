@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..core.stats import first_divergence
 from ..drafters import Plain
 from .llm import LLM
@@ -70,13 +68,14 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
         return Comparison(ours, plain, None, None)
     target = llm.target()
     (scores,) = target.prefill([(0, plain.prompt_tokens + plain.tokens[:place])])
-    first, second = torch.as_tensor(scores.row(0)).float().topk(2).values.tolist()
+    _, log_odds = scores.top([0], 2)
     target.release(0)
-    return Comparison(ours, plain, place, first - second)
+    return Comparison(ours, plain, place, -float(log_odds[0][1]))
 
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What ``model.generate`` of transformers itself gives greedily, as a reference from outside."""
+    import torch
     from transformers import GenerationConfig
 
     eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)

@@ -27,9 +27,9 @@ from ..core import UNLIMITED_ROWS, Decoder, Drafter, Generation, LookaheadError,
 from ..core.errors import failure, first_line
 from ..core.target import PROMISES, UP_TO_ROUNDING
 from ..drafters import Plain
-from ..targets.equivalence import HALF_DTYPES
-from ..targets.factory import Probe, probe
+from ..targets.factory import probe
 from ..targets.llamacpp.target import LlamaCppTarget
+from ..targets.probe import Probe
 from .prefix_cache import PrefixTarget, with_prefixes
 from .progress import notice_if_slow
 from .results import Result, Sequence, Update
@@ -199,7 +199,8 @@ class Engine:
         path = self._decoder.target.path
         # Rows are so dear on llama.cpp's CPU kernels that steps of a fixed size would take several times a plain one.
         rounds = PROMISES.get(path) == UP_TO_ROUNDING and path != LlamaCppTarget.path
-        return given.untimed() if rounds and getattr(self._model, "dtype", None) in HALF_DTYPES else given
+        dtype = getattr(self._model, "dtype", None) if rounds else None
+        return given.untimed() if dtype is not None and dtype.itemsize == 2 else given
 
     def _step_times(self, path: str) -> StepTimes | None:
         """Step times of the model on this machine: known ones, or measured now."""

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from ..core import SettingsError
 from ..files.gguf import GGUFFile
 
-#: Types of tensors that are not quantised.
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+#: Types of tensors that are not quantized, and torch's names for them.
+PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GGUFCheckpoint:
@@ -32,7 +34,6 @@ class GGUFCheckpoint:
     Attributes:
         file: its header, and its tensors as they lie in it.
         is_quantized: whether any of its matrices is.
-        dtype: of its matrices; bfloat16 where they are quantised.
 
     Raises:
         SettingsError: the file is damaged, or one part of several.
@@ -47,11 +48,18 @@ class GGUFCheckpoint:
                 "merge them with llama-gguf-split --merge"
             )
         types = {tensor.type for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
-        dtypes = [dtype for name, dtype in PLAIN.items() if name in types]
+        self._dtypes = [dtype for name, dtype in PLAIN.items() if name in types]
         self.is_quantized = not types <= PLAIN.keys()
-        self.dtype = dtypes[-1] if dtypes and not self.is_quantized else torch.bfloat16
         # Parsing takes seconds, and transformers does it for the configuration and again for the weights.
         self._parse = lru_cache(maxsize=1)(_parse)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its matrices; bfloat16 where they are quantized."""
+        import torch
+
+        name = self._dtypes[-1] if self._dtypes and not self.is_quantized else "bfloat16"
+        return getattr(torch, name)  # type: ignore[no-any-return]
 
     @contextmanager
     def reading(self) -> Iterator[None]:

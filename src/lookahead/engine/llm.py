@@ -14,13 +14,11 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
-
-from ..core import Request, SettingsError, Target
+from ..core import Choose, Request, SettingsError, Target, greedy
 from ..drafters import Adaptive, Lookahead, with_old_keywords
-from ..sampling import SeededNoise, make_choose
-from ..targets.factory import OwnModel, make_target, probe
+from ..targets.factory import make_target, probe
 from ..targets.fingerprint import fingerprint
+from ..targets.own_model import OwnModel
 from .engine import UNLIMITED_SEQUENCES, Engine
 from .fields import keywords_of
 from .options import BatchOptions, Options
@@ -31,6 +29,8 @@ from .results import Result, Stream, Updates
 from .text import TextStream
 
 if TYPE_CHECKING:
+    import torch
+
     from ..drafters.adaptive.state import AdaptiveState
     from ..parallel import RankGroup
 
@@ -262,6 +262,8 @@ class LLM:
         if not chosen.sampled:  # greedy must not touch torch's generator
             seeds = [None] * len(prompts)
         elif seeds is None:
+            import torch
+
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
         prepared = [
@@ -349,8 +351,12 @@ class LLM:
             raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
         process, noise = make_process(options, len(ids), eos, self.tokenizer, device), None
-        if seed is not None:
-            noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
-        choose = make_choose(ids, process, noise)
+        choose: Choose = greedy
+        if process is not None or seed is not None:
+            from ..sampling import Chooser, SeededNoise
+
+            if seed is not None:
+                noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
+            choose = Chooser(ids, process, noise)
         request = Request(ids, options.drafting(self.drafter), length, choose, eos, noise=noise)
         return request, TextStream(self.tokenizer, ids, options.stops)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
-
-import torch
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
 from ..core.errors import first_line
 from ..drafters import Adaptive
 from ..targets.cpu.blueprint import Unsupported
 from ..targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
-from ..targets.equivalence import differ
 from ..targets.factory import make_target, probe
-from ..targets.facts import ModelFacts
 from ..targets.fingerprint import forget
 from ..targets.llamacpp.library import Settings, library
 from ..targets.llamacpp.model import LlamaCppModel
@@ -26,6 +24,9 @@ from .checkpoints import Checkpoint
 from .fields import parameters_of
 from .llm import LLM
 from .options import OF_LLAMA_CPP, LoadOptions
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -57,9 +58,11 @@ def load_with(chosen: LoadOptions) -> LLM:
     connections, device = _start_ranks(chosen)
     dtype = _dtype(chosen.dtype)
     if chosen.threads is not None:
+        import torch
+
         torch.set_num_threads(chosen.threads)
     default = drafter if drafter is not None else Adaptive()
-    if isinstance(default, Adaptive) and device.type == "cpu":
+    if isinstance(default, Adaptive) and device == "cpu":
         default.precompile()
     checkpoint = Checkpoint(chosen)
     if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
@@ -70,7 +73,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     if model is None:
         model = _read_packed(checkpoint, chosen, dtype, device)
     if model is None:
-        model = checkpoint.read_model(dtype, device)
+        model = _read_module(checkpoint, dtype, device)
         _check_causal(model, checkpoint.name)
         if chosen.weights is not None:
             model = _quantize(model, chosen.weights)
@@ -88,6 +91,7 @@ def load_with(chosen: LoadOptions) -> LLM:
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
         from ..parallel import join
+        from ..targets.equivalence import differ
 
         rounding = partial(differ, llm.probe.equivalence)
         llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
@@ -126,12 +130,12 @@ def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel
             f"engine='llama.cpp' takes a GGUF file, got {checkpoint.shown}; give a .gguf file"
         )
     given = {name: getattr(chosen, name) for name in OF_LLAMA_CPP if getattr(chosen, name) is not None}
-    settings = Settings(threads=chosen.threads or torch.get_num_threads(), **given)
+    settings = Settings(threads=chosen.threads, **given)
     return LlamaCppModel(checkpoint.gguf.file, settings)
 
 
 def _read_packed(
-    checkpoint: Checkpoint, chosen: LoadOptions, dtype: Any, device: torch.device
+    checkpoint: Checkpoint, chosen: LoadOptions, dtype: str | torch.dtype, device: str
 ) -> PackedModel | None:
     """A GGUF file's quantized weights as they are, on a CPU and unless a dtype is asked for; None otherwise.
 
@@ -145,9 +149,9 @@ def _read_packed(
                 f"weights={chosen.weights!r} is for models that are not quantized, and {checkpoint.shown} is; "
                 "leave weights out"
             )
-        if device.type != "cpu" or dtype != "auto":
+        if device != "cpu" or dtype != "auto":
             raise SettingsError("weights goes with the CPU and dtype='auto'; leave out device and dtype")
-    if gguf is None or not gguf.is_quantized or dtype != "auto" or device.type != "cpu" or checkpoint.how:
+    if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:
         return None
     if chosen.parallel is not None:  # ranks compare their passes with transformers' own
         return None
@@ -164,6 +168,8 @@ def _read_packed(
 
 
 def _quantize(model: Any, weights: str) -> PackedModel:
+    from ..targets.facts import ModelFacts
+
     facts = probe(model).facts
     try:
         if not isinstance(facts, ModelFacts):
@@ -175,8 +181,8 @@ def _quantize(model: Any, weights: str) -> PackedModel:
         ) from None
 
 
-def _start_ranks(chosen: LoadOptions) -> tuple[Any, torch.device]:
-    """(connections to the other ranks that torchrun started, or None; this rank's device)."""
+def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
+    """(connections to the other ranks that torchrun started, or None; this rank's device as torch writes it)."""
     timeout = chosen.parallel_timeout
     if chosen.parallel is None:
         if timeout is not None:
@@ -184,10 +190,12 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, torch.device]:
                 f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it"
             )
         return None, _device(chosen.device)
+    import torch
+
     from ..parallel import TIMEOUT, local_device, start
 
     device = _device(local_device(chosen.device))
-    return start(timeout=timeout if timeout is not None else TIMEOUT, device=device), device
+    return start(timeout=timeout if timeout is not None else TIMEOUT, device=torch.device(device)), device
 
 
 def dismiss_ranks() -> None:
@@ -197,18 +205,23 @@ def dismiss_ranks() -> None:
     dismiss(start())
 
 
-def _dtype(dtype: str | torch.dtype) -> Any:
-    """A torch.dtype, or "auto"."""
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
-        return dtype
-    name = dtype.removeprefix("torch.")
+def _dtype(dtype: str | torch.dtype) -> str:
+    """The name of a torch.dtype, or "auto"."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return name
     name = DTYPES.get(name, name)
     if name not in DTYPES.values():
         raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES.values())}, got {dtype!r}")
-    return getattr(torch, name)
+    return name
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _device(device: str | torch.device | None) -> str:
+    """A device that torch can use here, as torch writes it: the one asked for, else a GPU if there is one."""
+    if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
+        return "cpu"
+    import torch
+
     try:
         result = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=result)
@@ -217,11 +230,27 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise SettingsError(
             f"device must be one that torch can use here ({known}), got {str(device)!r} ({first_line(error)})"
         ) from None
-    return result
+    return str(result)
+
+
+def _torch_has_gpu_code() -> bool:
+    """Whether this build of torch has CUDA's or ROCm's library. Loads no torch, which takes a second."""
+    package = find_spec("torch")
+    places = package.submodule_search_locations if package is not None else None
+    names = ("*torch_cuda*", "*torch_hip*")
+    return any(next(Path(place, "lib").glob(name), None) for place in places or () for name in names)
+
+
+def _read_module(checkpoint: Checkpoint, dtype: str, device: str) -> Any:
+    import torch
+
+    return checkpoint.read_model(dtype if dtype == "auto" else getattr(torch, dtype), torch.device(device))
 
 
 def _check_causal(model: Any, name: str) -> None:
     """A masked language model loads as a causal one too; there a later token changes an earlier row."""
+    import torch
+
     size = int(model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.tensor([[5 % size, 7 % size, 11 % size, last % size] for last in (13, 17)]).to(model.device)
     with torch.no_grad():

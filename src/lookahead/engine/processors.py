@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
-from ..sampling import Process
 from .options import Options
+
+if TYPE_CHECKING:
+    from ..sampling import Process
 
 
 def make_process(

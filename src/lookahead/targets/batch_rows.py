@@ -37,7 +37,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
-from .facts import PassFacts, memory_errors, summary
+from .facts import PassFacts
+from .limits import memory_errors, summary
 from .logits import LogitsBatch, LogitsRows
 from .transformers import PlainTarget, run_model
 

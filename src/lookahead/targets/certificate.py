@@ -19,8 +19,9 @@ from .attention_hook import TreeAttention
 from .cuda_graphs import uncapturable
 from .equivalence import compare
 from .exact import CapturedExactTarget, ExactTarget, Row
-from .facts import ModelFacts, memory_errors, summary
+from .facts import ModelFacts
 from .fingerprint import forget, remember
+from .limits import memory_errors, summary
 
 #: Tokens of the certificate's prefix: more than a page of ``attention.exact``.
 PREFIX = 300

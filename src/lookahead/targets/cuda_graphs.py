@@ -35,8 +35,9 @@ from ..attention.bits import pack_bits, word_count
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from .attention_hook import TreeAttention
 from .equivalence import compare
-from .facts import ModelFacts, memory_errors, summary
+from .facts import ModelFacts
 from .fingerprint import forget, remember
+from .limits import memory_errors, summary
 from .logits import LogitsBatch, LogitsRows, best_tokens
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache

@@ -32,7 +32,8 @@ from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import Scores, TokenTree
 from .attention_hook import TreeAttention, implementation
 from .cuda_graphs import CAPACITY, InArena
-from .facts import ModelFacts, memory_errors
+from .facts import ModelFacts
+from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache

@@ -1,66 +1,24 @@
-"""Model -> target: the probe at load, and the fastest path that computes what the model computes.
-
-The probe compares a token tree on the real model with the model's own causal passes. If they differ, or the model
-cannot evaluate a tree, it compares the tree's paths as batch rows with plain decoding. If these differ too, decoding
-uses one row per step, and the reason says why.
-"""
+"""Model -> target. What belongs to models of transformers is in ``module_paths``, which loads torch."""
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from ..core import OutOfMemory, SettingsError, Target
-from .attention_hook import mask_compatible_attention
-from .cpu.blueprint import Unsupported
-from .cpu.compiled_model import CompiledModel, compile_model
+from ..core import SettingsError, Target
 from .cpu.packed_model import PackedModel
 from .cpu.target import CpuTarget
-from .equivalence import HALF_DTYPES, Equivalence, compare, in_float32
-from .facts import NO_LIMIT, Limits, ModelFacts, PassFacts, summary
 from .fingerprint import forget, remember
-from .llamacpp.check import check
 from .llamacpp.model import LlamaCppModel
 from .llamacpp.target import LlamaCppTarget
+from .probe import Probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Models that are none of transformers' and evaluate their own passes.
-OwnModel = PackedModel | LlamaCppModel
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
-#: Where torch keeps the layers that ``quantize_dynamic`` makes. One scale holds for all rows of their input.
-DYNAMIC = "torch.ao.nn.quantized.dynamic"
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The result of the probe.
-
-    Attributes:
-        mode: "tree", "batch-rows" (a tree's paths as rows of a batch), or "plain" (one row per step).
-        reason: why, in one line with the figures.
-        equivalence: the last comparison that was completed; None if there was none.
-        facts: of the model, for tree targets; None in the other modes.
-    """
-
-    mode: str
-    reason: str
-    equivalence: Equivalence | None
-    facts: Limits | None
-
-    @property
-    def difference(self) -> float:
-        """``Equivalence.difference``; NaN without a comparison."""
-        return self.equivalence.difference if self.equivalence is not None else float("nan")
-
-
-def probe(model: PreTrainedModel | OwnModel, again: bool = False) -> Probe:
+def probe(model: PreTrainedModel | PackedModel | LlamaCppModel, again: bool = False) -> Probe:
     """Probe a model. The result is remembered until the model changes (``fingerprint``).
 
     Args:
@@ -78,92 +36,25 @@ def probe(model: PreTrainedModel | OwnModel, again: bool = False) -> Probe:
         if again:
             forget(model)
         return remember(model, "probe", lambda: _probe_llamacpp(model))
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_output_embeddings"):
-        raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
-    if config.is_encoder_decoder:
-        raise SettingsError(
-            f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
-            "use model.generate without custom_generate"
-        )
-    if torch.is_autocast_enabled(model.device.type):
-        raise SettingsError(
-            "torch.autocast must be off, because no path here rounds as it does; load the model in the dtype "
-            'wanted (dtype="bfloat16"), or use model.generate without custom_generate'
-        )
-    if again:
-        forget(model)
-    return remember(model, "probe", lambda: _probe(model))
+    from .module_paths import probe_module
 
-
-def _probe(model: PreTrainedModel) -> Probe:
-    from .transformers import TransformersTarget
-
-    name = type(model).__name__
-    for path, module in model.named_modules():
-        if type(module).__module__.startswith(DYNAMIC):
-            raise SettingsError(
-                f"{name} must not be quantized dynamically, and {path} is: it rounds each row by all rows of a pass, "
-                "so that drafts would change the text; quantize its weights alone, or use model.generate without "
-                "custom_generate"
-            )
-    try:
-        with mask_compatible_attention(model):
-            facts = ModelFacts(model)
-        result = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
-        if not result.ok and result.difference <= result.limit and model.dtype in HALF_DTYPES:
-            # In 16 bits rounding may hide the negative control; then masks, positions and commits are also compared
-            # in float32.
-            wide = copy(facts)
-            wide.dtype = torch.float32
-            with in_float32(model):
-                structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
-            reason = f"{result.reason}; widened to float32: {structure.reason}"
-            result = replace(result, ok=structure.ok, reason=reason)
-    except OutOfMemory:
-        raise
-    except Exception as error:  # a model may fail in any way on inputs that it was not made for
-        return _probe_batch_rows(model, f"{name} cannot evaluate a token tree ({summary(error)})")
-    if not result.ok:
-        reason = f"{name} scores a token tree differently from causal passes ({result.reason})"
-        return _probe_batch_rows(model, reason)
-    return Probe("tree", f"{name} scores a token tree like causal passes ({result.reason})", result, facts)
+    return probe_module(model, again)
 
 
 def _probe_llamacpp(model: LlamaCppModel) -> Probe:
+    from .llamacpp.check import check
+
     ok, why, found = check(model)
     if ok:
         return Probe("tree", f"{model.description} ({why})", found, model.facts)
     return Probe("plain", f"{model.description}: {why}; decoding one row per step", found, None)
 
 
-def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
-    """Probe whether a tree's paths as rows of a batch are scored as in plain decoding.
-
-    Args:
-        reason: why the model does not take trees.
-    """
-    from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
-
-    facts, result = PassFacts(model), None
-    try:
-        if facts.rope_boundary < NO_LIMIT:
-            raise SettingsError(f"its rotary positions ({facts.rope_type}) change with the length")
-        result = compare(model, facts, lambda: BatchRowsTarget(model), kind=StepTrial)
-        why = result.reason
-    except (OutOfMemory, NoSteps):
-        raise
-    except Exception as error:  # as above
-        why = summary(error)
-    if result is not None and result.ok:
-        reason += f"; paths as batch rows agree with plain steps ({why})"
-        return Probe("batch-rows", reason, result, None)
-    reason += f", nor can it evaluate its paths as batch rows ({why}); decoding one row per step"
-    return Probe("plain", reason, result, None)
-
-
 def make_target(
-    model: PreTrainedModel | OwnModel, capacity: int = 256, path: str = "auto", exact: bool = False
+    model: PreTrainedModel | PackedModel | LlamaCppModel,
+    capacity: int = 256,
+    path: str = "auto",
+    exact: bool = False,
 ) -> Target:
     """A fresh target. ``target.path`` and ``target.reason`` say of which kind and why.
 
@@ -191,56 +82,8 @@ def make_target(
             asked = "exact=True" if exact else f"the path {path!r}"
             raise SettingsError(f"{asked} is not available on llama.cpp; leave it out, or leave out engine")
         return LlamaCppTarget(model, probe(model).reason)
-    # What follows loads transformers' model classes, which take a second and which the compiled path does not need.
-    from .batch_rows import BatchRowsTarget
-    from .certificate import exact_attention, exact_target_class, on_gpu
-    from .transformers import PlainTarget, TransformersTarget
-
     if path not in PATHS:
         raise SettingsError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
-    probed = probe(model)
-    facts = probed.facts if isinstance(probed.facts, ModelFacts) else None
-    reason = probed.reason
-    if probed.mode == "batch-rows" and path in ("auto", "batch-rows") and not exact:
-        return BatchRowsTarget(model, reason)
-    if path == "plain" or (facts is None and path == "auto"):
-        return PlainTarget(model, reason)
-    if exact and path in ("cuda-graph", "batch-rows"):
-        raise SettingsError(f"exact=True is not available on the path {path!r}; use path='auto'")
-    if facts is not None and not exact and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
-        from .cuda_graphs import CAPACITY, CudaGraphTarget, captured_attention
+    from .module_paths import make_module_target
 
-        attention, reason = captured_attention(model, facts, warn=path == "auto")
-        if attention is not None:
-            return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
-    elif facts is not None and path not in ("transformers", "batch-rows"):
-        compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
-        if compiled is not None:
-            return CpuTarget(compiled, facts, capacity, reason)
-    if facts is None or path in ("cpu", "cuda-graph", "batch-rows"):
-        raise SettingsError(f"the {path} path is not available for this model: {reason}; use path='auto'")
-    if exact:
-        attention, reason = exact_attention(model, facts)
-        if attention is None:
-            raise SettingsError(f"exact=True is not available for this model: {reason}; leave exact out")
-        return exact_target_class(attention)(model, facts, attention, capacity, reason)
-    return TransformersTarget(model, facts, capacity, reason)
-
-
-def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
-    """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
-    name = type(model).__name__
-    configured = getattr(model.config, "quantization_config", None) is not None  # has a reason of its own
-    for path, weight in model.named_parameters():
-        if type(weight.data) is not torch.Tensor and not configured:
-            kind = type(weight.data).__name__
-            return None, f"compiled passes need weights as they are, and {path} is of type {kind}"
-    try:
-        compiled = compile_model(model, facts)
-    except Unsupported as error:
-        return None, str(error)
-    result = compare(model, facts, lambda: CpuTarget(compiled, facts, 32))
-    forget(model, "trial")
-    if not result.ok:
-        return None, f"{name}'s compiled passes differ from its own ({result.reason})"
-    return compiled, f"{name} on CPU, {compiled.layout} ({result.reason})"
+    return make_module_target(model, capacity, path, exact)

@@ -1,41 +1,17 @@
-"""What targets need to know of a model, read once; and how errors of a pass are reported."""
+"""What targets need to know of a transformers model, read once."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core import OutOfMemory
-from ..core.errors import first_line
+from .limits import NO_LIMIT, Limits
 from .masks import AlibiBias, LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Maximum positions of a model without a limit: more than any text has.
-NO_LIMIT = 1 << 30
-
-
-class Limits:
-    """What the library must know of any model to decode with it.
-
-    Attributes:
-        config: the text config.
-        vocabulary: V, columns of the logits.
-        max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
-        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
-            changes; ("", ``NO_LIMIT``) if none.
-    """
-
-    config: Any
-    vocabulary: int
-    max_positions: int
-    rope_type: str = ""
-    rope_boundary: int = NO_LIMIT
 
 
 class PassFacts(Limits):
@@ -137,28 +113,3 @@ class RotaryReset:
                     original = original.to(getattr(module, f"{prefix}inv_freq"))
                     module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
                     setattr(module, name, module.original_max_seq_len)
-
-
-@contextmanager
-def memory_errors(what: str) -> Iterator[None]:
-    """Raise an allocator's failure as ``OutOfMemory``, to which the decoding loop answers with fewer rows.
-
-    Args:
-        what: what did not fit, for the message.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        from_allocator = "can't allocate memory" in text or "out of memory" in text
-        if isinstance(error, OutOfMemory) or not (from_allocator or isinstance(error, MemoryError)):
-            raise
-        raise OutOfMemory(
-            f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "
-            "a smaller dtype, or a smaller (W, N, G)"
-        ) from error
-
-
-def summary(error: BaseException) -> str:
-    """An error's type and first line, for a reason of one line."""
-    return f"{type(error).__name__}: {first_line(error, 160)}"

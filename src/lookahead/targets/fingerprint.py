@@ -7,13 +7,10 @@ numbers written without torch's knowledge, by ``weight.data += delta`` or throug
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-
-import torch
-from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 #: Types of module attributes that are compared by value.
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -56,8 +53,11 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
 
     Settings whose names begin with "_" belong to transformers; of these only the attention implementation counts.
     """
-    if not isinstance(model, nn.Module):  # weights that nobody else can reach
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):  # weights that nobody else can reach
         return (id(model),)
+    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
     parts: list[Any] = [
         *map(id, _global_forward_hooks.values()),
         *map(id, _global_forward_pre_hooks.values()),

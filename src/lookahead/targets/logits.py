@@ -1,15 +1,20 @@
-"""The logits of one forward pass, read by node."""
+"""The logits of one forward pass, read by node. Loads torch only where a row is read whole."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..core.errors import NumericalError
 from .top import top_of_rows
+
+if TYPE_CHECKING:
+    import torch
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -18,19 +23,20 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill(values.isnan(), -1)  # the maximum of numbers and NaN is NaN
 
 
-class LogitsBatch:
-    """The logits of a pass. The argmaxes of all rows come to the host in one copy, and so do the k best tokens.
+class Logits(ABC):
+    """The logits of a pass: (B, R, V), of the rows that need logits."""
 
-    Args:
-        logits: (B, R, V), of the rows that need logits.
-        tokens: their ``best_tokens`` (B, R), if known.
-    """
+    @abstractmethod
+    def row(self, b: int, r: int) -> torch.Tensor:
+        """Logits (V,) of row r of sequence b."""
 
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
-        self.logits = logits
-        self._tokens = tokens
-        self._best: list[list[int]] | None = None
-        self._top: tuple[np.ndarray, np.ndarray] | None = None
+    @abstractmethod
+    def argmax(self, b: int, r: int) -> int:
+        """The token with the largest logit in row r of sequence b, the lowest of equals; -1 on NaN."""
+
+    @abstractmethod
+    def top(self, k: int) -> tuple[Numbers, Numbers]:
+        """The k best tokens of every row, int32, and their logits minus the row's largest, both (B, R, min(k, V))."""
 
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest of equals. Raises NumericalError on
@@ -43,21 +49,40 @@ class LogitsBatch:
             )
         return token
 
+
+class LogitsBatch(Logits):
+    """Logits that torch has computed. The argmaxes of all rows come to the host in one copy, and so do the k best
+    tokens.
+
+    Args:
+        logits: (B, R, V).
+        tokens: their ``best_tokens`` (B, R), if known.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        self.logits = logits
+        self._tokens = tokens
+        self._best: list[list[int]] | None = None
+        self._top: tuple[Numbers, Numbers] | None = None
+
+    def row(self, b: int, r: int) -> torch.Tensor:
+        return self.logits[b, r]
+
     def argmax(self, b: int, r: int) -> int:
-        """The same; -1 on NaN."""
         if self._best is None:
             self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
         return self._best[b][r]
 
-    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k best tokens of every row and their logits minus the row's largest, both (B, R, min(k, V))."""
+    def top(self, k: int) -> tuple[Numbers, Numbers]:
         if self._top is None or self._top[0].shape[-1] < k:
             logits = self.logits.detach()
             batch, rows, vocabulary = logits.shape
             k = min(k, vocabulary)
             if logits.device.type == "cpu":
-                ids, odds = top_of_rows(logits.reshape(batch * rows, vocabulary), k)
+                ids, odds = top_of_rows(_as_numpy(logits.reshape(batch * rows, vocabulary)), k)
             else:
+                import torch
+
                 values, tokens = logits.topk(k, dim=-1)
                 # One copy for both. float32 holds integers up to 2 ** 24 only, so the ids keep their bits.
                 log_odds = values.float() - values[..., :1].float()
@@ -68,28 +93,68 @@ class LogitsBatch:
         return ids[..., :k], odds[..., :k]
 
 
+def _as_numpy(logits: torch.Tensor) -> Numbers:
+    """Logits (R, V) in CPU memory as ``top_of_rows`` takes them."""
+    import torch
+
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    return (logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits).numpy()
+
+
+class HostLogits(Logits):
+    """Logits in CPU memory that torch has not computed, of rows of any sequences: (1, R, V).
+
+    Args:
+        rows: (R, V) float32, or int16 for the bits of bf16.
+        peaks: the largest logit of each group of 32 tokens, (R, V / 32 rounded up) float32, if known.
+    """
+
+    def __init__(self, rows: Numbers, peaks: Numbers | None = None) -> None:
+        self.rows, self.peaks = rows, peaks
+        self._top: tuple[Numbers, Numbers] | None = None
+
+    def row(self, b: int, r: int) -> torch.Tensor:
+        """A copy."""
+        import torch
+
+        row = torch.from_numpy(self.rows[r].copy())
+        return row.view(torch.bfloat16) if self.rows.dtype == np.int16 else row
+
+    def top(self, k: int) -> tuple[Numbers, Numbers]:
+        k = min(k, self.rows.shape[-1])
+        if self._top is None or self._top[0].shape[-1] < k:
+            ids, odds = top_of_rows(self.rows, k, self.peaks)
+            self._top = ids[None], odds[None]
+        ids, odds = self._top
+        return ids[..., :k], odds[..., :k]
+
+
 class LogitsRows:
-    """The logits of one sequence in a ``LogitsBatch``. Fulfils ``lookahead.core.Scores``.
+    """The logits of one sequence in a pass's ``Logits``. Fulfils ``lookahead.core.Scores``.
 
     Args:
         batch: logits of the pass.
         b: index of the sequence.
         nodes: the node of each row of logits; None if row r is node r.
+        start: the row of the first of ``nodes``.
     """
 
-    def __init__(self, batch: LogitsBatch, b: int, nodes: Sequence[int] | None = None) -> None:
+    def __init__(self, batch: Logits, b: int, nodes: Sequence[int] | None = None, start: int = 0) -> None:
         self._batch = batch
         self._b = b
-        self._row = None if nodes is None else {node: r for r, node in enumerate(nodes)}
+        self._row = None if nodes is None else {node: r for r, node in enumerate(nodes, start)}
 
     def best(self, node: int) -> int:
         return self._batch.best(self._b, node if self._row is None else self._row[node])
 
     def row(self, node: int) -> torch.Tensor:
         """Logits of shape (V,) on the model's device."""
-        return self._batch.logits[self._b, node if self._row is None else self._row[node]]
+        return self._batch.row(self._b, node if self._row is None else self._row[node])
 
-    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
+    def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""
         ids, odds = self._batch.top(k)
         rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]

@@ -14,38 +14,33 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
+from numpy.lib.stride_tricks import as_strided
 
 GROUP = 32
 #: Groups that are first compared together: most blocks of groups contain none of the best.
 BLOCK = 16
-#: The integer type with the size of a dtype.
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 LAST = 0x7FFFFFFF
 
 
 def top_of_rows(
-    logits: torch.Tensor, k: int, peaks: np.ndarray[Any, Any] | None = None
+    logits: np.ndarray[Any, Any], k: int, peaks: np.ndarray[Any, Any] | None = None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The k best tokens of every row.
 
     Args:
-        logits: (R, V) on the CPU; V >= k >= 1.
+        logits: (R, V), V >= k >= 1: float32, or int16 for the bits of bf16. Rows may lie apart.
         peaks: the largest logit of each group, (R, V / GROUP rounded up) float32, if known.
 
     Returns:
         tokens (R, k) int32, best first, and their logits minus the row's largest, (R, k) float32.
     """
-    if logits.dtype not in BITS:
-        logits = logits.float()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows, vocabulary = logits.shape
+    bits = logits.view(f"i{logits.itemsize}")
+    rows, vocabulary = bits.shape
     ids, odds = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
     if rows:
-        width = logits.stride(0)
-        flat = logits.view(BITS[logits.dtype]).as_strided(((rows - 1) * width + vocabulary,), (1,)).numpy()
+        width = bits.strides[0] // bits.itemsize
+        flat = as_strided(bits, ((rows - 1) * width + vocabulary,), (bits.itemsize,))
         known = np.empty((0, 0), np.int32) if peaks is None else peaks.view(np.int32)
         _search(flat, width, vocabulary, known, ids, odds)
     return ids, odds

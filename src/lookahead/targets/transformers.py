@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..core import Scores, SettingsError, TokenTree
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
-from .facts import ModelFacts, PassFacts, memory_errors
+from .facts import ModelFacts, PassFacts
+from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .masks import attention_masks, key_positions, stack_rows
 from .tree_cache import TreeCache

@@ -184,11 +184,15 @@ def model_key(model: Any, path: str = "") -> str:
     parts = (
         type(model).__name__,
         json.dumps(shape, sort_keys=True),
-        getattr(model, "weights", model.dtype),
-        model.device,
+        *_numbers_of(model),
         path,
     )
     return "|".join(str(part) for part in parts)
+
+
+def _numbers_of(model: Any) -> tuple[Any, Any]:
+    """(types of the weights, device)."""
+    return getattr(model, "weights", None) or model.dtype, model.device
 
 
 def _was_busy(kept: StepTimes, target: Any) -> bool:
@@ -225,7 +229,7 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
         make_target: returns a new target with a ``vocabulary``; called if nothing is known yet.
     """
     mine = _of_models.setdefault(model, {})
-    key = (getattr(model, "weights", model.dtype), model.device, path)
+    key = (*_numbers_of(model), path)
     if key not in mine:
         precompile.wait()
         target = make_target()

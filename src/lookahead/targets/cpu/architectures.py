@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..facts import ModelFacts
 from ..fingerprint import active_hooks
-from . import formats
-from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
-from .formats import Linear
+from . import dense, formats
+from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Numbers, Unsupported
+from .dense import Linear, bits_of
 
 
 def _window(config: Any, layer: int) -> int:
@@ -192,12 +193,12 @@ def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
     if not path:
         return Norm.none(size)
     norm: Any = module.get_submodule(path)
-    weight = norm.weight.detach().float() + offset
+    weight = (norm.weight.detach().float() + offset).numpy()
     if isinstance(norm, nn.LayerNorm):
-        bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.detach().float()
+        bias = np.zeros_like(weight) if norm.bias is None else norm.bias.detach().float().numpy()
         return Norm(weight, bias, norm.eps, 2)
     epsilon = getattr(norm, "variance_epsilon", None)
-    return Norm(weight, torch.zeros_like(weight), float(norm.eps if epsilon is None else epsilon), 1)
+    return Norm(weight, np.zeros_like(weight), float(norm.eps if epsilon is None else epsilon), 1)
 
 
 class _Parts:
@@ -219,16 +220,16 @@ class _Parts:
         """A field of the config, where the spec names one and the config has it."""
         return float((getattr(self.config, name) if name else None) or default)
 
-    def angles(self, positions: int) -> torch.Tensor:
+    def angles(self, positions: int) -> Numbers:
         """Cosine and sine from the model's own module, (tables, positions, R / 2, 2)."""
         places, tables = torch.arange(positions)[None], []
         if self.rotary is None:
-            return torch.empty(1, positions, 0, 2)
+            return np.empty((1, positions, 0, 2), np.float32)
         for kind in self.rotary_types:
             with torch.no_grad():
                 both = self.rotary(torch.empty(1, dtype=torch.float32), places, *([kind] if kind else []))
             tables.append(torch.stack([x[0, :, : x.shape[-1] // 2].float() for x in both], -1))
-        return torch.stack(tables)
+        return torch.stack(tables).numpy()
 
     def layers(self) -> Iterator[LayerParts]:
         """The layers, made one by one: their linears may be copies."""
@@ -250,19 +251,19 @@ class _Parts:
         spec, size = self.spec, self.head_size
         if spec.qkv:
             sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
-            query, key, value = formats.split(linear_of(layer, spec.qkv), *sizes)
+            query, key, value = dense.split(linear_of(layer, spec.qkv), *sizes)
         else:
             query, key, value = (linear_of(layer, path) for path in (spec.query, spec.key, spec.value))
         down = linear_of(layer, spec.down)
         if spec.gate_up:
             halves = [down.weight.shape[1]] * 2
-            up = formats.gate_and_up(*formats.split(linear_of(layer, spec.gate_up), *halves))
+            up = dense.gate_and_up(*dense.split(linear_of(layer, spec.gate_up), *halves))
         elif spec.gate:
-            up = formats.gate_and_up(linear_of(layer, spec.gate), linear_of(layer, spec.up))
+            up = dense.gate_and_up(linear_of(layer, spec.gate), linear_of(layer, spec.up))
         else:
             up = linear_of(layer, spec.up)
-        query, key = (formats.reordered(linear, self.order) for linear in (query, key))
-        qkv = formats.joined(query, key, value)
+        query, key = (dense.reordered(linear, self.order) for linear in (query, key))
+        qkv = dense.joined(query, key, value)
         return {"qkv": qkv, "output": linear_of(layer, spec.output), "up": up, "down": down}
 
     def head_norm(self, layer: nn.Module) -> tuple[Norm, bool]:
@@ -272,8 +273,9 @@ class _Parts:
             norm = norm_of(layer, path, 0, spec.norm_offset)
             # With one key head, a key norm looks the same either way: the query norm decides then.
             joint = joint or len(norm.weight) > self.head_size
-            weights.append(norm.weight.view(-1, self.head_size)[:, self.order].expand(heads, -1))
-        return norm._replace(weight=torch.cat(weights)), joint
+            by_head = norm.weight.reshape(-1, self.head_size)[:, self.order]
+            weights.append(np.broadcast_to(by_head, (heads, self.head_size)))
+        return norm._replace(weight=np.concatenate(weights)), joint
 
 
 def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
@@ -289,12 +291,13 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
         head = linear_of(model, spec.head)
         down = linear_of(parts.modules[0], spec.down)
         return Blueprint(
-            type(model).__name__, embedding.dtype, len(head.weight), embedding.shape[1], parts.heads,
-            parts.key_heads, parts.head_size, down.weight.shape[1], ACTIVATIONS[getattr(config, spec.activation)],
-            embedding, len(parts.modules), parts.layers,
+            type(model).__name__, str(embedding.dtype).removeprefix("torch."), len(head.weight), embedding.shape[1],
+            parts.heads, parts.key_heads, parts.head_size, down.weight.shape[1],
+            ACTIVATIONS[getattr(config, spec.activation)],
+            bits_of(embedding), len(parts.modules), parts.layers,
             norm_of(model, spec.norm, embedding.shape[1], spec.norm_offset), head,
             embedding_factor=factor * parts.setting(spec.embedding_multiplier, 1),
-            position_embedding=embedding_of(model, spec.positions)[0] if spec.positions else None,
+            position_embedding=bits_of(embedding_of(model, spec.positions)[0]) if spec.positions else None,
             head_factor=1 / parts.setting(spec.logits_divisor, 1),
             head_cap=parts.setting(spec.logits_cap, 0),
             residual_factor=parts.setting(spec.residual_multiplier, 1),

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import numpy as np
 
-from .formats import Linear
 from .packed import PackedLinear
+
+if TYPE_CHECKING:
+    from .dense import Linear
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 #: (a, b) of x * sigmoid(a x + b x^3): the tanh form of GELU is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
 ACTIVATIONS = dict.fromkeys(("silu", "swish"), (1.0, 0.0)) | dict.fromkeys(
@@ -31,15 +35,15 @@ class Unsupported(Exception):
 class Norm(NamedTuple):
     """Weight and bias (n,) fp32, epsilon, and the kind: 0 none, 1 RMS norm, 2 layer norm (subtracts the mean)."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    weight: Numbers
+    bias: Numbers
     epsilon: float
     kind: int
 
     @classmethod
     def none(cls, size: int) -> Norm:
         """A norm that changes nothing."""
-        return cls(torch.ones(size), torch.zeros(size), 0.0, 0)
+        return cls(np.ones(size, np.float32), np.zeros(size, np.float32), 0.0, 0)
 
 
 @dataclass(slots=True)
@@ -74,7 +78,8 @@ class Blueprint:
     """A decoder-only model of attention and feed-forward layers.
 
     Attributes:
-        dtype: of the weights; torch.float32 for packed weights, which are decoded as they are read.
+        dtype: "float32" or "bfloat16", of the weights; "float32" for packed weights, decoded as they are read. Arrays
+            of this dtype hold bf16 as int16 (``dense.bits_of``).
         hidden, inner: sizes of a row and of the feed-forward's inner row.
         activation: (a, b) of x * sigmoid(a x + b x^3).
         embedding: (V, hidden); packed weights have one output for each token.
@@ -87,7 +92,7 @@ class Blueprint:
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     vocabulary: int
     hidden: int
     heads: int
@@ -95,15 +100,15 @@ class Blueprint:
     head_size: int
     inner: int
     activation: tuple[float, float]
-    embedding: torch.Tensor | PackedLinear
+    embedding: Numbers | PackedLinear
     layer_count: int
     layers: Callable[[], Iterator[LayerParts]]
     final_norm: Norm
     head: Linear | PackedLinear
     embedding_factor: float = 1.0
-    position_embedding: torch.Tensor | None = None
+    position_embedding: Numbers | None = None
     head_factor: float = 1.0
     head_cap: float = 0.0
     residual_factor: float = 1.0
     rotary_size: int = 0
-    angles: Callable[[int], torch.Tensor] | None = field(default=None, repr=False)
+    angles: Callable[[int], Numbers] | None = field(default=None, repr=False)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numba import config as numba_config
 
 from ...core import LookaheadError
 from ...threads import thread_count
 from . import formats, packed
-from .blueprint import NORMS, Blueprint, Norm, Unsupported
+from .blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
-from .formats import FORMATS, Arena, Format, Linear, format_for, round_up
+from .formats import FORMATS, Arena, Format, format_for, round_up
 from .forward_pass import pass_address
 from .packed import GROUP, PackedLinear
 from .packed_gemm import kernel_address
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..facts import ModelFacts
+    from .dense import Linear
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class CompiledModel:
@@ -49,7 +51,7 @@ class CompiledModel:
         self.numbers = numbers or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
         self.layout = f"compiled passes on {self.numbers}"
         self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
-        self._angles = torch.empty(0, 0)
+        self._angles: Numbers = np.empty((0, 0), np.float32)
         self._kept: list[Any] = []  # what the records' addresses point to
         self._layers = np.zeros(blueprint.layer_count, LAYER)
         self._model = np.zeros(1, PLAN)
@@ -63,11 +65,8 @@ class CompiledModel:
         a, b = blueprint.activation
         arena: Arena | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
-            if arena is None and isinstance(blueprint.head, Linear):  # every layer takes as much as the first
-                linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
-                sizes = (formats.packed_bytes(linear, numbers) for linear in linears)
-                each = sum(round_up(size, 64) for size in sizes)
-                arena = Arena(blueprint.layer_count * each + formats.packed_bytes(blueprint.head, numbers))
+            if arena is None and not isinstance(blueprint.head, PackedLinear):
+                arena = self._dense_arena(layer, blueprint.head)
             for name, linear in layer.linears.items():
                 factor = blueprint.residual_factor if name in ("output", "down") else 1.0
                 record[name] = self._linear(linear, arena, factor, a, b)
@@ -78,7 +77,7 @@ class CompiledModel:
             record["scale"], record["gated"] = layer.scale, layer.gated
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
-            record["cap"] = self._address(torch.tensor([layer.cap])) if layer.cap else 0
+            record["cap"] = self._address(np.array([layer.cap], np.float32)) if layer.cap else 0
         plan["final_norm"] = self._norm(blueprint.final_norm)
         # Tokens behind the vocabulary are never the best.
         plan["lm_head"] = self._linear(
@@ -92,7 +91,7 @@ class CompiledModel:
             self._kept.append(embedding)
             plan["embedding"] = embedding.panels.ctypes.data
         else:
-            plan["embedding"] = embedding.data_ptr()
+            plan["embedding"] = self._address(embedding)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * numbers.stored.bytes,
             -(-self.vocabulary // GROUP) * 4,
@@ -117,9 +116,18 @@ class CompiledModel:
         for name, number in fields.items():
             plan[name] = number
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor.contiguous())
-        return int(self._kept[-1].data_ptr())
+    def _dense_arena(self, layer: LayerParts, head: Linear) -> Arena:
+        """For weights that are not packed yet; every layer takes as much as this one."""
+        from .dense import Linear, packed_bytes
+
+        linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
+        each = sum(round_up(packed_bytes(linear, self.numbers), 64) for linear in linears)
+        return Arena(self.blueprint.layer_count * each + packed_bytes(head, self.numbers))
+
+    def _address(self, numbers: Numbers) -> int:
+        """Where they lie; they are kept, and copied first unless they are contiguous."""
+        self._kept.append(np.ascontiguousarray(numbers))
+        return int(self._kept[-1].ctypes.data)
 
     def _linear(
         self,
@@ -132,10 +140,10 @@ class CompiledModel:
         padding: float = 0.0,
     ) -> tuple[int, int, int, int, int, int]:
         """The record ``execution_plan.LINEAR`` of packed weights."""
-        scalars = self._address(torch.tensor([factor, a, b, cap], dtype=torch.float32))
+        scalars = self._address(np.array([factor, a, b, cap], np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
-            bias = linear.bias.clone() * factor
+            bias = linear.bias * np.float32(factor)
             if padding:  # only the head has outputs that are not there and can be chosen
                 bias[self.vocabulary :] = padding
             table = linear.panels.copy()
@@ -145,9 +153,18 @@ class CompiledModel:
             groups, blocks = len(table), -(-linear.inner // packed.BLOCK)
             return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, scalars
         assert arena is not None
-        weights, bias, steps = formats.pack(linear, self.numbers, arena, padding)
+        from .dense import pack
+
+        weights, bias, steps = pack(linear, self.numbers, arena, padding)
         groups, size = weights.shape
-        return self._address(weights), size, self._address(bias * factor), steps, groups, scalars
+        return (
+            self._address(weights),
+            size,
+            self._address(bias * np.float32(factor)),
+            steps,
+            groups,
+            scalars,
+        )
 
     def _norm(self, norm: Norm) -> tuple[int, int, int, float]:
         return self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon
@@ -155,15 +172,15 @@ class CompiledModel:
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
         shape = len(self._layers), self.key_heads, self.padded_head
-        return KVCache(*shape, capacity, self.dtype, self.numbers.key_pair)
+        return KVCache(*shape, capacity, self.numbers)
 
-    def read(self, cache: KVCache, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    def read(self, cache: KVCache, slot: int, length: int) -> list[tuple[Numbers, Numbers]]:
         """The model's keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D)."""
         size = self.head_size
-        places = torch.argsort(formats.paired(size, self.blueprint.rotary_size))
-        return [(keys[..., places], values[..., :size].clone()) for keys, values in cache.read(slot, length)]
+        places = np.argsort(formats.paired(size, self.blueprint.rotary_size))
+        return [(keys[..., places], values[..., :size].copy()) for keys, values in cache.read(slot, length)]
 
-    def _rotary_up_to(self, position: int) -> torch.Tensor:
+    def _rotary_up_to(self, position: int) -> Numbers:
         """Cosine and sine of positions 0..position or more, (tables, positions, D / 2, 2).
 
         Where only the first R numbers of a head rotate, the others have angle 0.
@@ -172,7 +189,7 @@ class CompiledModel:
         if position >= table.shape[1] and self.blueprint.angles is not None:
             angles = self.blueprint.angles(1 << position.bit_length())
             shape = *angles.shape[:2], self.head_size // 2
-            table = torch.stack([torch.ones(shape), torch.zeros(shape)], -1).float()
+            table = np.stack([np.ones(shape, np.float32), np.zeros(shape, np.float32)], -1)
             table[:, :, : angles.shape[2]] = angles
             self._angles = table
         return table
@@ -206,7 +223,7 @@ class CompiledModel:
         p, rotary = state.plan, self._rotary_up_to(max(positions))
         p["logits"] = memory.ctypes.data
         p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
-        p["rotary"], p["rotary_each"] = rotary.data_ptr(), 4 * rotary.stride(0)
+        p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
         state.tile_config[:] = formats.tile_config(len(tokens))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
@@ -222,7 +239,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
     """
     if model.device.type != "cpu":
         raise Unsupported(f"compiled passes are made for CPUs, the model is on {model.device}")
-    if model.dtype not in (torch.float32, torch.bfloat16):
+    if str(model.dtype) not in ("torch.float32", "torch.bfloat16"):
         raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
     settings: Any = getattr(model.config, "quantization_config", None)
     method = (

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numba import njit
 
 from ...core import TokenTree
@@ -123,8 +122,8 @@ class ExecutionState:
         arena = Arena(sum(round_up(size, 64) for size in sizes.values()))
         self._buffers = {name: arena.take(size) for name, size in sizes.items()}
         for name, buffer in self._buffers.items():
-            p[name] = buffer.data_ptr()
-        self.tile_config = self._buffers["tile_config"].numpy()
+            p[name] = buffer.ctypes.data
+        self.tile_config = self._buffers["tile_config"]
 
     def describe(
         self,
@@ -165,7 +164,7 @@ class ExecutionState:
 def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> None:
     """Bring columns ``length + path`` in line behind ``length``: ``path`` rises, so none is lost before it is read.
 
-    Not by torch: its threads would go on spinning for a while, on the cores of the next pass.
+    Not by torch, whose threads would go on spinning for a while, on the cores of the next pass.
     """
     layers, heads, capacity, size = slot.shape
     for layer, head, place in np.ndindex(layers, heads, len(path)):
@@ -189,17 +188,16 @@ class KVCache(KVStorage):
     Args:
         capacity: tokens of a slot to begin with.
         head_size: D as it is padded.
-        key_pair: neighbours of a key that lie together.
+        numbers: the model's format: the dtype, and how many neighbours of a key lie together.
 
     Attributes:
         storage: by slot; whole numbers stand for the dtype's bits. Zeros cost nothing until they are written.
     """
 
-    def __init__(
-        self, layers: int, key_heads: int, head_size: int, capacity: int, dtype: torch.dtype, key_pair: int
-    ) -> None:
-        self.key_heads, self._key_pair, self._dtype = key_heads, key_pair, np.dtype(f"i{dtype.itemsize}")
-        self._torch_dtype = dtype
+    def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, numbers: Format) -> None:
+        self.key_heads, self._key_pair = key_heads, numbers.key_pair
+        self._dtype = np.dtype(f"i{numbers.stored.bytes}")
+        self._shown_as = self._dtype if numbers.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
 
@@ -224,8 +222,9 @@ class KVCache(KVStorage):
         columns = round_up(length, SCORE_BLOCK)  # a key's numbers lie in blocks of columns
         self.storage[slot][:, :, :columns] = self.storage[source][:, :, :columns]
 
-    def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D as it is padded)."""
+    def read(self, slot: int, length: int) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Copies of keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D as padded);
+        bf16 as int16."""
         mine, heads = self.storage[slot], self.key_heads
         layers, _, capacity, size = mine.shape
         blocks = mine[:, :heads].reshape(
@@ -233,10 +232,10 @@ class KVCache(KVStorage):
         )
         keys = blocks.transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, capacity, size)
 
-        def tensor(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-            return torch.from_numpy(numbers[None, :, :length].copy()).view(self._torch_dtype)
+        def copied(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            return numbers[None, :, :length].copy().view(self._shown_as)
 
-        return [(tensor(keys[i]), tensor(mine[i, heads:])) for i in range(layers)]
+        return [(copied(keys[i]), copied(mine[i, heads:])) for i in range(layers)]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they lie in place

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit, types
 
 from . import llvm
@@ -129,7 +128,7 @@ class PackedLinear:
     """
 
     panels: np.ndarray[Any, np.dtype[np.int64]]
-    bias: torch.Tensor
+    bias: np.ndarray[Any, np.dtype[np.float32]]
     inner: int
     memory: Any
 

@@ -15,21 +15,24 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ...core import SettingsError
 from ...files.gguf import GGUFFile
 from ...threads import thread_count
-from ..facts import Limits
+from ..limits import Limits
+from ..own_model import OwnConfig, OwnModel
 from . import formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .compiled_model import CompiledModel, checked
-from .formats import Arena, Linear, round_up
+from .formats import Arena, round_up
 from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, UnsupportedFile, read_settings
 from .packed import GROUP, KINDS, PANEL, PLACE, Kind, PackedLinear, pack_panels
+
+if TYPE_CHECKING:
+    from .dense import Linear
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -61,7 +64,7 @@ class _Reader:
 
     def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
         self.file, self.settings, self.names = file, settings, settings.names
-        order = formats.paired(settings.head_size, settings.rotary_size).numpy()
+        order = formats.paired(settings.head_size, settings.rotary_size)
         # Rows that the converter has permuted lie in this order already.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
         self.decoded: dict[str, int] = {}
@@ -93,8 +96,9 @@ class _Reader:
 
     def _as_bf16(self, name: str, raw: Numbers, shape: tuple[int, ...]) -> Numbers:
         values = self._decoded(name, raw, shape)
-        bf16 = torch.from_numpy(values).to(torch.bfloat16)
-        return bf16.view(torch.uint8).numpy()
+        bits = values.view(np.uint32)
+        nearest = bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)  # ties to even
+        return (nearest >> 16).astype(np.uint16).view(np.uint8)
 
     def _decoded(self, name: str, raw: Numbers, shape: tuple[int, ...]) -> Numbers:
         kind = self.file.tensors[name].type
@@ -134,7 +138,7 @@ class _Reader:
             inner = source.inner
             places = rows.order.reshape(-1, PANEL)
             size = source.kind.panel_bytes(inner)
-            memory = self.arena.take(len(places) * size).numpy().reshape(len(places), size)
+            memory = self.arena.take(len(places) * size).reshape(len(places), size)
             place = PLACE[source.kind.name]
             self._jobs.append(self._packing.submit(pack_panels, place, source.raw, places, inner, memory))
             table.append(
@@ -144,9 +148,7 @@ class _Reader:
             )
             bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
         joined = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
-        return PackedLinear(
-            joined, torch.from_numpy(np.concatenate(bias).astype(np.float32)), inner, self.arena
-        )
+        return PackedLinear(joined, np.concatenate(bias).astype(np.float32), inner, self.arena)
 
     def bias(self, name: str) -> Numbers:
         """Of a linear; zeros where it has none."""
@@ -208,7 +210,7 @@ class _Reader:
         )
         # From all gates and then all ups to a gate's panel and its up's in each group.
         linear.panels = np.ascontiguousarray(linear.panels.reshape(2, -1, 2).transpose(1, 0, 2))
-        linear.bias = linear.bias.view(2, -1, PANEL).transpose(0, 1).reshape(-1).contiguous()
+        linear.bias = linear.bias.reshape(2, -1, PANEL).transpose(1, 0, 2).reshape(-1)
         return linear, True
 
     def norm(self, part: str, layer: int | None = None) -> Norm:
@@ -216,11 +218,9 @@ class _Reader:
         if part not in self.names.tensors:
             return Norm.none(self.settings.hidden)
         name = self.name(part, layer)
-        weight = torch.from_numpy(self.numbers(f"{name}.weight"))
+        weight = self.numbers(f"{name}.weight")
         bias = f"{name}.bias"
-        shift = (
-            torch.from_numpy(self.numbers(bias)) if bias in self.file.tensors else torch.zeros_like(weight)
-        )
+        shift = self.numbers(bias) if bias in self.file.tensors else np.zeros_like(weight)
         return Norm(weight, shift, self.settings.epsilon, self.names.norm_kind)
 
     def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
@@ -229,13 +229,11 @@ class _Reader:
         if "query_norm" not in self.names.tensors:
             return None, False
         for part, heads in (("query_norm", settings.heads), ("key_norm", settings.key_heads)):
-            weight = torch.from_numpy(self.numbers(f"{self.name(part, layer)}.weight")).view(
-                -1, settings.head_size
-            )
+            weight = self.numbers(f"{self.name(part, layer)}.weight").reshape(-1, settings.head_size)
             joint = joint or len(weight) > 1
-            weights.append(weight[:, torch.from_numpy(self.order)].expand(heads, -1))
-        joined = torch.cat(weights)
-        return Norm(joined, torch.zeros_like(joined), settings.epsilon, 1), joint
+            weights.append(np.broadcast_to(weight[:, self.order], (heads, settings.head_size)))
+        joined = np.concatenate(weights)
+        return Norm(joined, np.zeros_like(joined), settings.epsilon, 1), joint
 
     def layers(self) -> Iterable[LayerParts]:
         settings = self.settings
@@ -265,14 +263,18 @@ class _Reader:
         settings = self.settings
         if not settings.tables:
             return None
-        half = torch.arange(0, settings.rotary_size, 2, dtype=torch.int64).float() / settings.rotary_size
-        frequencies = [1.0 / (table.base**half) / table.factor for table in settings.tables]
+        # In fp32, as transformers computes them: the model was trained with these roundings.
+        half = np.arange(0, settings.rotary_size, 2, dtype=np.float32) / np.float32(settings.rotary_size)
+        frequencies = [
+            np.float32(1) / np.float32(table.base) ** half / np.float32(table.factor)
+            for table in settings.tables
+        ]
         if FREQUENCY_FACTORS in self.file.tensors:
-            frequencies[0] = frequencies[0] / torch.from_numpy(self.numbers(FREQUENCY_FACTORS))
+            frequencies[0] = frequencies[0] / self.numbers(FREQUENCY_FACTORS)
 
-        def angles(positions: int) -> torch.Tensor:
-            turns = [torch.arange(positions).float()[:, None] * each for each in frequencies]
-            return torch.stack([torch.stack([turn.cos(), turn.sin()], -1) for turn in turns])
+        def angles(positions: int) -> Numbers:
+            turns = [np.arange(positions, dtype=np.float32)[:, None] * each for each in frequencies]
+            return np.stack([np.stack([np.cos(turn), np.sin(turn)], -1) for turn in turns])
 
         return angles
 
@@ -310,10 +312,10 @@ def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int
         embedding = head if settings.tied else reader.whole(reader.name("embedding"))
         positions = None
         if "positions" in settings.names.tensors:
-            positions = torch.from_numpy(reader.numbers(f"{reader.name('positions')}.weight"))
+            positions = reader.numbers(f"{reader.name('positions')}.weight")
         blueprint = Blueprint(
             settings.names.model_class,
-            torch.float32,
+            "float32",
             settings.vocabulary,
             settings.hidden,
             settings.heads,
@@ -342,20 +344,8 @@ def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int
     return blueprint, settings, reader.decoded
 
 
-class PackedConfig(SimpleNamespace):
-    """The few fields of a transformers config that the library reads of a model."""
-
-    def get_text_config(self, decoder: bool = True) -> PackedConfig:
-        """Itself: such models read text only."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return dict(vars(self))
-
-
-class PackedModel:
-    """A model with packed weights only; it stands where a transformers model does elsewhere.
+class PackedModel(OwnModel):
+    """A model with packed weights only.
 
     Args:
         blueprint: its parts, packed.
@@ -371,9 +361,6 @@ class PackedModel:
     Raises:
         Unsupported: numba cannot compile here.
     """
-
-    device = torch.device("cpu")
-    dtype = torch.float32  # of its logits and of what it keeps of a text
 
     def __init__(
         self,
@@ -391,32 +378,6 @@ class PackedModel:
         self.facts.config = config.get_text_config(decoder=True)
         self.facts.vocabulary, self.facts.max_positions = blueprint.vocabulary, max_positions
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
-
-    def __getattr__(self, name: str) -> Any:
-        """Reached only for attributes that are not there: ``generate``, ``parameters``, hooks and other modules' own.
-
-        Raises:
-            NeedsModule: an AttributeError that says what to do.
-        """
-        raise NeedsModule(name)
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """A forward pass of transformers, which there is none of; raises NeedsModule."""
-        raise NeedsModule("forward")
-
-
-class NeedsModule(SettingsError, AttributeError):
-    """Something asks for a part of a transformers model, and the weights are packed.
-
-    Args:
-        name: of the part.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name!r} needs a transformers model, and packed weights have none; load the model with "
-            "dtype='bfloat16' or 'float32'"
-        )
 
 
 def read_model(file: GGUFFile) -> PackedModel:
@@ -439,7 +400,7 @@ def read_model(file: GGUFFile) -> PackedModel:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ends = {int(metadata[key]) for key in keys if key in metadata}
-    config = PackedConfig(
+    config = OwnConfig(
         model_type=metadata["general.architecture"],
         vocab_size=settings.vocabulary,
         max_position_embeddings=settings.max_positions,
@@ -466,7 +427,10 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
         Unsupported: the model is not one of the compiled path.
         SettingsError: the type is none of these, or the package is missing.
     """
+    import torch
+
     from .architectures import blueprint_of as parts_of
+    from .dense import Linear, tensor_of
 
     kind = quantizable(name)
     blueprint = parts_of(model, facts)
@@ -474,8 +438,8 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     head: Any = blueprint.head
     embedding: Any = blueprint.embedding
     heads = [head]
-    if embedding.data_ptr() != head.weight.data_ptr():
-        heads.append(Linear(embedding, torch.zeros(len(embedding))))
+    if embedding.ctypes.data != head.weight.data_ptr():
+        heads.append(Linear(tensor_of(embedding), torch.zeros(len(embedding))))
     arena = Arena(sum(_quantized_size(linear, kind) for linear in (*linears, *heads)))
     packed = [_quantized(linear, kind, arena) for linear in heads]
     layers = []
@@ -486,11 +450,11 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     positions = blueprint.position_embedding
     blueprint = replace(
         blueprint,
-        dtype=torch.float32,
+        dtype="float32",
         layers=lambda: iter(layers),
         head=packed[0],
         embedding=packed[-1],
-        position_embedding=None if positions is None else positions.float(),
+        position_embedding=None if positions is None else tensor_of(positions).float().numpy(),
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     return PackedModel(
@@ -531,7 +495,7 @@ def _quantized(linear: Linear, kind: Kind, arena: Arena) -> PackedLinear:
     kind = _kind_for(linear, kind)
     order, place = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL), PLACE[kind.name]
     size = kind.panel_bytes(inner)
-    memory = arena.take(len(order) * size).numpy().reshape(len(order), size)
+    memory = arena.take(len(order) * size).reshape(len(order), size)
     for begin in range(0, len(order), 512):  # some at a time, so that no fp32 copy of a large matrix is made
         rows = order[begin : begin + 512]
         some = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
@@ -540,7 +504,7 @@ def _quantized(linear: Linear, kind: Kind, arena: Arena) -> PackedLinear:
         pack_panels(
             place, raw.view(np.uint8).reshape(len(some), -1), local, inner, memory[begin : begin + 512]
         )
-    bias = torch.zeros(order.size)
-    bias[:outputs] = linear.bias.float()
+    bias = np.zeros(order.size, np.float32)
+    bias[:outputs] = linear.bias.float().numpy()
     table = np.stack([memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), place)], -1)
     return PackedLinear(np.ascontiguousarray(table.reshape(-1, 2, 2)), bias, inner, arena)

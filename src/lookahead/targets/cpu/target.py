@@ -6,19 +6,19 @@ import threading
 import weakref
 from bisect import insort_left
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ...core import TokenTree
-from ...threads import one_thread
 from ..cache import StoredTarget
-from ..facts import Limits, memory_errors
-from ..logits import LogitsBatch, LogitsRows
-from ..top import top_of_rows
+from ..limits import Limits, memory_errors
+from ..logits import HostLogits, LogitsRows
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
+
+if TYPE_CHECKING:
+    import torch
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 #: Rows of a prompt that are evaluated together.
@@ -58,8 +58,8 @@ class BufferPool:
 buffers = BufferPool()
 
 
-class PassLogits(LogitsBatch):
-    """What one pass has read: logits (1, R, V); the best tokens of each row are found when asked for.
+class PassLogits(HostLogits):
+    """What one pass has read: logits (1, R, V) in the pass's memory until ``detach``.
 
     Args:
         memory: (bytes,) uint8; holds the logits (R, width), then the peaks (R, width / 32) fp32.
@@ -68,45 +68,27 @@ class PassLogits(LogitsBatch):
     def __init__(self, memory: Numbers, compiled: CompiledModel, rows: int) -> None:
         stride, peaks_stride = compiled.logits_strides
         logits, peaks = np.split(memory[: rows * (stride + peaks_stride)], [rows * stride])
+        numbers = logits.reshape(rows, stride).view(
+            np.int16 if compiled.numbers.stored.is_bf16 else np.float32
+        )
         super().__init__(
-            torch.from_numpy(logits.reshape(1, rows, stride)).view(compiled.dtype)[..., : compiled.vocabulary]
+            numbers[:, : compiled.vocabulary],
+            peaks.reshape(rows, peaks_stride).view(np.float32),
         )
         self.memory = memory
-        self._peaks = peaks.view(np.float32).reshape(rows, peaks_stride // 4)
+        self._best: list[int] | None = None
 
     def detach(self) -> Numbers:
         """Go on with a copy of the logits; returns the memory, which is free now."""
-        with one_thread:
-            self.logits, self._peaks = self.logits.clone(), self._peaks.copy()
+        assert self.peaks is not None
+        self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
         return self.memory
 
-    def best(self, b: int, r: int) -> int:
-        """The token with the largest logit, the first of equals. Raises NumericalError on NaN."""
+    def argmax(self, b: int, r: int) -> int:
         if self._best is None:
-            tokens = self.top(1)[0][0, :, 0]
-            self._best = [np.where(np.isnan(self._peaks).any(1), -1, tokens).tolist()]
-        return super().best(b, r)
-
-    def top(self, k: int) -> tuple[Numbers, Numbers]:
-        """The k best tokens of every row, int32, and their log-odds against the best, both (1, R, min(k, V))."""
-        k = min(k, self.logits.shape[-1])
-        if self._top is None or self._top[0].shape[-1] < k:
-            ids, odds = top_of_rows(self.logits[0], k, self._peaks)
-            self._top = ids[None], odds[None]
-        return super().top(k)
-
-
-class SegmentScores(LogitsRows):
-    """The logits of one sequence's nodes, which begin at row ``start``. Fulfils ``lookahead.core.Scores``."""
-
-    def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
-        super().__init__(logits, 0)
-        self._row = {node: row for row, node in enumerate(nodes, start)}
-
-    def row(self, node: int) -> torch.Tensor:
-        """Logits of shape (V,), a copy."""
-        with one_thread:
-            return super().row(node).clone()
+            assert self.peaks is not None
+            self._best = np.where(np.isnan(self.peaks).any(1), -1, self.top(1)[0][0, :, 0]).tolist()
+        return self._best[r]
 
 
 class CpuTarget(StoredTarget):
@@ -137,7 +119,7 @@ class CpuTarget(StoredTarget):
         """Room up to the model's last position."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[SegmentScores]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
         """Prompts one after the other, in chunks of rows, from where ``reuse`` has left off."""
         scores = []
         for slot, prompt in prompts:
@@ -151,10 +133,10 @@ class CpuTarget(StoredTarget):
                     logits = self._run(tokens, range(begin, end), [segment], reads)
                     buffers.release(logits.detach())  # of one row at most
             self.lengths[slot] = len(prompt)
-            scores.append(SegmentScores(logits, 0, [0]))
+            scores.append(LogitsRows(logits, 0, [0]))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[SegmentScores]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         """One pass over all trees; their rows lie behind one another, without padding."""
         self._recycle()
         tokens, positions, reads = list[int](), list[int](), list[int]()
@@ -171,7 +153,7 @@ class CpuTarget(StoredTarget):
                 self.cache.make_room(segment.slot, segment.length + segment.rows)
             logits = self._run(tokens, positions, segments, reads)
         self._last, self._memory = weakref.ref(logits), logits.memory
-        return [SegmentScores(logits, start, nodes) for start, nodes in parts]
+        return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def _run(
         self,
@@ -195,7 +177,10 @@ class CpuTarget(StoredTarget):
 
     def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Copies of the slot's keys and values, per layer, each (1, heads, T, size)."""
-        return self.compiled.read(self.cache, slot, self.lengths[slot])
+        from .dense import tensor_of
+
+        layers = self.compiled.read(self.cache, slot, self.lengths[slot])
+        return [(tensor_of(keys), tensor_of(values)) for keys, values in layers]
 
     def release(self, slot: int) -> None:
         super().release(slot)

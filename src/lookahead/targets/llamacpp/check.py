@@ -18,7 +18,7 @@ from ..equivalence import (
     Trial,
     distance,
 )
-from ..facts import NO_LIMIT, summary
+from ..limits import NO_LIMIT, summary
 from ..masks import LayerKinds
 from .library import Context, EngineFailed
 from .model import LlamaCppModel

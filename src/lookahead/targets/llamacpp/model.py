@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
-from typing import Any
-
-import torch
 
 from ...files.gguf import GGUFFile
-from ..cpu.packed_model import NeedsModule, PackedConfig
-from ..facts import NO_LIMIT, Limits
+from ...threads import thread_count
+from ..limits import NO_LIMIT, Limits
+from ..own_model import OwnConfig, OwnModel
 from .library import Context, Settings, Weights
 
 #: Idle contexts that are kept for the next engine on the model.
@@ -32,26 +31,19 @@ class Lease:
             self.context.close()
 
 
-class LlamaCppModel:
+class LlamaCppModel(OwnModel):
     """A model of llama.cpp; it stands where a transformers model does elsewhere.
 
     Args:
         file: a GGUF file.
         settings: how llama.cpp lays it out.
 
-    Attributes:
-        weights: the types of its numbers for people, those that take the most bytes first, as in "Q4_K + Q6_K".
-        parameter_count: how many numbers its tensors hold.
-        config, generation_config: of transformers, as far as the file tells.
-        facts: what targets must know of it.
-
     Raises:
         SettingsError: llama.cpp is missing or cannot load the file.
     """
 
-    device = torch.device("cpu")  # where logits are read
-
     def __init__(self, file: GGUFFile, settings: Settings) -> None:
+        settings = replace(settings, threads=settings.threads or thread_count())
         self.loaded = Weights(file.path, settings)
         metadata, sizes = file.metadata, dict[str, int]()
         for tensor in file.tensors.values():
@@ -61,17 +53,17 @@ class LlamaCppModel:
         self.parameter_count = sum(prod(tensor.shape) for tensor in file.tensors.values())
         # Rows in company round differently where anything is shorter than float32.
         whole = set(sizes) == {"F32"} and settings.cache_type_k == settings.cache_type_v == "f32"
-        self.dtype = torch.float32 if whole else torch.float16
+        self.rounds_in_company = not whole
         architecture = metadata["general.architecture"]
         loaded = self.loaded
-        self.config = PackedConfig(
+        self.config = OwnConfig(
             model_type=architecture,
             vocab_size=loaded.vocabulary,
             max_position_embeddings=loaded.positions,
             hidden_size=metadata.get(f"{architecture}.embedding_length", 0),
             num_hidden_layers=metadata.get(f"{architecture}.block_count", 0),
             n_gpu_layers=-1 if settings.n_gpu_layers is None else settings.n_gpu_layers,
-            threads=settings.threads or 0,
+            threads=settings.threads,
             is_encoder_decoder=False,
             _attn_implementation="llama.cpp",
         )
@@ -98,15 +90,3 @@ class LlamaCppModel:
         except IndexError:
             context = Context(self.loaded, self._cells)
         return Lease(self._idle, context)
-
-    def __getattr__(self, name: str) -> Any:
-        """Reached only for attributes that are not there: ``generate``, ``parameters``, hooks and other modules' own.
-
-        Raises:
-            NeedsModule: an AttributeError that says what to do.
-        """
-        raise NeedsModule(name)
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """A forward pass of transformers, which there is none of; raises NeedsModule."""
-        raise NeedsModule("forward")

@@ -28,11 +28,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ...core import OutOfMemory, SettingsError, TokenTree
-from ...threads import one_thread
-from ..logits import LogitsBatch, LogitsRows
+from ..logits import HostLogits, LogitsRows
 from .library import Context
 
 if TYPE_CHECKING:
@@ -56,40 +54,18 @@ class Slot:
     pending: list[list[int]] | None = None
 
 
-class PassLogits(LogitsBatch):
-    """What one pass has read, in llama.cpp's own memory until ``detach``.
-
-    Args:
-        rows: logits (R, V).
-    """
-
-    def __init__(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        super().__init__(torch.from_numpy(rows)[None])
-        self._rows = rows
+class PassLogits(HostLogits):
+    """What one pass has read, (1, R, V) fp32 in llama.cpp's own memory until ``detach``."""
 
     def detach(self) -> None:
         """Go on with a copy."""
-        self._rows = self._rows.copy()
-        self.logits = torch.from_numpy(self._rows)[None]
+        self.rows = self.rows.copy()
 
     def argmax(self, b: int, r: int) -> int:
-        """By numpy, which takes a tenth of torch's time and of rows that nobody asks for none."""
-        row = self._rows[r]
+        """By numpy, which looks at this row alone."""
+        row = self.rows[r]
         token = int(row.argmax())  # to numpy NaN is the largest
         return -1 if np.isnan(row[token]) else token
-
-
-class TreeScores(LogitsRows):
-    """The logits of one sequence's nodes, which begin at row ``start``. Fulfils ``lookahead.core.Scores``."""
-
-    def __init__(self, logits: PassLogits, start: int, nodes: Sequence[int]) -> None:
-        super().__init__(logits, 0)
-        self._row = {node: row for row, node in enumerate(nodes, start)}
-
-    def row(self, node: int) -> torch.Tensor:
-        """Logits of shape (V,), a copy."""
-        with one_thread:
-            return super().row(node).clone()
 
 
 class LlamaCppTarget:
@@ -121,7 +97,7 @@ class LlamaCppTarget:
             return 0
         return max(0, self._max_positions - 1 - self._slots[slot].length)
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[TreeScores]:
+    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
         """Prompts one after the other; llama.cpp divides long ones."""
         scores = []
         for slot, prompt in prompts:
@@ -136,10 +112,10 @@ class LlamaCppTarget:
                 self.release(slot)
                 raise
             held.length = held.known[base] = len(prompt)
-            scores.append(TreeScores(logits, 0, [0]))
+            scores.append(LogitsRows(logits, 0, [0]))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[TreeScores]:
+    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         """One batch over all trees, or several where llama.cpp does not take so many rows."""
         for slot, _ in trees:
             self._drop_pending(self._slots[slot])
@@ -166,7 +142,7 @@ class LlamaCppTarget:
             for slot, _ in trees:
                 self._drop_pending(self._slots[slot])
             raise
-        return [TreeScores(logits, start, nodes) for start, nodes in parts]
+        return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the rows of each slot's path: the ids of its last row keep all of it, others the part they share."""
@@ -199,7 +175,7 @@ class LlamaCppTarget:
         self._detach()
         return self._logits(self._context.decode(tokens, positions, sequences, wanted))
 
-    def _plain_step(self, held: Slot, token: int) -> TreeScores:
+    def _plain_step(self, held: Slot, token: int) -> LogitsRows:
         """``forward`` of one row."""
         self._detach()
         held.pending = [[held.base]]
@@ -208,7 +184,7 @@ class LlamaCppTarget:
         except Exception:
             self._drop_pending(held)
             raise
-        return TreeScores(self._logits(rows), 0, [0])
+        return LogitsRows(self._logits(rows), 0, [0])
 
     def _detach(self) -> None:
         """Whoever still holds the logits of the last pass goes on with a copy."""
