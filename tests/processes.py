@@ -16,7 +16,7 @@ PRELOAD = [
     "torch.distributed",
     "lookahead.parallel",
     "lookahead.testing",
-    "lookahead.targets.factory",
+    "lookahead.targets.module_paths",
     "lookahead.drafters.adaptive",
     "lookahead.engine",
     "lookahead.cli",
