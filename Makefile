@@ -9,7 +9,7 @@ RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-fast test-llamacpp test-readme soak coverage lint style types suite fix bench results gpu-check
-.PHONY: clean
+.PHONY: docs docs-serve dist licences clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
@@ -17,6 +17,9 @@ help:
 	@echo "make test-llamacpp  the engine llama.cpp, with llama-cpp-python (compiled in ten minutes, the first time)"
 	@echo "make fix        formats the code and redraws the pages that are drawn from it"
 	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
+	@echo "make docs       the site, strictly, in build/site; make docs-serve shows it while pages are written"
+	@echo "make dist       wheel and sdist in dist/, checked"
+	@echo "make licences   the licences of all that is installed, and of the data sets"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
@@ -69,6 +72,32 @@ soak: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py server --report $(SOAK)
 
+# What builds the site and the packages lies beside the tests' packages: pip installs it when it is first asked for.
+$(VENV)/.docs: $(READY)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(VENV)/.release: $(READY)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(RUN)/python docs/site.py
+	$(RUN)/python -m zensical build --strict --clean
+	@echo "the site is in build/site"
+
+docs-serve: $(VENV)/.docs
+	$(RUN)/python docs/site.py
+	$(RUN)/python -m zensical serve
+
+dist: $(VENV)/.release
+	rm -rf dist
+	$(RUN)/python -m build --no-isolation --outdir dist
+	$(RUN)/python -m twine check --strict dist/*
+
+licences: $(VENV)/.release
+	$(RUN)/python scripts/licences.py
+
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --cov=lookahead --cov-report=term-missing:skip-covered
 
@@ -87,6 +116,8 @@ fix: $(READY)
 	$(RUN)/ruff format --quiet .
 	$(RUN)/python docs/draw_architecture.py --write
 	$(RUN)/python docs/draw.py --write
+	$(RUN)/python docs/draw_parallel.py --write
+	$(RUN)/python docs/draw_server.py --write
 
 # As a reader would do it: an environment of its own, and pip as the README has it. TORCH chooses the build of torch here
 # too.

@@ -27,6 +27,7 @@ class Source:
     plain: str = ""  # template for a model without a chat template; ``turn`` if empty
     id: str = "id"  # field with the id; the row's number if the field is absent
     reference: str = ""  # field with the reference; none if empty
+    licence: str = "not stated"  # as its publisher says
 
     @property
     def fields(self) -> str:
@@ -55,6 +56,7 @@ _COMPLETE = "Complete this Python {}. Answer with the code only.\n\n"
 SOURCES: dict[str, Source] = {
     "humaneval": Source(
         f"{_GITHUB}openai/human-eval",
+        licence="MIT",
         turn=_COMPLETE.format("function") + "{prompt}",
         plain="{prompt}",
         id="task_id",
@@ -62,28 +64,37 @@ SOURCES: dict[str, Source] = {
     ),
     "gsm8k": Source(
         f"{_GITHUB}openai/grade-school-math (test.jsonl)",
+        licence="MIT",
         turn="{question}",
         plain="Question: {question}\nAnswer:",
         reference="answer",
     ),
     "mbpp": Source(
         f"{_GITHUB}google-research/google-research (mbpp/mbpp.jsonl)",
+        licence="CC-BY-4.0",
         turn="{text} Answer with Python code only. It must pass these tests:\n\n{test_list}",
         plain='"""\n{text}\n{test_list}\n"""',
         id="task_id",
         reference="code",
     ),
     "mt-bench": Source(
-        f"{_GITHUB}lm-sys/FastChat (llm_judge/data/mt_bench/question.jsonl)", id="question_id"
+        f"{_GITHUB}lm-sys/FastChat (llm_judge/data/mt_bench/question.jsonl)",
+        id="question_id",
+        licence="Apache-2.0",
     ),
     "classeval": Source(
         f"{_GITHUB}FudanSELab/ClassEval",
+        licence="MIT",
         turn=_COMPLETE.format("class") + "{skeleton}",
         plain="{skeleton}",
         id="task_id",
         reference="solution_code",
     ),
-    "spec-bench": Source(f"{_GITHUB}hemingkx/Spec-Bench (data/spec_bench/question.jsonl)", id="question_id"),
+    "spec-bench": Source(
+        f"{_GITHUB}hemingkx/Spec-Bench (data/spec_bench/question.jsonl)",
+        id="question_id",
+        licence="Apache-2.0",
+    ),
     "xsum": Source(
         f"{_HUB}EdinburghNLP/xsum, as JSON lines",
         turn="Summarize:\n{document}",
@@ -92,6 +103,7 @@ SOURCES: dict[str, Source] = {
     ),
     "cnn-dailymail": Source(
         f"{_HUB}abisee/cnn_dailymail, as JSON lines",
+        licence="Apache-2.0",
         turn="Summarize:\n{article}",
         plain="{article}\n\nSummary:",
         reference="highlights",

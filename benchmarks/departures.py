@@ -4,7 +4,7 @@
     python -m benchmarks.departures --presets       the presets beside the adaptive drafter (docs/settings.md)
 
 S is the number of tokens per forward pass after the prefill; it does not depend on the machine's speed. Every text is
-compared with plain decoding. docs/how-it-works.md lists the departures.
+compared with plain decoding. docs/settings.md lists the departures.
 """
 
 from __future__ import annotations

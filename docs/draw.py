@@ -1,25 +1,43 @@
-"""Draws the pictures of how-it-works.md from the code itself.
+"""Draws the pictures of the lesson from the code itself, from committed traces and from committed figures.
 
     python docs/draw.py            print the blocks
-    python docs/draw.py --write    put them into docs/how-it-works.md and draw docs/images/step.svg
+    python docs/draw.py --write    put them into the pages of docs/lesson, and draw the images and the moving pages
 
-A test compares the page with what this draws, so the page cannot fall behind the code.
+The traces in docs/traces are of SmolLM2-135M-Instruct in Q4_1 (the default model), 96 tokens, greedy:
+
+    lookahead generate --prompt-file PROMPT --drafter lookahead:5,4,5:pool_from_prompt=false:pool_from_output=false \
+        --max-new-tokens 96 --trace docs/traces/window.jsonl
+
+likewise jacobi:block_size=8 and adaptive:max_rows=16:budget=false. The prompt is a chat, which ``prompt()`` gives.
+A test compares pages and images with what this draws, so they cannot fall behind the code.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from lookahead.cli.show import page_of
 from lookahead.core import NGramPool, TokenTree, verify
 from lookahead.drafters import Window
+from lookahead.engine.trace import read_trace
 
 HERE = Path(__file__).parent
-PAGE = HERE / "how-it-works.md"
 PROMPT = ["the", "cat", "sat", "on", "the", "mat", ".", "the", "dog", "sat", "on", "the", "rug", "."]
 WORDS = sorted(set(PROMPT))
 TEXT = [WORDS.index(word) for word in PROMPT]
+#: Steps of docs/traces/window.jsonl that the chapter on the window shows, and a later one that accepts their n-gram.
+SHOWN, ACCEPTING = (5, 6, 7), 16
+COLOURS = ("#1f5fbf", "#9a4a00", "#0d6e5f", "#8a2b77", "#4c6300")
+
+
+# ------------------------------------------------------------------ a step on a toy model
 
 
 def target(path: list[int]) -> int:
@@ -53,8 +71,9 @@ def label(tree: TokenTree, node: int) -> str:
     return f"{node}:{WORDS[tree.tokens[node]]}"
 
 
-def draw_tree(tree: TokenTree, window: Window) -> str:
+def draw_tree() -> str:
     """The rows as an outline; what each row is for stands beside it."""
+    tree, window, _, _ = one_step()
     newest = set(window.newest_nodes())
     lines: list[str] = []
 
@@ -71,8 +90,9 @@ def draw_tree(tree: TokenTree, window: Window) -> str:
     return "\n".join(lines)
 
 
-def draw_mask(tree: TokenTree) -> str:
+def draw_mask() -> str:
     """One line per row: x where it sees that column; every row also sees the whole prefix."""
+    tree, _, _, _ = one_step()
     width = max(len(label(tree, n)) for n in range(len(tree)))
     head = " " * (width + 11) + " ".join(f"{n:>2}" for n in range(len(tree)))
     rows = [
@@ -105,59 +125,225 @@ def draw_step() -> str:
     return "\n".join(lines)
 
 
-def blocks() -> dict[str, str]:
-    """Every drawn block of the page, by name."""
-    tree, window, _, _ = one_step()
-    return {"tree": draw_tree(tree, window), "mask": draw_mask(tree), "step": draw_step()}
+# ------------------------------------------------------------------ real steps, from traces and figures
 
 
-def page(text: str) -> str:
-    """The page with its drawn blocks up to date."""
-    for name, drawn in blocks().items():
-        pattern = rf"(<!-- drawn: {name} -->\n```text\n).*?(\n```)"
+def steps_of(name: str) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The steps of a committed trace, and the text of each token."""
+    records = [json.loads(line) for line in read_trace(HERE / "traces" / f"{name}.jsonl").lines]
+    texts = {int(token): text for record in records for token, text in record.get("texts", {}).items()}
+    return [record for record in records if "step" in record], texts
+
+
+def visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace(" ", "␣")
+
+
+def prompt() -> str:
+    """The text of the traces' prompt."""
+    trace = read_trace(HERE / "traces" / "window.jsonl")
+    return "".join(trace.header["texts"][str(token)] for token in trace.header["prompt"])
+
+
+def costs(dtype: str = "bf16") -> list[tuple[int, float]]:
+    """(rows, milliseconds) of a step of SmolLM2 behind 128 tokens, as docs/results/step.md has them."""
+    figures = json.loads((HERE / "results" / "step.json").read_text())["figures"]
+    chosen = [f for f in figures if (f["model"], f["dtype"], f["context"]) == ("SmolLM2", dtype, 128)]
+    return [(f["rows"], f["cpu"]) for f in chosen]
+
+
+def draw_costs() -> str:
+    times = costs()
+    first = times[0][1]
+    lines = ["rows of a step    milliseconds    beside one row    a row"]
+    lines += [f"{rows:>14}{ms:>16.1f}{ms / first:>16.2f} x{ms / rows:>9.2f}" for rows, ms in times]
+    return "\n".join(lines)
+
+
+def draw_jacobi() -> str:
+    """The iterates of one block: the last token, then the guesses that each step evaluates."""
+    steps, texts = steps_of("jacobi")
+    lines = []
+    for record in steps[17:25]:
+        cells = [visible(texts[token]) for token in record["tree"]]
+        done = " ".join(visible(texts[token]) for token in record["tokens"])
+        lines.append(f"step {record['step']:<4}" + "".join(f"{cell[:11]:<12}" for cell in cells).rstrip())
+        lines.append(f"{'':<9}gives {done}")
+    return "\n".join(lines)
+
+
+def draw_found() -> str:
+    """How the candidate that a shown step accepts came into the pool."""
+    steps, texts = steps_of("window")
+    record = steps[ACCEPTING]
+    accepted = [record["tree"][row] for row in record["path"]]
+    first = next(earlier["step"] for earlier in steps if accepted in earlier.get("ngrams", []))
+    say = " ".join(visible(texts[token]) for token in accepted)
+    return (
+        f"step {first:<3} the n-gram {say} leaves the window and enters the pool\n"
+        f"step {record['step']:<3} the last token is {visible(texts[accepted[0]])}: the pool offers it, verification "
+        f"accepts {len(accepted) - 1} tokens\n"
+        f"         and adds one of its own: {len(record['tokens'])} tokens from one pass"
+    )
+
+
+def draw_rows() -> str:
+    """F(k), t(k) and what the controller maximises, of one step of the adaptive trace."""
+    steps, _ = steps_of("adaptive")
+    record = max(steps, key=lambda one: len(one.get("probabilities", [])) * (one["step"] == 12))
+    best = sorted(record["probabilities"], reverse=True)
+    points = [(rows, ms / 1000) for rows, ms in costs("fp32")]
+
+    def time(rows: int) -> float:
+        (a, low), (b, high) = next(pair for pair in pairwise(points) if rows <= pair[1][0])
+        return low + (high - low) * (rows - a) / (b - a)
+
+    rate = 1 / time(1)  # tokens per second of plain decoding, the least that lambda can be
+    lines = ["rows k    F(k)    t(k) ms    F(k) / t(k)    F(k) - lambda t(k)"]
+    for k in (1, 2, 3, 4, 6, 8, 12, 16):
+        expected = sum(best[:k])
+        gains = f"{expected / time(k):>15.0f}{expected - rate * time(k):>22.2f}"
+        lines.append(f"{k:>6}{expected:>8.2f}{1000 * time(k):>11.1f}{gains}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ images
+
+
+def svg(width: float, height: float, parts: Iterable[str], title: str) -> str:
+    """A picture on a white ground, which can be read on a dark page too."""
+    style = "text{font:11px ui-monospace,monospace;fill:#1c1b19}.s{fill:#6a655c}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img"><title>{escape(title)}</title><style>{style}</style>'
+        f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#fff"/>' + "".join(parts) + "</svg>\n"
+    )
+
+
+def box(x: float, y: float, w: float, h: float, fill: str, more: str = "") -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{fill}" {more}/>'
+
+
+def words(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" {more}>{escape(text)}</text>'
+
+
+def draw_mask_image() -> str:
+    """The mask of the toy step."""
+    tree, window, _, prefix = one_step()
+    newest, size, side, left = set(window.newest_nodes()), len(tree), 24, 120
+    parts = []
+    for row in range(size):
+        parts.append(words(8, 50 + row * side, f"{label(tree, row)}  (T+{tree.depths[row]})"))
+        for column in range(-3, size):
+            seen = column < 0 or tree.ancestors[row] >> column & 1
+            colour = "#e8e8e8" if not seen else "#999" if column < 0 else COLOURS[0]
+            if column >= 0 and seen and tree.needs_logits[column] and column and column not in newest:
+                colour = COLOURS[1]
+            parts.append(box(left + (column + 3) * side, 34 + row * side, side - 2, side - 2, colour))
+    ticks = [*(WORDS[t] for t in prefix[-4:-1]), *(str(n) for n in range(size))]
+    parts += [words(left + 2 + i * side, 26, tick) for i, tick in enumerate(ticks)]
+    below = "sees: the committed prefix (grey), window rows (blue), candidate rows (orange)"
+    parts.append(words(8, 52 + size * side, below, "s"))
+    return svg(left + (size + 3) * side + 130, 66 + size * side, parts, "The mask of a step of nine rows")
+
+
+def draw_costs_image() -> str:
+    """Milliseconds of a step by its rows."""
+    times = costs()
+    most, parts = max(ms for _, ms in times), []
+    for i, (rows, ms) in enumerate(times):
+        wide, y = 360 * ms / most, 16 + 26 * i
+        parts += [words(8, y + 14, f"{rows} row{'s' * (rows > 1)}"), box(86, y, wide, 18, COLOURS[0])]
+        parts.append(words(92 + wide, y + 14, f"{ms:.1f} ms"))
+    return svg(520, 30 + 26 * len(times), parts, "Time of a step by its rows")
+
+
+def draw_window_image() -> str:
+    """Three steps of the window: levels, answers, and the n-grams on the diagonals."""
+    steps, texts = steps_of("window")
+    wide, high, left = 82, 26, 70
+    parts: list[str] = []
+    top = 0
+    for number in SHOWN:
+        record = steps[number]
+        levels, tree = record["window"], record["tree"]
+        depth = TokenTree.of(tree, record["parents"]).depths
+        emitted = " ".join(visible(texts[token]) for token in record["tokens"])
+        parts.append(words(8, top + 20, f"step {number}: emits {emitted}"))
+        y0 = top + 32
+        columns = list(zip(*levels, strict=True))
+        for level, rows in enumerate(levels):
+            parts.append(words(8, y0 + level * high + 15, f"level {level}", "s"))
+            for column, row in enumerate(rows):
+                more = f'stroke="{COLOURS[column % 5]}" stroke-width="{3 if row == 0 else 1.5}"'
+                x, y = left + depth[row] * wide, y0 + level * high
+                parts += [
+                    box(x, y, wide - 8, high - 6, "#fff", more),
+                    words(x + 4, y + 14, visible(texts[tree[row]])[:10]),
+                ]
+        parts.append(words(8, y0 + len(levels) * high + 15, "answers", "s"))
+        for column, rows in enumerate(columns):
+            chain = [tree[row] for row in rows]
+            answer = next((n[-1] for n in record["ngrams"] if n[:-1] == chain), None)
+            if answer is None:
+                continue
+            colour, x, y = COLOURS[column % 5], left + (depth[rows[-1]] + 1) * wide, y0 + len(levels) * high
+            more = f'stroke="{colour}" stroke-dasharray="3 2" stroke-width="1.5"'
+            parts += [
+                box(x, y, wide - 8, high - 6, "#fff", more),
+                words(x + 4, y + 14, visible(texts[answer])[:10]),
+            ]
+            points = [(depth[row], level) for level, row in enumerate(rows)]
+            for (x1, l1), (x2, l2) in zip(
+                points, [*points[1:], (depth[rows[-1]] + 1, len(levels))], strict=True
+            ):
+                ends = left + x1 * wide + wide - 8, y0 + l1 * high + 14, left + x2 * wide, y0 + l2 * high + 6
+                parts.append(
+                    '<path d="M{:g} {:g}L{:g} {:g}" stroke="{}" stroke-width="2"/>'.format(*ends, colour)
+                )
+        top = y0 + (len(levels) + 1) * high
+    return svg(left + 9 * wide, top + 12, parts, "The window in three steps")
+
+
+IMAGES = {
+    "images/lesson-costs.svg": draw_costs_image,
+    "images/lesson-window.svg": draw_window_image,
+    "images/step.svg": draw_mask_image,
+    "lesson/replay.html": lambda: page_of(read_trace(HERE / "traces" / "window.jsonl")),
+    "lesson/replay-adaptive.html": lambda: page_of(read_trace(HERE / "traces" / "adaptive.jsonl")),
+}
+BLOCKS = {
+    "lesson/1-one-token.md": {"costs": draw_costs},
+    "lesson/2-jacobi.md": {"jacobi": draw_jacobi},
+    "lesson/3-window.md": {"found": draw_found},
+    "lesson/4-tree.md": {"tree": draw_tree, "mask": draw_mask},
+    "lesson/5-verify.md": {"step": draw_step},
+    "adaptive.md": {"rows": draw_rows},
+}
+
+
+def page(name: str, text: str) -> str:
+    """A page with its drawn blocks up to date."""
+    for block, draw in BLOCKS[name].items():
+        pattern, drawn = rf"(<!-- drawn: {block} -->\n```text\n).*?(\n```)", draw()
         text, count = re.subn(pattern, lambda m, drawn=drawn: m[1] + drawn + m[2], text, flags=re.S)
         if count != 1:
-            raise SystemExit(f"error: {PAGE.name} must have one block <!-- drawn: {name} -->, found {count}")
+            raise SystemExit(f"error: {name} must have one block <!-- drawn: {block} -->, found {count}")
     return text
 
 
-def draw_svg(path: Path) -> None:
-    """The mask as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "lookahead"
-    import matplotlib.pyplot as plt
-
-    tree, window, _, prefix = one_step()
-    newest, size = set(window.newest_nodes()), len(tree)
-    figure, axes = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for row in range(size):
-        for column in range(-3, size):
-            seen = column < 0 or tree.ancestors[row] >> column & 1
-            colour = "#E8E8E8" if not seen else "#999999" if column < 0 else "#0072B2"
-            if column >= 0 and seen and tree.needs_logits[column] and column and column not in newest:
-                colour = "#D55E00"
-            axes.add_patch(plt.Rectangle((column, row), 0.92, 0.92, color=colour))
-    names = [f"{label(tree, n)}  (T+{tree.depths[n]})" for n in range(size)]
-    axes.set_yticks([n + 0.46 for n in range(size)], names)
-    ticks = [*(WORDS[t] for t in prefix[-4:-1]), *(str(n) for n in range(size))]
-    axes.set_xticks([n + 0.46 for n in range(-3, size)], ticks)
-    axes.set_xlim(-3, size)
-    axes.set_ylim(size, 0)
-    axes.set_xlabel("sees: the committed prefix (grey), window rows (blue), candidate rows (orange)")
-    axes.set_ylabel("row of the step")
-    for side in axes.spines.values():
-        side.set_visible(False)
-    axes.tick_params(length=0)
-    figure.savefig(path, metadata={"Date": None})
+def main(arguments: Sequence[str]) -> None:
+    for name, blocks in BLOCKS.items():
+        if "--write" in arguments:
+            (HERE / name).write_text(page(name, (HERE / name).read_text()))
+        else:
+            for block, draw in blocks.items():
+                print(f"[{name}: {block}]\n{draw()}\n")
+    for name, make in IMAGES.items():
+        if "--write" in arguments:
+            (HERE / name).write_text(make())
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(page(PAGE.read_text()))
-        (HERE / "images").mkdir(exist_ok=True)
-        draw_svg(HERE / "images" / "step.svg")
-    else:
-        for name, drawn in blocks().items():
-            print(f"[{name}]\n{drawn}\n")
+    main(sys.argv[1:])

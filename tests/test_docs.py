@@ -1,21 +1,40 @@
-"""Documentation that runs: Python blocks are executed, drawn blocks are drawn again, links lead somewhere."""
+"""Documentation that runs: Python blocks and the notebook are executed, drawings drawn again, links followed."""
 
+import contextlib
+import io
+import json
 import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LINKS = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix().removeprefix("docs/")
+
+
+def module(name):
+    return SimpleNamespace(**runpy.run_path(str(DOCS / f"{name}.py")))
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return module("draw")
 
 
 def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.S | re.M)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page run one after the other, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
@@ -24,14 +43,68 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
 
 
-def test_drawn_blocks_are_what_the_code_draws():
-    draw = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "draw.py")))
-    text = draw.PAGE.read_text()
-    assert draw.page(text) == text, "run python docs/draw.py --write"
+def test_the_notebook_runs_and_prints_what_it_shows():
+    cells = json.loads((DOCS / "lesson" / "jacobi.ipynb").read_text())["cells"]
+    namespace = {"__name__": "notebook"}
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    for cell in code:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+        assert printed.getvalue() == "".join("".join(output["text"]) for output in cell["outputs"]), cell[
+            "id"
+        ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_drawn_blocks_are_what_the_code_draws(draw):
+    for name in draw.BLOCKS:
+        text = (DOCS / name).read_text()
+        assert draw.page(name, text) == text, "run python docs/draw.py --write"
+
+
+def test_images_and_moving_pages_are_what_the_code_draws(draw):
+    for name, make in draw.IMAGES.items():
+        assert (DOCS / name).read_text() == make(), f"{name}: run python docs/draw.py --write"
+
+
+def anchors_of(page):
+    """The addresses of a page's headings, as a site makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+    for link in LINKS.findall(page.read_text()):
         if not link.startswith(("http", "mailto:")):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+            path, _, anchor = link.partition("#")
+            there = page.parent / path if path else page
+            assert there.exists(), f"{page.name} links to {link}"
+            assert not anchor or there.suffix != ".md" or anchor in anchors_of(there), f"{page.name}: {link}"
+
+
+def test_the_site_has_every_page(tmp_path):
+    """What ``make docs`` builds: each page has its place, and links into the repository become links on the site."""
+    site, out = module("site"), tmp_path / "docs"
+    site.gather(out)
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+
+    def pages(entries):
+        for entry in entries:
+            yield from [entry] if isinstance(entry, str) else pages(*entry.values())
+
+    listed = list(pages(nav))
+    assert len(listed) == len(set(listed))
+    made = {path.relative_to(out).as_posix() for path in out.rglob("*.md")}
+    assert {page for page in made if not page.startswith("files/")} == set(listed)
+    for page in sorted(made):
+        text = re.sub(r"^(`{3,}).*?^\1", "", (out / page).read_text(), flags=re.S | re.M)
+        for link in LINKS.findall(text):
+            if not link.startswith(("http", "mailto:", "#")) and not page.startswith("files/"):
+                assert ((out / page).parent / link.partition("#")[0]).exists(), f"{page}: {link}"
+    commands = (out / "reference/cli.md").read_text()
+    assert "## lookahead bench step-cost" in commands
+    assert "`--trace FILE`" in commands
+    assert "```python no-run" not in (out / "server.md").read_text()

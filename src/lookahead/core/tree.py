@@ -144,6 +144,6 @@ class TokenTree:
         return result
 
     def mask(self) -> list[list[bool]]:
-        """The Q x Q part of the attention mask: entry [i][j] says whether row i sees row j."""
+        """The Q x Q part of the attention mask: ``mask[i][j]`` says whether row i sees row j."""
         size = len(self)
         return [[bool(bits >> j & 1) for j in range(size)] for bits in self.ancestors]

@@ -27,7 +27,7 @@ An example with W = 3 and N = 4, so three levels; x, y and z are the roots of th
              level 2   m0  m1 m2
 
 The window moves on by one column a step, whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2
-take random rows after several tokens). The shorter n-grams of the warm-up are returned too (docs/how-it-works.md).
+take random rows after several tokens). The shorter n-grams of the warm-up are returned too (docs/settings.md).
 """
 
 from __future__ import annotations

