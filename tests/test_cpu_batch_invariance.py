@@ -21,7 +21,15 @@ from lookahead.targets.cpu.architectures import blueprint_of
 from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.llvm import PAIRS, TILES
-from lookahead.targets.cpu.thread_pool import RANK_BYTES, RANKS, ThreadPool, restart, take, thread_pool
+from lookahead.targets.cpu.thread_pool import (
+    RANK_BYTES,
+    RANKS,
+    ThreadPool,
+    Worker,
+    restart,
+    take,
+    thread_pool,
+)
 from lookahead.targets.factory import make_target
 from lookahead.targets.logits import LogitsBatch
 from lookahead.testing import assert_same_as_autoregressive
@@ -129,9 +137,14 @@ def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads:
     """Inner sizes, head sizes and a vocabulary that fill no tile; threads that share heads."""
     hidden, inner, head = shape
     changes = {
-        "hidden_size": hidden, "intermediate_size": inner, "head_dim": head, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 101,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "head_dim": head,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 101,
+    }
     target, alone = compiled_twice("llama", dtype, **changes)
     for one in (target, alone):
         one.prefill([(0, prompt(70))])
@@ -306,4 +319,4 @@ def test_every_item_of_a_stage_is_taken_once_by_whoever_is_free(ranks: tuple[int
             thread.join()
         assert (taken == 1).all(), begun_again
         for rank in range(size):
-            begin_again(control, 3, 4, rank)
+            begin_again(Worker(control, rank, size), 3, 4)

@@ -132,9 +132,18 @@ def test_warpers_are_those_of_model_generate(llm):
     process = make_process(options, ids.shape[1], llm.eos, llm.tokenizer, "cpu")
     ours = process(ids, raw.clone()).softmax(-1)
     out = llm.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=1, temperature=0.7, top_k=30,
-        top_p=0.8, min_p=0.02, repetition_penalty=1.2, output_scores=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        max_new_tokens=1,
+        temperature=0.7,
+        top_k=30,
+        top_p=0.8,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
     assert torch.allclose(ours, out.scores[0].softmax(-1), atol=1e-6)
 
 
@@ -742,7 +751,7 @@ def test_a_drafter_is_read_once_for_load_and_for_each_call(llm):
         old = llm.generate(PROMPT, max_new_tokens=20, config=(5, 4, 7))
     assert old.tokens == llm.generate(PROMPT, max_new_tokens=20, drafter=Lookahead(5, 4, 7)).tokens
     pool = NGramPool(7)
-    with pytest.warns(DeprecationWarning, match=r"pool= will go in version 0.3"):
+    with pytest.warns(DeprecationWarning, match=r"pool= will be removed in version 0.3"):
         assert llm.generate(PROMPT, max_new_tokens=20, pool=pool).tokens == old.tokens
     assert len(pool)
     refused("cannot be given together", llm.generate, "x", drafter="code", method="jacobi")
@@ -848,7 +857,7 @@ for dtype, exact, given in (
     llm = lookahead.load(folder, dtype=dtype, exact=exact, quantization_config=given)
     assert "Int8Tensor" in {type(weight).__name__ for weight in llm.model.parameters()}
     assert llm.path == ("exact" if exact else "transformers"), llm.path
-    assert exact or "quantised by torchao" in llm.target().reason
+    assert exact or "quantized by torchao" in llm.target().reason
     for temperature in (0.0, 0.8):
         options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
         prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [3, 4, 3, 4, 3]]
@@ -903,8 +912,11 @@ def torchao_paths():
 def test_a_model_in_int8_decodes_as_its_own_plain_decoding_from_python_and_the_command_line(folder):
     done = subprocess.run(
         [sys.executable, "-c", IN_INT8, str(folder), json.dumps(TORCHAO)],
-        env={**os.environ, "PYTHONPATH": torchao_paths()}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": torchao_paths()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
 
 
@@ -921,7 +933,7 @@ def test_a_quantized_model_is_not_compiled(folder):
     assert llm.path == "cpu"
     llm.model.config.quantization_config = {"quant_method": "torchao"}
     assert llm.path == "transformers"
-    assert "quantised by torchao" in llm.target().reason
+    assert "quantized by torchao" in llm.target().reason
 
 
 def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from numba import njit
 
 from lookahead.targets.cpu import packed
-from lookahead.targets.cpu.packed import KINDS, PANEL, PLACE, RECORD, decode_output, pack_panels
+from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decode_output, pack_panels
 from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
 
 #: 40 outputs: the last panel of the second group has none, the one before is half full.
@@ -30,7 +30,7 @@ def quantize_rows(rows, stride, blocks, count):
 def file_bytes(name, outputs, inner, seed=0):
     """Blocks of a type as a file holds them, (outputs, bytes)."""
     generator = np.random.default_rng(seed)
-    kind, number = KINDS[PLACE[name]], gguf.GGMLQuantizationType[name]
+    kind, number = KINDS[KIND_INDEX[name]], gguf.GGMLQuantizationType[name]
     values = generator.standard_normal((outputs, inner)).astype(np.float32) / 20
     try:
         return gguf.quantize(values, number).view(np.uint8).reshape(outputs, -1)
@@ -58,11 +58,11 @@ def panels_of(name, raw, inner):
     """(table, memory) of a linear with these outputs, in whole groups."""
     order = np.full(-(-len(raw) // packed.GROUP) * packed.GROUP, -1)
     order[: len(raw)] = np.arange(len(raw))
-    size = KINDS[PLACE[name]].panel_bytes(inner)
+    size = KINDS[KIND_INDEX[name]].panel_bytes(inner)
     memory = aligned(len(order) // PANEL * size).reshape(-1, size)
-    pack_panels(PLACE[name], raw, order.reshape(-1, PANEL), inner, memory)
+    pack_panels(KIND_INDEX[name], raw, order.reshape(-1, PANEL), inner, memory)
     table = np.stack(
-        [memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), PLACE[name])], -1
+        [memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), KIND_INDEX[name])], -1
     )
     return np.ascontiguousarray(table), memory
 
@@ -97,7 +97,12 @@ def test_a_panel_decodes_to_what_gguf_decodes(name):
     got = np.zeros((OUTPUTS, INNER), np.float32)
     for output in range(OUTPUTS):
         decode_output(
-            PLACE[name], int(table[output // PANEL, 0]), output % PANEL, INNER, got[output], np.float32(1)
+            KIND_INDEX[name],
+            int(table[output // PANEL, 0]),
+            output % PANEL,
+            INNER,
+            got[output],
+            np.float32(1),
         )
     np.testing.assert_array_equal(got, decoded(name, raw))
     assert memory.nbytes < 1.04 * raw.nbytes * (64 / OUTPUTS)
@@ -109,7 +114,7 @@ def test_a_product_is_that_of_decoded_weights_and_quantized_rows(name):
     table, _memory = panels_of(name, raw, INNER)
     x = np.random.default_rng(1).standard_normal((9, INNER)).astype(np.float32)
     rows, quantized = rows_of(x)
-    exact = KINDS[PLACE[name]].bits > 8
+    exact = KINDS[KIND_INDEX[name]].bits > 8
     wanted = (x if exact else quantized).astype(np.float64) @ decoded(name, raw).T.astype(np.float64)
     got = times(table, rows, len(x), INNER)
     # 512 products and 16 blocks in fp32: 1e-6 of the largest sum; the rounding of the rows alone is 1,000 times more.

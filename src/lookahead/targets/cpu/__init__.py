@@ -1,9 +1,9 @@
-"""The compiled path on CPUs: a forward pass of our own.
+"""The compiled path on CPUs: this library's own forward pass.
 
-A model comes from transformers (``architectures`` says which classes it knows, where each keeps its parts, and how
-others join) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token trees
-on the result. Rows are batch-invariant: a row has the same bits in any tree. The user's model is read and never
-changed. docs/cpu.md has the rest.
+A model comes from transformers (``architectures`` lists the classes, says where each keeps its parts and how to add
+another) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token trees on the
+compiled model. Rows are batch-invariant: a row has the same bits in any tree. The user's model is read and never
+changed. See docs/cpu.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["REGISTRY", "CompiledModel", "CpuTarget", "Spec", "Unsupported", "com
 
 
 def __getattr__(name: str) -> Any:
-    """What is known of transformers' classes, imported when it is asked for: a GGUF file needs no transformers."""
+    """Import ``architectures`` on first use: reading a GGUF file needs no transformers."""
     if name not in ("REGISTRY", "Spec", "register"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import architectures

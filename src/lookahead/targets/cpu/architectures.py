@@ -1,9 +1,9 @@
-"""Where each architecture keeps its parts: tensors of the model, not copies.
+"""Where each class of transformers keeps its parts. The parts are the model's own tensors, not copies.
 
-To let an architecture join, register a ``Spec`` under the name of its causal LM class. What is assumed: blocks of
-grouped-query attention and of a feed-forward, one after the other, each added to the residual stream; RMS or layer
-norms before them, after them or both; rotary positions on halves, or learned ones; SiLU or the tanh form of GELU.
-Anything else is refused here by name or found by the probe at load, and runs on transformers' code.
+To add a class, register a ``Spec`` under its name. The compiled pass supports layers of grouped-query attention and a
+feed-forward, each added to the residual stream; RMS or layer norms before them, after them or both; rotary positions
+on pairs (i, i + R/2), or learned positions; SiLU or the tanh form of GELU. Other models are refused here by name, or
+by the comparison at load, and run on transformers' code.
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ..facts import ModelFacts
 from ..fingerprint import active_hooks
 from . import dense, formats
-from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Numbers, Unsupported
+from .blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, Unsupported
 from .dense import Linear, bits_of
 
 
 def _window(config: Any, layer: int) -> int:
-    """The window of layers that the config calls sliding, or of all where it names no types."""
+    """The window of the layers that the config calls sliding; of all layers if it does not list their types."""
     types = getattr(config, "layer_types", None)
-    return (
-        0 if types and types[layer] != "sliding_attention" else getattr(config, "sliding_window", None) or 0
-    )
+    if types and types[layer] != "sliding_attention":
+        return 0
+    return getattr(config, "sliding_window", None) or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Attribute paths, from the model for the upper block and from a layer for the lower one; then names of settings.
+    """The parts of a class, by attribute paths, and the fields of its config that the pass reads.
 
-    A path or name is "" for what is not there.
+    The paths up to ``head`` start at the model, the others at a layer. A path or field is "" if the class does not
+    have it.
 
     Attributes:
+        embedding, layers, rotary, norm, head: the token embedding, the list of layers, the module of rotary
+            positions, the final norm and the LM head.
         positions: learned position embeddings.
-        qkv, gate_up: one linear in place of several.
-        gate: "" also where the feed-forward is the activation of ``up``.
-        attention_post_norm, feed_forward_post_norm: of what is added to the residual stream.
+        attention: the attention module, whose ``scaling`` is the factor of the scores.
+        qkv, gate_up: one linear that stands for several.
+        query, key, value, output, gate, up, down: linears. Without ``gate`` the feed-forward is activation(up).
+        attention_norm, feed_forward_norm: norms of their inputs.
+        attention_post_norm, feed_forward_post_norm: norms of their outputs, before these are added.
         query_norm, key_norm: RMS norms over each head, or over all heads together.
-        norm_offset: what is added to the weights of norms.
+        norm_offset: constant that is added to the weights of norms.
         activation, embedding_multiplier, residual_multiplier, logits_divisor, attention_cap, logits_cap: fields of
             the config; caps are c in c * tanh(x / c).
         window: (config, layer) -> keys that a row sees, its own included; 0 for all.
@@ -86,14 +91,22 @@ class Spec:
 
 _QWEN3 = Spec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _GEMMA2 = Spec(
-    attention_post_norm="post_attention_layernorm", feed_forward_norm="pre_feedforward_layernorm",
-    feed_forward_post_norm="post_feedforward_layernorm", norm_offset=1.0, activation="hidden_activation",
-    logits_cap="final_logit_softcapping", attention_cap="attn_logit_softcapping",
-)  # fmt: skip
-_OLMO2 = replace(
-    _QWEN3, attention_norm="", attention_post_norm="post_attention_layernorm", feed_forward_norm="",
+    attention_post_norm="post_attention_layernorm",
+    feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
-)  # fmt: skip
+    norm_offset=1.0,
+    activation="hidden_activation",
+    logits_cap="final_logit_softcapping",
+    attention_cap="attn_logit_softcapping",
+)
+_OLMO2 = replace(
+    _QWEN3,
+    attention_norm="",
+    attention_post_norm="post_attention_layernorm",
+    feed_forward_norm="",
+    feed_forward_post_norm="post_feedforward_layernorm",
+)
+#: Class of transformers -> spec.
 REGISTRY: dict[str, Spec] = {
     "LlamaForCausalLM": Spec(),
     "MistralForCausalLM": Spec(),
@@ -101,7 +114,8 @@ REGISTRY: dict[str, Spec] = {
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": Spec(rotates=lambda config, layer: bool(config.no_rope_layers[layer])),
     "GraniteForCausalLM": Spec(
-        embedding_multiplier="embedding_multiplier", residual_multiplier="residual_multiplier",
+        embedding_multiplier="embedding_multiplier",
+        residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
     ),
     "Olmo2ForCausalLM": _OLMO2,
@@ -114,16 +128,27 @@ REGISTRY: dict[str, Spec] = {
     ),
     "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj"),
     "GPT2LMHeadModel": Spec(
-        embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h", rotary="",
-        norm="transformer.ln_f", attention_norm="ln_1", attention="attn", qkv="attn.c_attn", output="attn.c_proj",
-        feed_forward_norm="ln_2", gate="", up="mlp.c_fc", down="mlp.c_proj", activation="activation_function",
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        layers="transformer.h",
+        rotary="",
+        norm="transformer.ln_f",
+        attention_norm="ln_1",
+        attention="attn",
+        qkv="attn.c_attn",
+        output="attn.c_proj",
+        feed_forward_norm="ln_2",
+        gate="",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        activation="activation_function",
         rotates=lambda config, layer: False,
     ),
-}  # fmt: skip
+}
 
 
 def register(name: str, spec: Spec) -> None:
-    """Let the causal LM class ``name`` be compiled."""
+    """Add the spec of the causal LM class ``name``, or replace it."""
     REGISTRY[name] = spec
 
 
@@ -131,7 +156,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
     """The spec of a model's class.
 
     Raises:
-        Unsupported: the class is not registered, or the model is not what is assumed.
+        Unsupported: the class is not registered, or the compiled pass does not support the model.
     """
     name = type(model).__name__
     if name not in REGISTRY:
@@ -141,12 +166,14 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise Unsupported(
-            f"the compiled path knows feed-forwards with {known}; this model has {activation!r}"
+            f"the compiled path supports feed-forwards with {known}; this model has {activation!r}"
         )
     if facts.rope_type:
         raise Unsupported(f"rotary positions of type {facts.rope_type!r} change with the length of the text")
     if len(set(facts.shapes)) != 1 or None in facts.shapes:
-        raise Unsupported("the compiled path knows layers whose keys all have one shape")
+        raise Unsupported(
+            "the compiled path supports models in which the keys of all layers have the same shape"
+        )
     if model.training and any("drop" in field and value for field, value in vars(facts.config).items()):
         raise Unsupported("the model is in training mode with dropout; call model.eval()")
     if _global_forward_hooks or _global_forward_pre_hooks:
@@ -161,16 +188,16 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
 
 
 def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The part, if it is exactly of these kinds: an adapter or a quantised layer computes something else."""
+    """The part at a path; it must have exactly one of these types, because subclasses may compute something else."""
     part = module.get_submodule(path)
     if type(part) not in kinds:
-        found = f"{type(part).__module__}.{type(part).__name__}"
-        raise Unsupported(f"{path} is {found}, not a plain {kinds[0].__name__}")
+        name = f"{type(part).__module__}.{type(part).__name__}"
+        raise Unsupported(f"{path} is {name}, not a plain {kinds[0].__name__}")
     return part
 
 
 def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
-    """Weight (V, hidden), and what its rows are multiplied by in a family whose own class does so (Gemma)."""
+    """Weight (V, hidden) of an embedding, and the factor by which a family's own class scales it (Gemma)."""
     part: Any = model.get_submodule(path)
     known = isinstance(part, nn.Embedding) and type(part).__module__ == type(model).__module__
     weight = plain(model, path, (type(part) if known else nn.Embedding,)).weight.detach()
@@ -179,7 +206,7 @@ def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
 
 
 def linear_of(module: nn.Module, path: str) -> Linear:
-    """Weight and bias of a linear; zeros for a bias that is not there."""
+    """Weight (out, in) and bias of a linear; the bias is zeros if there is none."""
     from transformers.pytorch_utils import Conv1D
 
     linear = plain(module, path, (nn.Linear, Conv1D))
@@ -189,7 +216,7 @@ def linear_of(module: nn.Module, path: str) -> Linear:
 
 
 def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
-    """A norm's numbers; one that changes nothing where there is none."""
+    """A norm, with ``offset`` added to its weights; ``Norm.none`` for the path ""."""
     if not path:
         return Norm.none(size)
     norm: Any = module.get_submodule(path)
@@ -220,19 +247,19 @@ class _Parts:
         """A field of the config, where the spec names one and the config has it."""
         return float((getattr(self.config, name) if name else None) or default)
 
-    def angles(self, positions: int) -> Numbers:
+    def angles(self, positions: int) -> Array:
         """Cosine and sine from the model's own module, (tables, positions, R / 2, 2)."""
-        places, tables = torch.arange(positions)[None], []
+        numbers, tables = torch.arange(positions)[None], []
         if self.rotary is None:
             return np.empty((1, positions, 0, 2), np.float32)
         for kind in self.rotary_types:
             with torch.no_grad():
-                both = self.rotary(torch.empty(1, dtype=torch.float32), places, *([kind] if kind else []))
+                both = self.rotary(torch.empty(1, dtype=torch.float32), numbers, *([kind] if kind else []))
             tables.append(torch.stack([x[0, :, : x.shape[-1] // 2].float() for x in both], -1))
         return torch.stack(tables).numpy()
 
     def layers(self) -> Iterator[LayerParts]:
-        """The layers, made one by one: their linears may be copies."""
+        """Make the layers one by one, because their linears may be copies."""
         spec, config, hidden = self.spec, self.config, int(self.config.hidden_size)
         for index, layer in enumerate(self.modules):
             norms = {name: norm_of(layer, getattr(spec, name), hidden, spec.norm_offset) for name in NORMS}
@@ -240,14 +267,19 @@ class _Parts:
             attention: Any = layer.get_submodule(spec.attention)
             kind = config.layer_types[index] if len(self.rotary_types) > 1 else self.rotary_types[0]
             yield LayerParts(
-                self.linears(layer), norms, head_norm, joint, bool(spec.gate or spec.gate_up),
-                float(attention.scaling), spec.window(config, index),
-                spec.rotates(config, index) and 1 + self.rotary_types.index(kind),
-                self.setting(spec.attention_cap, 0),
-            )  # fmt: skip
+                linears=self.linears(layer),
+                norms=norms,
+                head_norm=head_norm,
+                joint_norm=joint,
+                gated=bool(spec.gate or spec.gate_up),
+                scale=float(attention.scaling),
+                window=spec.window(config, index),
+                rotary=1 + self.rotary_types.index(kind) if spec.rotates(config, index) else 0,
+                cap=self.setting(spec.attention_cap, 0),
+            )
 
     def linears(self, layer: nn.Module) -> dict[str, Any]:
-        """The linears of a layer as they are packed."""
+        """The linears of a layer, joined and reordered as ``LayerParts.linears`` has them."""
         spec, size = self.spec, self.head_size
         if spec.qkv:
             sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
@@ -271,7 +303,7 @@ class _Parts:
         spec, weights, joint = self.spec, [], False
         for path, heads in ((spec.query_norm, self.heads), (spec.key_norm, self.key_heads)):
             norm = norm_of(layer, path, 0, spec.norm_offset)
-            # With one key head, a key norm looks the same either way: the query norm decides then.
+            # With a single key head, the key norm has the same shape either way; then the query norm decides.
             joint = joint or len(norm.weight) > self.head_size
             by_head = norm.weight.reshape(-1, self.head_size)[:, self.order]
             weights.append(np.broadcast_to(by_head, (heads, self.head_size)))
@@ -279,7 +311,7 @@ class _Parts:
 
 
 def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
-    """The parts of a transformers model of a registered class; its weights are referred to, not copied.
+    """The parts of a transformers model of a registered class; the blueprint refers to its weights.
 
     Raises:
         Unsupported: the model is not what the spec of its class assumes.
@@ -291,11 +323,20 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
         head = linear_of(model, spec.head)
         down = linear_of(parts.modules[0], spec.down)
         return Blueprint(
-            type(model).__name__, str(embedding.dtype).removeprefix("torch."), len(head.weight), embedding.shape[1],
-            parts.heads, parts.key_heads, parts.head_size, down.weight.shape[1],
-            ACTIVATIONS[getattr(config, spec.activation)],
-            bits_of(embedding), len(parts.modules), parts.layers,
-            norm_of(model, spec.norm, embedding.shape[1], spec.norm_offset), head,
+            name=type(model).__name__,
+            dtype=str(embedding.dtype).removeprefix("torch."),
+            vocabulary=len(head.weight),
+            hidden=embedding.shape[1],
+            heads=parts.heads,
+            key_heads=parts.key_heads,
+            head_size=parts.head_size,
+            inner=down.weight.shape[1],
+            activation=ACTIVATIONS[getattr(config, spec.activation)],
+            embedding=bits_of(embedding),
+            layer_count=len(parts.modules),
+            layers=parts.layers,
+            final_norm=norm_of(model, spec.norm, embedding.shape[1], spec.norm_offset),
+            head=head,
             embedding_factor=factor * parts.setting(spec.embedding_multiplier, 1),
             position_embedding=bits_of(embedding_of(model, spec.positions)[0]) if spec.positions else None,
             head_factor=1 / parts.setting(spec.logits_divisor, 1),
@@ -303,9 +344,9 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
             residual_factor=parts.setting(spec.residual_multiplier, 1),
             rotary_size=parts.rotary_size,
             angles=parts.angles if parts.rotary is not None else None,
-        )  # fmt: skip
+        )
     except AttributeError as error:
         name = type(model).__name__
         raise Unsupported(
-            f"{name} is built differently from what the compiled path knows ({error})"
+            f"{name} is built differently from what the compiled path supports ({error})"
         ) from error

@@ -1,7 +1,7 @@
-"""The parts of a model as compiled passes need them, wherever they come from.
+"""The parts of a model that a compiled pass needs, whichever source they come from.
 
 ``architectures.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of`` from a
-GGUF file, and ``compiled_model.CompiledModel`` turns either into records that compiled code reads.
+GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled code reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .packed import PackedLinear
 if TYPE_CHECKING:
     from .dense import Linear
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 #: (a, b) of x * sigmoid(a x + b x^3): the tanh form of GELU is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
 ACTIVATIONS = dict.fromkeys(("silu", "swish"), (1.0, 0.0)) | dict.fromkeys(
@@ -29,20 +29,20 @@ NORMS = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_for
 
 
 class Unsupported(Exception):
-    """Why a model cannot be compiled, in one line for people."""
+    """A model cannot be compiled; the message is one line that says why."""
 
 
 class Norm(NamedTuple):
-    """Weight and bias (n,) fp32, epsilon, and the kind: 0 none, 1 RMS norm, 2 layer norm (subtracts the mean)."""
+    """Weight and bias (n,) fp32, epsilon, and the kind: 0 for no norm, 1 for an RMS norm, 2 for a layer norm."""
 
-    weight: Numbers
-    bias: Numbers
+    weight: Array
+    bias: Array
     epsilon: float
     kind: int
 
     @classmethod
     def none(cls, size: int) -> Norm:
-        """A norm that changes nothing."""
+        """Stands for a norm that the model does not have; rows of ``size`` pass unchanged."""
         return cls(np.ones(size, np.float32), np.zeros(size, np.float32), 0.0, 0)
 
 
@@ -52,13 +52,13 @@ class LayerParts:
 
     Attributes:
         linears: "qkv", with the outputs of each query and key head in the order of ``formats.paired``; "output";
-            "up", whose groups of 32 outputs are 16 gates and their 16 ups where ``gated``; "down".
+            "up", and "down". If ``gated``, each group of 32 outputs of "up" holds 16 gates, then their 16 ups.
         norms: by the names in ``NORMS``.
-        head_norm: RMS norm of queries and keys, weights (H + K, D) in the same order, or None.
-        joint_norm: whether it is over all heads together (OLMo 2), not over each.
-        scale: of the scores.
+        head_norm: RMS norm of queries and keys, with weights (H + K, D) in the order of "qkv"; None for no norm.
+        joint_norm: whether ``head_norm`` runs over all heads together (OLMo 2) instead of over each head.
+        scale: factor of the attention scores.
         window: keys that a row sees, its own included; 0 for all.
-        rotary: 0 for no rotary positions, else 1 + the number of the table.
+        rotary: 0 for no rotary positions, else 1 + the index of the table of angles.
         cap: c in c * tanh(score / c), 0 for none.
     """
 
@@ -78,16 +78,20 @@ class Blueprint:
     """A decoder-only model of attention and feed-forward layers.
 
     Attributes:
-        dtype: "float32" or "bfloat16", of the weights; "float32" for packed weights, decoded as they are read. Arrays
-            of this dtype hold bf16 as int16 (``dense.bits_of``).
+        name: the class of transformers.
+        dtype: of the weights, "float32" or "bfloat16"; "float32" if they are packed. bf16 arrays are int16
+            (``dense.bits_of``).
+        vocabulary: V.
         hidden, inner: sizes of a row and of the feed-forward's inner row.
+        heads, key_heads, head_size: H, K and D.
         activation: (a, b) of x * sigmoid(a x + b x^3).
         embedding: (V, hidden); packed weights have one output for each token.
+        layers: returns an iterator that makes the layers one by one. Unless the weights are packed, all layers take
+            the same amount of memory.
+        embedding_factor, residual_factor: factor of the embeddings, and of the outputs of attention and feed-forward.
         position_embedding: (positions, hidden) or None.
-        layers: makes the layers one after another. Without packed weights each takes as much memory as the first.
         head_factor, head_cap: the logits are multiplied by the factor, then capped; 0 for no cap.
-        residual_factor: what the outputs of attention and feed-forward are multiplied by.
-        rotary_size: numbers of a head that rotate, R.
+        rotary_size: R, the numbers of a head that rotate.
         angles: (positions) -> cosine and sine of positions 0 .. positions - 1, (tables, positions, R / 2, 2) fp32.
     """
 
@@ -100,15 +104,15 @@ class Blueprint:
     head_size: int
     inner: int
     activation: tuple[float, float]
-    embedding: Numbers | PackedLinear
+    embedding: Array | PackedLinear
     layer_count: int
     layers: Callable[[], Iterator[LayerParts]]
     final_norm: Norm
     head: Linear | PackedLinear
     embedding_factor: float = 1.0
-    position_embedding: Numbers | None = None
+    position_embedding: Array | None = None
     head_factor: float = 1.0
     head_cap: float = 0.0
     residual_factor: float = 1.0
     rotary_size: int = 0
-    angles: Callable[[int], Numbers] | None = field(default=None, repr=False)
+    angles: Callable[[int], Array] | None = field(default=None, repr=False)

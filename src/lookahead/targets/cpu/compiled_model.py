@@ -1,4 +1,4 @@
-"""A model's weights as compiled code wants them, and its passes; ``compile_model`` is the way into this package."""
+"""A model's weights in the order that compiled code reads, and its passes; ``compile_model`` makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...threads import thread_count
 from . import formats, packed
 from .blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
-from .formats import FORMATS, Arena, Format, format_for, round_up
+from .formats import FORMATS, ArrayMemory, Format, format_for, round_up
 from .forward_pass import pass_address
 from .packed import GROUP, PackedLinear
 from .packed_gemm import kernel_address
@@ -26,50 +26,50 @@ if TYPE_CHECKING:
     from ..facts import ModelFacts
     from .dense import Linear
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class CompiledModel:
-    """A model whose passes are one call for each thread. Several threads may run passes at once.
+    """A model with a compiled forward pass. Several threads may run passes at the same time.
 
     Args:
-        blueprint: its parts. Linears that are not packed yet are copied; the originals are never written.
-        numbers: how products are computed; by default the best format for this processor.
+        blueprint: its parts. Weights that are not packed are copied; the originals are never written.
+        fmt: how products are computed; None for the best format of this processor.
 
     Attributes:
-        logits_strides: bytes from row to row of logits (R, width), and of peaks (R, width / 32) fp32.
+        logits_strides: bytes from row to row of the logits (R, width), and of the peaks (R, width / 32) fp32.
 
     Raises:
         Unsupported: the model is not what the spec of its class assumes.
     """
 
-    def __init__(self, blueprint: Blueprint, numbers: Format | None = None) -> None:
+    def __init__(self, blueprint: Blueprint, fmt: Format | None = None) -> None:
         self.blueprint, self.dtype = blueprint, blueprint.dtype
         self.vocabulary, self.head_size = blueprint.vocabulary, blueprint.head_size
         self.key_heads = blueprint.key_heads
         packed = isinstance(blueprint.head, PackedLinear)
-        self.numbers = numbers or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
-        self.layout = f"compiled passes on {self.numbers}"
-        self.padded_head = round_up(self.head_size, KEY_BLOCK * self.numbers.key_pair)
-        self._angles: Numbers = np.empty((0, 0), np.float32)
+        self.fmt = fmt or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
+        self.layout = f"compiled passes on {self.fmt}"
+        self.padded_head = round_up(self.head_size, KEY_BLOCK * self.fmt.key_pair)
+        self._angles: Array = np.empty((0, 0), np.float32)
         self._kept: list[Any] = []  # what the records' addresses point to
         self._layers = np.zeros(blueprint.layer_count, LAYER)
         self._model = np.zeros(1, PLAN)
         self._fill()
-        self._job = pass_address(self.numbers)
+        self._job = pass_address(self.fmt)
         self._idle: deque[ExecutionState] = deque()
 
     def _fill(self) -> None:
-        blueprint, plan, numbers = self.blueprint, self._model[0], self.numbers
+        blueprint, plan, fmt = self.blueprint, self._model[0], self.fmt
         hidden, heads_size = blueprint.hidden, blueprint.heads * blueprint.head_size
         a, b = blueprint.activation
-        arena: Arena | None = None
+        memory: ArrayMemory | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
-            if arena is None and not isinstance(blueprint.head, PackedLinear):
-                arena = self._dense_arena(layer, blueprint.head)
+            if memory is None and not isinstance(blueprint.head, PackedLinear):
+                memory = self._dense_memory(layer, blueprint.head)
             for name, linear in layer.linears.items():
                 factor = blueprint.residual_factor if name in ("output", "down") else 1.0
-                record[name] = self._linear(linear, arena, factor, a, b)
+                record[name] = self._linear(linear, memory, factor, a, b)
             for name in NORMS:
                 record[name] = self._norm(layer.norms[name])
             if layer.head_norm is not None:
@@ -79,9 +79,9 @@ class CompiledModel:
             record["rotates"] = layer.rotary
             record["cap"] = self._address(np.array([layer.cap], np.float32)) if layer.cap else 0
         plan["final_norm"] = self._norm(blueprint.final_norm)
-        # Tokens behind the vocabulary are never the best.
+        # The outputs that pad the vocabulary are never the best token.
         plan["lm_head"] = self._linear(
-            blueprint.head, arena, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
+            blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
         if blueprint.position_embedding is not None:
             plan["position_embedding"] = self._address(blueprint.position_embedding)
@@ -93,7 +93,7 @@ class CompiledModel:
         else:
             plan["embedding"] = self._address(embedding)
         self.logits_strides = (
-            round_up(self.vocabulary, GROUP) * numbers.stored.bytes,
+            round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
             -(-self.vocabulary // GROUP) * 4,
         )
         fields = {
@@ -106,9 +106,9 @@ class CompiledModel:
             "layer_count": blueprint.layer_count,
             "layers": self._layers.ctypes.data,
             "x_stride": 4 * round_up(hidden, GROUP),
-            "normed_stride": numbers.row_bytes(hidden),
-            "attended_stride": numbers.row_bytes(heads_size),
-            "gated_stride": numbers.row_bytes(round_up(blueprint.inner, GROUP)),
+            "normed_stride": fmt.row_bytes(hidden),
+            "attended_stride": fmt.row_bytes(heads_size),
+            "gated_stride": fmt.row_bytes(round_up(blueprint.inner, GROUP)),
             "qkv_stride": 4 * round_up(max(heads_size + 2 * self.key_heads * self.head_size, hidden), GROUP),
             "logits_stride": self.logits_strides[0],
             "peaks_stride": self.logits_strides[1],
@@ -116,46 +116,46 @@ class CompiledModel:
         for name, number in fields.items():
             plan[name] = number
 
-    def _dense_arena(self, layer: LayerParts, head: Linear) -> Arena:
-        """For weights that are not packed yet; every layer takes as much as this one."""
+    def _dense_memory(self, layer: LayerParts, head: Linear) -> ArrayMemory:
+        """Memory for all weights of a model that are not packed yet; all layers take as much as this one."""
         from .dense import Linear, packed_bytes
 
         linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
-        each = sum(round_up(packed_bytes(linear, self.numbers), 64) for linear in linears)
-        return Arena(self.blueprint.layer_count * each + packed_bytes(head, self.numbers))
+        layer_bytes = sum(round_up(packed_bytes(linear, self.fmt), 64) for linear in linears)
+        return ArrayMemory(self.blueprint.layer_count * layer_bytes + packed_bytes(head, self.fmt))
 
-    def _address(self, numbers: Numbers) -> int:
-        """Where they lie; they are kept, and copied first unless they are contiguous."""
-        self._kept.append(np.ascontiguousarray(numbers))
+    def _address(self, array: Array) -> int:
+        """The address of an array, which is kept alive. If it is not contiguous, of a copy."""
+        self._kept.append(np.ascontiguousarray(array))
         return int(self._kept[-1].ctypes.data)
 
     def _linear(
         self,
         linear: Linear | PackedLinear,
-        arena: Arena | None,
+        memory: ArrayMemory | None,
         factor: float,
         a: float = 0.0,
         b: float = 0.0,
         cap: float = 0.0,
         padding: float = 0.0,
     ) -> tuple[int, int, int, int, int, int]:
-        """The record ``execution_plan.LINEAR`` of packed weights."""
+        """Pack the weights if they are not packed yet. Returns the record ``execution_plan.LINEAR``."""
         scalars = self._address(np.array([factor, a, b, cap], np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
             bias = linear.bias * np.float32(factor)
-            if padding:  # only the head has outputs that are not there and can be chosen
+            if padding:
                 bias[self.vocabulary :] = padding
             table = linear.panels.copy()
-            for place in np.unique(table[..., 1]):
-                table[..., 1][linear.panels[..., 1] == place] = kernel_address(int(place))
+            for kind in np.unique(table[..., 1]):
+                table[..., 1][linear.panels[..., 1] == kind] = kernel_address(int(kind))
             self._kept.append(table)
             groups, blocks = len(table), -(-linear.inner // packed.BLOCK)
             return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, scalars
-        assert arena is not None
+        assert memory is not None
         from .dense import pack
 
-        weights, bias, steps = pack(linear, self.numbers, arena, padding)
+        weights, bias, steps = pack(linear, self.fmt, memory, padding)
         groups, size = weights.shape
         return (
             self._address(weights),
@@ -172,18 +172,18 @@ class CompiledModel:
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
         shape = len(self._layers), self.key_heads, self.padded_head
-        return KVCache(*shape, capacity, self.numbers)
+        return KVCache(*shape, capacity, self.fmt)
 
-    def read(self, cache: KVCache, slot: int, length: int) -> list[tuple[Numbers, Numbers]]:
-        """The model's keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D)."""
+    def read(self, cache: KVCache, slot: int, length: int) -> list[tuple[Array, Array]]:
+        """A slot's first ``length`` keys and values in the model's own order, per layer, each (1, K, length, D)."""
         size = self.head_size
-        places = np.argsort(formats.paired(size, self.blueprint.rotary_size))
-        return [(keys[..., places], values[..., :size].copy()) for keys, values in cache.read(slot, length)]
+        order = np.argsort(formats.paired(size, self.blueprint.rotary_size))
+        return [(keys[..., order], values[..., :size].copy()) for keys, values in cache.read(slot, length)]
 
-    def _rotary_up_to(self, position: int) -> Numbers:
-        """Cosine and sine of positions 0..position or more, (tables, positions, D / 2, 2).
+    def _rotary_up_to(self, position: int) -> Array:
+        """Cosine and sine of positions 0 .. position or more, (tables, positions, D / 2, 2).
 
-        Where only the first R numbers of a head rotate, the others have angle 0.
+        If only the first R numbers of a head rotate, the others have the angle 0.
         """
         table = self._angles
         if position >= table.shape[1] and self.blueprint.angles is not None:
@@ -195,16 +195,22 @@ class CompiledModel:
         return table
 
     def run(
-        self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment], reads: Sequence[int],
-        cache: KVCache, memory: np.ndarray[Any, Any],
-    ) -> None:  # fmt: skip
-        """Evaluate rows and write their keys and values behind the slots' committed tokens.
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        segments: Sequence[Segment],
+        reads: Sequence[int],
+        cache: KVCache,
+        memory: np.ndarray[Any, Any],
+    ) -> None:
+        """Evaluate rows, and write their keys and values behind the slots' committed tokens.
 
         Args:
-            tokens, positions: of all rows, those of the first segment first.
-            reads: the R rows whose logits are wanted.
-            cache: has room for them.
-            memory: uint8; takes the logits, then the peaks, R times ``logits_strides`` bytes.
+            tokens, positions: of all rows, segment by segment.
+            segments: the sequences, with their slots and trees.
+            reads: the R rows whose logits are read.
+            cache: must have room for the rows.
+            memory: uint8; receives the logits, then the peaks, R times ``logits_strides`` bytes.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -212,11 +218,11 @@ class CompiledModel:
         if min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
         pool = thread_pool(thread_count())
-        # Not given back where something is raised: helpers may still be at work on it after an interrupt.
+        # If something is raised, the state is not reused: after an interrupt, helpers may still work on it.
         try:
             state = self._idle.pop()
-        except IndexError:  # as many passes as ever are under way
-            state = ExecutionState(self._model, self.numbers)
+        except IndexError:  # all states are in use
+            state = ExecutionState(self._model, self.fmt)
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads, cache)
@@ -232,24 +238,26 @@ class CompiledModel:
 
 
 def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
-    """Copy a model's weights for compiled passes and compile these, or load them from disk; nothing is compared.
+    """Copy a model's weights, and compile its pass or load it from disk. The caller compares the result.
 
     Raises:
-        Unsupported: with one line that says why; the model's own code serves then.
+        Unsupported: the model's own code must evaluate it; the message is one line that says why.
     """
     if model.device.type != "cpu":
-        raise Unsupported(f"compiled passes are made for CPUs, the model is on {model.device}")
+        raise Unsupported(f"compiled passes run on CPUs, the model is on {model.device}")
     if str(model.dtype) not in ("torch.float32", "torch.bfloat16"):
-        raise Unsupported(f"compiled passes know float32 and bfloat16, the model is {model.dtype}")
+        raise Unsupported(f"compiled passes support float32 and bfloat16, the model is {model.dtype}")
     settings: Any = getattr(model.config, "quantization_config", None)
     method = (
         settings.get("quant_method")
         if isinstance(settings, dict)
         else getattr(settings, "quant_method", None)
     )
-    if method is not None and method != "gguf":  # whose weights have been multiplied out
-        name = getattr(method, "value", method)  # an enumeration of transformers, or its word
-        raise Unsupported(f"compiled passes need weights as they are, the model is quantised by {name}")
+    if method is not None and method != "gguf":  # weights from GGUF files are already dequantized
+        name = getattr(method, "value", method)  # a member of an enumeration, or text
+        raise Unsupported(
+            f"compiled passes need weights that are not quantized, the model is quantized by {name}"
+        )
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise Unsupported("compiled passes need every layer on the CPU")
     from .architectures import blueprint_of
@@ -258,11 +266,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
-    """What ``make`` gives, where numba can compile here.
-
-    Raises:
-        Unsupported: it cannot, with one line that says why.
-    """
+    """The result of ``make``; if numba cannot compile here, its error becomes ``Unsupported``."""
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
@@ -271,7 +275,7 @@ def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
         return make()
     except (MemoryError, Unsupported, LookaheadError):
         raise
-    except Exception as error:  # whatever numba and LLVM do on a processor or a folder that they cannot use
+    except Exception as error:  # any error of numba or LLVM, for this processor or its cache folder
         first_line = (str(error).splitlines() or [""])[0][:160]
         raise Unsupported(
             f"numba cannot compile passes here ({type(error).__name__}: {first_line})"

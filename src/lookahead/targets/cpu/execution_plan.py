@@ -1,7 +1,7 @@
-"""What a pass works on: a plan as records with named fields, the state of one caller, and the cache.
+"""The data of a pass: records that compiled code reads, the buffers of one caller, and the KV cache.
 
-Fields that name memory hold addresses; strides and sizes of buffers are bytes. Compiled code reads the records by
-the same names (``llvm.address_as``).
+Fields for memory hold addresses; strides and sizes of buffers are in bytes. Compiled code uses the same field names
+(``llvm.address_as``).
 """
 
 from __future__ import annotations
@@ -14,59 +14,58 @@ from numba import njit
 
 from ...core import TokenTree
 from ..cache import KVStorage
-from .formats import Arena, Format, round_up
+from .formats import ArrayMemory, Format, round_up
 from .gemm import ROW_BLOCK
 from .packed import GROUP
 
-#: Keys of so many columns lie side by side in the cache; scores are computed for so many columns at once.
+#: Columns whose keys are interleaved in the cache, and columns whose scores are computed at once.
 KEY_BLOCK, SCORE_BLOCK = 16, 64
-#: Queries that are attended together.
+#: Queries whose attention is computed together.
 QUERY_BLOCK = 16
-#: A window that leaves nothing out.
+#: The window of layers that see all keys.
 EVERYTHING = 1 << 40
 
 
 def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
-    """A record of (names, type)."""
+    """A record type; each argument is (names separated by spaces, their type)."""
     return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
 
 
-#: ``numbers`` are fp32: a factor of the sums, a and b of the activation (``architectures.ACTIVATIONS``), and a cap.
-LINEAR = _record(("weights group_bytes bias steps groups numbers", "i8"))
-#: ``architectures.Norm``.
+#: ``scalars`` are fp32: the factor of the sums, a and b of the activation (``blueprint.ACTIVATIONS``), and the cap.
+LINEAR = _record(("weights group_bytes bias steps groups scalars", "i8"))
+#: ``blueprint.Norm``.
 NORM = _record(("weight bias kind", "i8"), ("epsilon", "f4"))
-#: Weights of ``head_norm`` are (H + K, D); it is over each head, or over all (``joint_norm``). ``rotates`` is 0 for
-#: no rotary positions, or which table. ``cap`` is the address of a number, 0 for none.
+#: ``blueprint.LayerParts``. ``cap`` is the address of the number, 0 for none.
 LAYER = _record(
     ("attention_norm attention_post_norm feed_forward_norm feed_forward_post_norm head_norm", NORM),
     ("qkv output up down", LINEAR),
     ("window rotates joint_norm gated cap", "i8"),
     ("scale", "f4"),
 )
-#: The rows of one sequence: its keys and values, how far from layer to layer and head to head, committed tokens T,
-#: its first row in the pass, and how many; whether each row sees all rows before it, as in a prompt.
+#: The rows of one sequence: address of its keys and values, bytes from layer to layer and from head to head, its
+#: committed tokens T, first row in the pass and number of rows, and whether each row sees all before it (a prompt).
 SEGMENT = _record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
 PLAN = _record(
-    # the model: D is the size of a head, padded_head what the cache and queries hold of it
+    # The model. head_size is D, padded_head is D rounded up, as the cache and queries hold it.
     ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
     ("position_embedding rotary_each", "i8"),
     ("embedding_scale", "f4"),
     ("final_norm", NORM),
     ("lm_head", LINEAR),
-    # buffers: rows, what gemms read and write (normed: one for each thread; qkv: also what is normed before it is
-    # added to the rows), queries, scratch of each thread
+    # Buffers: the rows x; inputs and outputs of gemms (normed: one for each thread; qkv: also outputs that are normed
+    # before they are added to x); queries; scratch space of each thread.
     ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
-    # the step; a tree row's columns are path_columns[path_ends[row]:path_ends[row + 1]]
+    # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
     ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
     ("logits logits_stride peaks peaks_stride", "i8"),
 )
 
 
 class Segment(NamedTuple):
-    """One sequence's share of a pass: its slot in the cache, T committed tokens, and how many rows.
+    """One sequence's part of a pass: its slot in the cache, its committed tokens T, and its number of rows.
 
-    ``tree`` says who sees whom; None for a piece of a prompt, where each row sees all rows before it.
+    ``tree`` has these rows; None for a part of a prompt, in which each row sees all rows before it.
     """
 
     slot: int
@@ -76,26 +75,28 @@ class Segment(NamedTuple):
 
 
 class ExecutionState:
-    """A plan and the buffers that it names, for one pass at a time; each concurrent caller has its own.
+    """A plan and its buffers, for one pass at a time; concurrent callers have separate states.
 
     Args:
-        model: a plan whose fields on the model are filled in.
-        numbers: the model's format.
+        model: a plan in which the fields of the model are set.
+        fmt: the model's format.
+
+    Attributes:
+        holds: other objects whose memory the plan points to, during a pass.
     """
 
-    def __init__(self, model: np.ndarray[Any, Any], numbers: Format) -> None:
+    def __init__(self, model: np.ndarray[Any, Any], fmt: Format) -> None:
         self.records = model.copy()
         self.plan = self.records[0]
         self.address: int = self.records.ctypes.data
-        self._numbers = numbers
+        self._fmt = fmt
         self._capacity = (0, 0, 0)
         self._buffers: dict[str, Any] = {}
         self._step: Any = None
-        #: What else the plan's addresses point to.
         self.holds: Any = None
 
     def reserve(self, rows: int, length: int, threads: int) -> None:
-        """Buffers for at least so many rows, over so many columns, for so many threads."""
+        """Ensure that the buffers have room for this many rows, columns and threads."""
         have_rows, have_length, have_threads = self._capacity
         if have_rows >= rows and have_length >= length and have_threads >= threads:
             return
@@ -103,7 +104,7 @@ class ExecutionState:
         length, threads = max(1 << (length - 1).bit_length(), have_length), max(threads, have_threads)
         self._capacity = rows, length, threads
         p = self.plan
-        # Rows and columns more than are used; what lies behind the used inner numbers must stay zero.
+        # Sizes are rounded up. Numbers that pad the inner size of a row must stay zero.
         p["score_line"] = line = 4 * (round_up(length, SCORE_BLOCK) + SCORE_BLOCK)
         head = int(p["padded_head"])
         sums, attention = 4 * ROW_BLOCK * GROUP, QUERY_BLOCK * (line + 4 * head + 4)
@@ -115,12 +116,12 @@ class ExecutionState:
             "attended": rows * int(p["attended_stride"]),
             "gated": rows * int(p["gated_stride"]),
             "qkv": rows * int(p["qkv_stride"]),
-            "query": self._numbers.query.bytes * (rows * int(p["heads"]) + QUERY_BLOCK) * head,
+            "query": self._fmt.query.bytes * (rows * int(p["heads"]) + QUERY_BLOCK) * head,
             "scratch": threads * each,
             "tile_config": 64,
         }
-        arena = Arena(sum(round_up(size, 64) for size in sizes.values()))
-        self._buffers = {name: arena.take(size) for name, size in sizes.items()}
+        memory = ArrayMemory(sum(round_up(size, 64) for size in sizes.values()))
+        self._buffers = {name: memory.take(size) for name, size in sizes.items()}
         for name, buffer in self._buffers.items():
             p[name] = buffer.ctypes.data
         self.tile_config = self._buffers["tile_config"]
@@ -133,7 +134,7 @@ class ExecutionState:
         reads: Sequence[int],
         cache: KVCache,
     ) -> None:
-        """Write what changes from step to step: rows, who sees whom, and the rows whose logits are wanted."""
+        """Write the part of the plan that changes from step to step; arguments as in ``CompiledModel.run``."""
         table, ends, columns, first = list[int](), [0], list[int](), 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
@@ -148,10 +149,14 @@ class ExecutionState:
                 paths.append(path)
                 columns += path
                 ends.append(len(columns))
-        parts = {
-            "tokens": tokens, "positions": positions, "read_rows": reads, "segments": table, "path_ends": ends,
+        parts: dict[str, Sequence[int]] = {
+            "tokens": tokens,
+            "positions": positions,
+            "read_rows": reads,
+            "segments": table,
+            "path_ends": ends,
             "path_columns": columns,
-        }  # fmt: skip
+        }
         self._step = np.array([number for part in parts.values() for number in part], np.int64)
         p, address = self.plan, self._step.ctypes.data
         for name, part in parts.items():
@@ -162,13 +167,13 @@ class ExecutionState:
 
 @njit(error_model="numpy", cache=True)
 def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> None:
-    """Bring columns ``length + path`` in line behind ``length``: ``path`` rises, so none is lost before it is read.
+    """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
 
-    Not by torch, whose threads would go on spinning for a while, on the cores of the next pass.
+    torch would leave its threads spinning for a while, on the cores of the next pass.
     """
     layers, heads, capacity, size = slot.shape
-    for layer, head, place in np.ndindex(layers, heads, len(path)):
-        target, source = length + place, length + path[place]
+    for layer, head, index in np.ndindex(layers, heads, len(path)):
+        target, source = length + index, length + path[index]
         if head >= key_heads:
             slot[layer, head, target] = slot[layer, head, source]
         else:
@@ -180,24 +185,30 @@ def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> N
 class KVCache(KVStorage):
     """Keys and values in the model's dtype, written in place and moved only by a commit.
 
-    Each slot has memory of its own (layers, 2K, C capacity, D), so that one that grows moves no other: the first K
-    are keys, the others values, and a commit is one gather and one scatter for the whole model. ``attention`` says
-    how a head's numbers lie. What D is rounded up by stays zero; C is a multiple of 64, so that kernels may compute
-    a few columns too many.
+    Each slot has its own array (layers, 2K, C, D), so a slot that grows moves no other. The first K heads are keys,
+    the others values; ``attention`` gives the order of a head's numbers. The padding of D stays zero. The capacity C
+    is a multiple of 64, because kernels compute whole blocks of columns.
+
+    An example of a commit: T = 3, and a step added the rows 0 .. 4 in columns 3 .. 7; the accepted path is 0, 2, 4:
+
+        before    t t t 0 1 2 3 4
+        after     t t t 0 2 4 - -     columns 5 and 7 move to 4 and 5; the new T is 6
 
     Args:
-        capacity: tokens of a slot to begin with.
-        head_size: D as it is padded.
-        numbers: the model's format: the dtype, and how many neighbours of a key lie together.
+        layers, key_heads: L and K.
+        head_size: D, padded.
+        capacity: initial capacity of a slot, in tokens.
+        fmt: the model's format.
 
     Attributes:
-        storage: by slot; whole numbers stand for the dtype's bits. Zeros cost nothing until they are written.
+        storage: an array for each slot. Its integers hold the bits of the dtype; zeros take no memory until they are
+            written.
     """
 
-    def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, numbers: Format) -> None:
-        self.key_heads, self._key_pair = key_heads, numbers.key_pair
-        self._dtype = np.dtype(f"i{numbers.stored.bytes}")
-        self._shown_as = self._dtype if numbers.stored.is_bf16 else np.dtype(np.float32)
+    def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, fmt: Format) -> None:
+        self.key_heads, self._key_pair = key_heads, fmt.key_pair
+        self._dtype = np.dtype(f"i{fmt.stored.bytes}")
+        self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
 
@@ -214,20 +225,22 @@ class KVCache(KVStorage):
             new[:, :, :have] = old
 
     def layout(self, slot: int) -> tuple[int, int, int]:
-        """(address, bytes from layer to layer, from head to head)."""
-        mine = self.storage[slot]
-        return mine.ctypes.data, mine.strides[0], mine.strides[1]
+        """Address of a slot's memory, bytes from layer to layer, and bytes from head to head."""
+        array = self.storage[slot]
+        return array.ctypes.data, array.strides[0], array.strides[1]
 
     def copy(self, slot: int, source: int, length: int) -> None:
-        columns = round_up(length, SCORE_BLOCK)  # a key's numbers lie in blocks of columns
+        columns = round_up(length, SCORE_BLOCK)  # keys are interleaved in blocks of columns
         self.storage[slot][:, :, :columns] = self.storage[source][:, :, :columns]
 
     def read(self, slot: int, length: int) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Copies of keys and values of a slot's first ``length`` tokens, per layer, each (1, K, length, D as padded);
-        bf16 as int16."""
-        mine, heads = self.storage[slot], self.key_heads
-        layers, _, capacity, size = mine.shape
-        blocks = mine[:, :heads].reshape(
+        """Copies of the keys and values of a slot's first ``length`` tokens, per layer, (1, K, length, padded D).
+
+        bf16 is returned as int16.
+        """
+        array, heads = self.storage[slot], self.key_heads
+        layers, _, capacity, size = array.shape
+        blocks = array[:, :heads].reshape(
             layers, heads, capacity // KEY_BLOCK, size // self._key_pair, KEY_BLOCK, self._key_pair
         )
         keys = blocks.transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, capacity, size)
@@ -235,9 +248,9 @@ class KVCache(KVStorage):
         def copied(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             return numbers[None, :, :length].copy().view(self._shown_as)
 
-        return [(copied(keys[i]), copied(mine[i, heads:])) for i in range(layers)]
+        return [(copied(keys[i]), copied(array[i, heads:])) for i in range(layers)]
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        if list(path) == list(range(len(path))):  # they lie in place
+        if list(path) == list(range(len(path))):  # they are in place already
             return
         _move(self.storage[slot], self.key_heads, self._key_pair, length, np.array(path))

@@ -1,12 +1,12 @@
-"""How numbers are kept and multiplied: the dtype of a model, and the kind of its products on this processor.
+"""How numbers are stored and multiplied: the dtype of a model, and the kind of its products on this processor.
 
     tiles     bf16 on matrix tiles (AMX)
     pairs     bf16 in vectors, two products at a time (AVX512-BF16)
-    vectors   fp32 in vectors; bf16 weights are widened on the way
-    packed    weights of 4 to 8 bits as they lie in a file, times 8-bit activations, summed in integers (``packed``)
+    vectors   fp32 in vectors; bf16 weights are widened as they are read
+    packed    weights of 4 to 8 bits as a file holds them, times 8-bit activations, summed in integers (``packed``)
 
-Code for each format is made by closures over a ``Format``, so that nothing is decided while it runs. Weights lie in
-the order in which a gemm reads them, in groups of 32 outputs, each one stretch of memory (``dense``, ``packed``).
+Each format has its own compiled code: a ``Format`` is a constant of the functions that close over it. Weights lie in
+the order in which a gemm reads them, in groups of 32 outputs; each group is contiguous (``dense``, ``packed``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGE_PAGE = 1 << 21
 
 @register_jitable
 def _to_bf16(value: Any) -> Any:
-    """From fp32 to the nearest, ties to even; NaN stays NaN."""
+    """Round fp32 to the nearest bf16, ties to even. NaN stays NaN."""
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
@@ -40,47 +40,47 @@ def _from_bf16(value: Any) -> Any:
     return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-class Number(NamedTuple):
-    """A number in memory: its bytes, (address) -> pointer, from fp32 and to fp32, and whether it is bf16."""
+class NumberType(NamedTuple):
+    """A type of numbers in memory: its bytes, (address) -> pointer, conversions, and whether it is bf16."""
 
     bytes: int
     pointer: Any
-    narrow: Any
-    widen: Any
+    from_fp32: Any
+    to_fp32: Any
     is_bf16: bool
 
 
-FP32 = Number(4, floats_at, np.float32, np.float32, False)
-BF16 = Number(2, address_as(types.CPointer(types.uint16)), _to_bf16, _from_bf16, True)
+FP32 = NumberType(4, floats_at, np.float32, np.float32, False)
+BF16 = NumberType(2, address_as(types.CPointer(types.uint16)), _to_bf16, _from_bf16, True)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of product and the numbers around it.
+    """A kind of product and the types of the numbers that it reads and writes.
 
     Attributes:
         kind: "tiles", "pairs", "vectors" or "packed".
-        stored: weights, keys, values and logits, in the model's dtype.
-        input: what a product reads.
-        query: what attention's scores read.
+        stored: of weights, keys, values and logits; the model's dtype.
+        input: of the rows that a product reads.
+        query: of the queries that attention reads.
         step: inner numbers that a product takes at once.
-        key_pair: neighbours of a key that lie together in the cache.
+        key_pair: neighbouring numbers of a key that are adjacent in the cache.
     """
 
     kind: str
-    stored: Number
-    input: Number
-    query: Number
+    stored: NumberType
+    input: NumberType
+    query: NumberType
     step: int
     key_pair: int
 
     @property
     def name(self) -> str:
-        """Different for every format."""
+        """A name that no other format has."""
         return f"{self.kind}_{self.stored.bytes}"
 
     def row_bytes(self, inner: int) -> int:
-        """Bytes of a row that a product reads; rows times packed weights have their quantized blocks behind them."""
+        """Bytes of a row that a product reads. Rows for packed weights are followed by their quantized blocks."""
         size = round_up(inner, self.step) * self.input.bytes
         return size + (-(-inner // BLOCK) * RECORD if self.kind == "packed" else 0)
 
@@ -104,45 +104,51 @@ FORMATS = {
 
 
 def format_for(dtype: str) -> Format:
-    """The quickest format of "float32" or "bfloat16" on this processor; KeyError for another dtype."""
+    """The fastest format of "float32" or "bfloat16" on this processor; KeyError for another dtype."""
     kind = "tiles" if TILES else "pairs" if PAIRS else "vectors"
     return FORMATS[kind if dtype == "bfloat16" else "vectors", dtype]
 
 
 def round_up(number: int, multiple: int) -> int:
-    """To the next multiple."""
+    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
-class Arena:
-    """One stretch of ``size`` bytes for many arrays, each on a cache line of its own.
+class ArrayMemory:
+    """Contiguous memory of ``size`` bytes for many arrays, each of which starts on a cache line.
 
-    In large pages where the system gives them to shared memory: fewer pages, fewer stalls.
+    It consists of large pages where the system grants them: fewer pages, fewer stalls.
     """
 
     def __init__(self, size: int) -> None:
-        # Kernels read a little ahead of the last weight, never past the end of this.
+        # Kernels read a little past the last weight; the second large page is for that, the first for alignment.
         self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the system has no large pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._used = -self._bytes.ctypes.data % LARGE_PAGE
 
     def take(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Zeros, uint8 (size,)."""
+        """The next ``size`` bytes, uint8 (size,), all zero."""
         begin = self._used
         self._used += round_up(size, 64)
         return self._bytes[begin : begin + size]
 
 
 def paired(size: int, rotary: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The order of a head's D outputs in which rotary pairs (i, i + R/2) of the first R lie side by side."""
+    """The order of a head's ``size`` outputs in which the pairs (i, i + R/2) that rotate together are adjacent.
+
+    The first ``rotary`` = R numbers rotate; the others keep their places. With size 6 and R = 4: 0 2 1 3 4 5.
+    """
     return np.concatenate([np.arange(rotary).reshape(2, -1).T.reshape(-1), np.arange(rotary, size)])
 
 
 def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The processor's 64 bytes on tile shapes: palette 1; 16 rows of 64 bytes, fewer for sums and rows below 16."""
+    """The 64 bytes that configure tile registers: palette 1 and, for each tile, its rows and its bytes per row.
+
+    All tiles have 16 rows of 64 bytes; those of activations and their sums have fewer if the pass has fewer rows.
+    """
     config = np.zeros(64, np.uint8)
     config[0] = 1
     config[16:32].view(np.uint16)[:] = 64

@@ -1,7 +1,7 @@
-"""What llama.cpp's converter calls the parts and settings of each architecture in a GGUF file.
+"""The names of parts and settings in GGUF files, by architecture, as llama.cpp's converter writes them.
 
-``GGUF_NAMES`` holds the names, ``read_settings`` the settings of one file, resolved as llama.cpp resolves them where
-a file leaves them out. No torch here: a loader turns the result into a model.
+``GGUF_NAMES`` has the names. ``read_settings`` reads the settings of a file; missing ones get llama.cpp's defaults.
+This module does not import torch; ``packed_model`` turns the result into a model.
 
 | architecture | classes | q and k rows | norm weights | settings that no file holds |
 |---|---|---|---|---|
@@ -17,17 +17,16 @@ a file leaves them out. No torch here: a loader turns the result into a model.
 | starcoder2 | Starcoder2 | as they are | layer norms | |
 | gpt2 | GPT2LMHead | one tensor for q, k, v | layer norms | |
 
-Every linear is written as (outputs, inputs), GPT-2's too, which transformers keeps transposed. Every tensor's name
-ends in ``.weight`` or ``.bias``; a bias is there where the model has one. Without ``output.weight`` the head is
-``token_embd.weight``.
+Every linear is (outputs, inputs), also that of GPT-2, which transformers transposes. Tensor names end in ``.weight``
+or ``.bias``; biases are optional. Without ``output.weight`` the head is ``token_embd.weight``.
 
-**Permuted rows.** Rotary positions turn pairs of a head's D outputs. transformers pairs i with i + D/2; llama.cpp's
-``llama`` pairs 2i with 2i + 1, and its converter moves the rows (and the numbers of a bias) to suit. With D = 6 the
-file holds a head's rows in the order
+**Permuted rows.** Rotary positions rotate pairs of a head's D outputs. transformers pairs i with i + D/2; llama.cpp's
+``llama`` pairs 2i with 2i + 1, and its converter permutes rows (and biases) accordingly. With D = 6 the rows of a
+head have this order in the file:
 
     0 3 1 4 2 5        row 2i of the file is row i of transformers, row 2i + 1 is row i + D/2
 
-which is ``formats.paired``'s order when the whole head rotates: such rows can be packed as they lie.
+This is the order of ``formats.paired`` for a head that rotates as a whole, so such rows are packed without a change.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ from ...files.gguf import GGUFFile
 
 
 class UnsupportedFile(Exception):
-    """Why a GGUF file cannot be read into packed weights, in one line for people."""
+    """A GGUF file cannot be read into packed weights; the message is one line that says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFNames:
-    """One value of ``general.architecture``.
+    """The names and properties of a value of ``general.architecture``.
 
     Attributes:
         model_class: the class of transformers, a key of ``architectures.REGISTRY``.
         tensors: part of a ``Spec`` -> tensor without its ending; ``{layer}`` stands for the layer's number.
         settings: field of transformers' config -> metadata key without the architecture's name and its dot.
-        permuted: the rows of query and key, and the numbers of their biases, lie in pairs (see above).
-        norm_offset_included: 1 has been added to the weights of all norms, so ``Spec.norm_offset`` is in them.
+        permuted: whether the rows and biases of queries and keys are permuted (see above).
+        norm_offset_included: the weights of norms in the file contain ``Spec.norm_offset``.
         norm_kind: 1 RMS norms, 2 layer norms.
         activation: of the feed-forward, by its name in ``architectures.ACTIVATIONS``.
         scaled_embedding: embeddings are multiplied by sqrt(hidden).
-        slides: (layer) -> whether it has a sliding window, where the file has a window and no pattern.
+        slides: (layer) -> whether it has a sliding window, for files with a window but no pattern.
         rotates: (layer) -> whether it has rotary positions.
     """
 
@@ -195,7 +194,7 @@ GGUF_NAMES: dict[str, GGUFNames] = {
         rotates=lambda layer: False,
     ),
 }
-#: A tensor that divides the frequencies of rotary positions (Llama 3), and those of models for two lengths (Phi-3).
+#: The tensor that divides the frequencies of rotary positions (Llama 3), and those of models for two lengths (Phi-3).
 FREQUENCY_FACTORS = "rope_freqs.weight"
 _FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -204,7 +203,7 @@ _FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 class RotaryTable:
     """Angle i of position p is p / factor * base ** (-2 i / R), i below R / 2.
 
-    With ``FREQUENCY_FACTORS`` (R / 2,) in the file (Llama 3), angle i is divided by the tensor's number i besides.
+    If the file has ``FREQUENCY_FACTORS`` (R / 2,), angle i is also divided by the tensor's number i.
     """
 
     base: float
@@ -218,17 +217,17 @@ class GGUFSettings:
     Attributes:
         names: of the architecture.
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count: sizes.
-        max_positions: positions that the model was made for.
+        max_positions: positions that the model was trained for.
         rotary_size: R, numbers of a head that rotate.
         epsilon: of all norms.
         scale: of the scores.
         attention_cap, head_cap: c in c * tanh(x / c); 0 for none.
-        embedding_factor, residual_factor, head_factor: what embeddings, the outputs of attention and feed-forward,
-            and logits are multiplied by.
+        embedding_factor, residual_factor, head_factor: factors of the embeddings, of the outputs of attention and
+            feed-forward, and of the logits.
         windows: by layer, keys that a row sees, its own included; 0 for all.
         tables: of rotary positions.
-        rotary: by layer, 0 for no rotary positions, else 1 + the number of the table.
-        tied: the head is the embedding.
+        rotary: by layer, 0 for no rotary positions, else 1 + the index of the table.
+        tied: whether the head is the embedding.
     """
 
     names: GGUFNames
@@ -255,10 +254,11 @@ class GGUFSettings:
 
 
 def read_settings(file: GGUFFile) -> GGUFSettings:
-    """The settings of a file, whose sizes agree with its tensors' shapes where both tell.
+    """Read the settings of a file.
 
     Raises:
-        UnsupportedFile: the architecture is not in ``GGUF_NAMES``, or the file has settings that it does not cover.
+        UnsupportedFile: the architecture is not in ``GGUF_NAMES``, a setting is not supported, or settings and
+            tensors contradict each other.
     """
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_NAMES:
@@ -274,10 +274,10 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
     max_positions = read.size("max_position_embeddings", 1 << 30)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
-        found = "none" if embedding is None else f"of shape {embedding.shape}"
-        raise UnsupportedFile(f"token_embd.weight must have rows of {hidden} numbers, got {found}")
+        given = "none" if embedding is None else f"of shape {embedding.shape}"
+        raise UnsupportedFile(f"token_embd.weight must have rows of {hidden} numbers, got {given}")
     if (value_length := read.get("attention.value_length", head_size)) != head_size:
-        raise UnsupportedFile(f"keys and values must have one size, got {head_size} and {value_length}")
+        raise UnsupportedFile(f"keys and values must have the same size, got {head_size} and {value_length}")
     if read.get("expert_count", 0):
         raise UnsupportedFile("the compiled path has no mixtures of experts")
     window, slides = read.window(layer_count, max_positions)
@@ -314,22 +314,22 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
 
 
 class _Metadata:
-    """The metadata of a file, by config fields."""
+    """Reads the metadata of a file, by the fields of transformers' config."""
 
     def __init__(self, file: GGUFFile, architecture: str, names: GGUFNames) -> None:
         self._file, self._names, self._architecture = file, names, architecture
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value by its key without the architecture's name."""
+        """A value by its key, without the architecture's name."""
         return self._file.metadata.get(f"{self._architecture}.{key}", default)
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A field; the default where the architecture or the file does not have it."""
+        """A field; the default if the architecture or the file does not have it."""
         key = self._names.settings.get(field)
         value = self.get(key) if key else None
         if value is None:
             if default is None:
-                raise UnsupportedFile(f"the file must have {self._architecture}.{key}, and has not")
+                raise UnsupportedFile(f"the file must have {self._architecture}.{key}, and does not")
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UnsupportedFile(
@@ -347,14 +347,14 @@ class _Metadata:
         return int(value)
 
     def scale(self, hidden: int, heads: int, head_size: int, layer_count: int) -> float:
-        """Of the scores. llama.cpp knows by their layers which Gemma models scale by hidden / heads: both of 27B."""
+        """Factor of the scores. Gemma 27B scales by hidden / heads; like llama.cpp, recognize it by its layers."""
         if (multiplier := self.number("attention_multiplier", 0.0)) != 0:
             return multiplier
         large = {"gemma2": 46, "gemma3": 62}.get(self._architecture) == layer_count
         return 1 / math.sqrt(hidden / heads if large else head_size)
 
     def window(self, layer_count: int, max_positions: int) -> tuple[int, list[bool]]:
-        """The sliding window, and the layers that have it."""
+        """The sliding window, and for each layer whether it has it."""
         default = 4096 if self._architecture == "gemma2" else 0
         window = int(self.get("attention.sliding_window", default) or 0)
         if window <= 0:
@@ -367,10 +367,10 @@ class _Metadata:
                     f"the pattern of sliding windows must have {layer_count} layers, got {len(layers)}"
                 )
             return window, layers
-        if pattern:  # the last of so many layers does not slide
+        if pattern:  # in each run of ``pattern`` layers all slide but the last
             return window, [layer % pattern < pattern - 1 for layer in range(layer_count)]
         if self._names.slides is None:
-            if window >= max_positions:  # no text is longer
+            if window >= max_positions:  # the window has no effect
                 return 0, [False] * layer_count
             raise UnsupportedFile(
                 f"the file must say which layers of {self._architecture} have its sliding window"
@@ -378,7 +378,7 @@ class _Metadata:
         return window, [self._names.slides(layer) for layer in range(layer_count)]
 
     def rotary(self, layer_count: int, slides: list[bool]) -> tuple[tuple[RotaryTable, ...], tuple[int, ...]]:
-        """The tables of rotary positions, and ``GGUFSettings.rotary``."""
+        """``GGUFSettings.tables`` and ``GGUFSettings.rotary``."""
         rotates = [self._names.rotates(layer) for layer in range(layer_count)]
         if not any(rotates):
             return (), (0,) * layer_count

@@ -1,8 +1,8 @@
-"""What this processor offers to compiled code, and words that numba lacks: typed memory at an address, atomics, and
-vectors in LLVM's language.
+"""What this processor offers to compiled code, and what numba lacks: typed memory at an address, and vectors.
 
-``emitted`` makes a function of compiled code from one that writes LLVM instructions; addresses and counts are
-64-bit integers. bf16 numbers are held as unsigned 16-bit integers.
+``emitted`` makes a function for compiled code from one that writes LLVM instructions. In both, addresses and counts
+are 64-bit integers. A function whose first parameter is ``builder`` writes instructions. bf16 numbers are held as
+unsigned 16-bit integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 
 def _features() -> dict[str, bool]:
-    """Of the processor that numba compiles for: this one, unless its own settings name another."""
+    """Features of the processor that numba compiles for: this one, unless numba's settings name another."""
     if config.CPU_FEATURES is not None:
         return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
     return {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
@@ -40,7 +40,7 @@ FUSED = ARM or bool(_FEATURES.get("fma")) or LANES == 16
 
 
 def _tiles_permitted() -> bool:
-    """Linux lends the tile registers to a process that asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    """Ask Linux for tile registers (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA). Returns whether it grants them."""
     wanted = ("amx-tile", "amx-bf16")
     if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
         return False
@@ -51,12 +51,12 @@ def _tiles_permitted() -> bool:
 TILES = LANES == 16 and _tiles_permitted()
 #: bf16 products of pairs in vectors (AVX512-BF16).
 PAIRS = LANES == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
-#: Sums of four products of bytes (AVX512-VNNI, AVX-VNNI), and of two (AVX2).
+#: Instructions that sum four products of bytes (AVX512-VNNI, AVX-VNNI), and two (AVX2).
 VNNI = X86 and (
     (LANES == 16 and bool(_FEATURES.get("avx512vnni"))) or (LANES == 8 and bool(_FEATURES.get("avxvnni")))
 )
 PAIRED_BYTES = X86 and LANES >= 8
-#: fp16 numbers are widened by the processor (F16C).
+#: An instruction that widens fp16 numbers (F16C).
 HALVES = LANES == 16 or ARM or bool(_FEATURES.get("f16c"))
 
 
@@ -69,9 +69,10 @@ def _stamp() -> int:
     return int.from_bytes(digest.digest()[:7], "little")
 
 
-#: Names compiled code on disk: it changes with the decisions above and with the text of any file of this package.
+#: Part of the name of compiled code on disk. It changes with the values above and with the text of any file of this
+#: package. A function whose code is kept on disk closes over it, because numba's names contain closed-over values.
 STAMP = _stamp()
-#: Sums in lanes and fused multiply-adds; NaN and infinity keep their meaning.
+#: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -81,10 +82,10 @@ ZEROS = ir.Constant(VECTOR, None)
 
 
 def jit(function: Any, variant: str = "", **options: Any) -> Any:
-    """Compile without Python's lock and with numpy's rules for division.
+    """Compile a function, without Python's lock and with numpy's rules for division.
 
-    Functions that differ only in what they close over need a ``variant`` each: the linker knows them by name and
-    types of arguments, and takes one for the other where both come from the disk.
+    Functions that differ only in what they close over need different ``variant`` texts: the linker identifies code
+    from disk by its name and the types of its arguments.
     """
     function.__qualname__ += variant
     return numba.njit(function, nogil=True, error_model="numpy", **options)
@@ -96,7 +97,7 @@ def const(value: int) -> ir.Constant:
 
 
 def offset(builder: Any, base: Any, *terms: Any) -> Any:
-    """base + sum of terms; a term is a value, a constant, or a pair of factors."""
+    """base + the sum of the terms. A term is a value, an int, or a pair whose product is added."""
     for term in terms:
         a, b = term if isinstance(term, tuple) else (term, None)
         a, b = (const(x) if isinstance(x, int) else x for x in (a, b))
@@ -123,20 +124,26 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
     return value
 
 
-def load_numbers(builder: Any, address: Any, narrow: bool = False) -> Any:
-    """A vector, as fp32; ``narrow`` where memory holds bf16."""
-    if not narrow:
+def call_address(builder: Any, address: Any, *arguments: Any) -> None:
+    """Call the compiled function at an address; arguments are 64-bit integers."""
+    kind = ir.FunctionType(VOID, [I64] * len(arguments))
+    builder.call(builder.inttoptr(address, kind.as_pointer()), list(arguments))
+
+
+def load_numbers(builder: Any, address: Any, is_bf16: bool = False) -> Any:
+    """A vector of fp32; if ``is_bf16``, it is widened from bf16 in memory."""
+    if not is_bf16:
         return load(builder, address, VECTOR, 4)
     bits = builder.zext(load(builder, address, ir.VectorType(I16, LANES), 2), INTEGERS)
     return builder.bitcast(builder.shl(bits, integers(16)), VECTOR)
 
 
 def widen_halves(builder: Any, bits: Any) -> Any:
-    """fp16 numbers as fp32, from 16-bit integers: a vector of them or one.
+    """fp16 to fp32; ``bits`` is a 16-bit integer or a vector of them.
 
-    Without an instruction: exponent and fraction move to their places in fp32, and a product with 2^112 makes up for
-    the biases of the exponents, 15 and 127; it also makes small numbers normal. Infinity and NaN become large
-    numbers, which scales of weights never are.
+    Without an instruction for it, exponent and fraction are shifted to their positions in fp32, and a product with
+    2^112 corrects the exponent's bias (127 instead of 15), also for subnormal numbers. Infinity and NaN become large
+    numbers; scales of weights are neither.
     """
     wide = ir.VectorType(I32, bits.type.count) if isinstance(bits.type, ir.VectorType) else I32
     floats = ir.VectorType(F32, wide.count) if wide is not I32 else F32
@@ -156,10 +163,16 @@ def widen_halves(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(number, wide), sign), floats)
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for a cache line, into the second level."""
+def prefetch(builder: Any, address: Any, distance: int = 0, lines: int = 1) -> None:
+    """Request cache lines into the second-level cache, from ``distance`` bytes after an address."""
     hints = [ir.Constant(I32, number) for number in (0, 2, 1)]
-    call(builder, "llvm.prefetch.p0", VOID, [at(builder, address), *hints])
+    for line in range(lines):
+        call(
+            builder,
+            "llvm.prefetch.p0",
+            VOID,
+            [at(builder, offset(builder, address, distance + 64 * line)), *hints],
+        )
 
 
 def store_vector(builder: Any, value: Any, address: Any) -> None:
@@ -167,65 +180,78 @@ def store_vector(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, at(builder, address, value.type)).align = 4
 
 
-def broadcast(builder: Any, value: Any) -> Any:
-    """One number in every lane."""
-    kind = ir.VectorType(value.type, LANES)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, one, integers(0))
+def broadcast(builder: Any, value: Any, width: int = LANES) -> Any:
+    """A vector with one value in every lane."""
+    kind = ir.VectorType(value.type, width)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, integers(0, width))
 
 
-def load_everywhere(builder: Any, address: Any) -> Any:
-    """The fp32 number at an address in every lane."""
-    return broadcast(builder, load(builder, address, F32, 4))
+def load_broadcast(builder: Any, address: Any, kind: Any = F32, width: int = LANES) -> Any:
+    """The number at an address in every lane."""
+    return broadcast(builder, load(builder, address, kind, 4), width)
 
 
-def lanes(value: float) -> ir.Constant:
-    """A constant in every lane."""
+def floats(value: float) -> ir.Constant:
+    """An fp32 constant in every lane."""
     return ir.Constant(VECTOR, [ir.Constant(F32, value)] * LANES)
 
 
-def integers(value: int) -> ir.Constant:
-    """An integer constant in every lane."""
-    return ir.Constant(INTEGERS, [ir.Constant(I32, value)] * LANES)
+def integers(value: int, width: int = LANES) -> ir.Constant:
+    """A 32-bit integer constant in every lane."""
+    return ir.Constant(ir.VectorType(I32, width), [ir.Constant(I32, value)] * width)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the processor can."""
+    """a * b + c on vectors of fp32, rounded once where the processor can."""
     if FUSED:
-        return call(builder, f"llvm.fma.v{LANES}f32", VECTOR, [a, b, c])
+        return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)
 
 
 def accumulate(
-    builder: Any, rows: int, columns: int, steps: Any, parts: Callable[[Any], Sequence[Any]],
-    factors: tuple[Any, Any], out: tuple[Any, Any], add: bool = False, multiply: Any = multiply_add,
-) -> None:  # fmt: skip
-    """Sums (rows, columns) of vectors, held in registers: each step adds its parts times each row's factor.
+    builder: Any,
+    rows: int,
+    columns: int,
+    steps: Any,
+    load_columns: Callable[[Any], Sequence[Any]],
+    factors: tuple[Any, Any],
+    out: tuple[Any, Any],
+    add: bool = False,
+    multiply: Any = multiply_add,
+) -> None:
+    """A product in registers: out[row, column] = sum over the steps of factors[row, step] * columns[step, column].
+
+    A column is a vector. The rows * columns sums stay in registers during all steps.
 
     Args:
-        parts: (step) -> vectors, one for each column.
-        factors, out: addresses of a row's factors and sums, with the bytes from row to row.
-        add: sums begin with what lies there.
+        load_columns: (step) -> the vectors of the step, one for each column.
+        factors, out: address of the first row, and bytes from row to row.
+        add: whether the sums start from the values in ``out`` instead of zero.
+        multiply: (builder, column, factor, sum) -> new sum.
     """
 
-    def place(r: int, v: int) -> Any:
+    def address_of(r: int, v: int) -> Any:
         return offset(builder, out[0], (out[1], r), 4 * LANES * v)
 
     sums = {(r, v): cgutils.alloca_once(builder, VECTOR) for r in range(rows) for v in range(columns)}
-    for at_sum, total in sums.items():
-        builder.store(load_numbers(builder, place(*at_sum)) if add else ZEROS, total)
+    for index, total in sums.items():
+        builder.store(load_numbers(builder, address_of(*index)) if add else ZEROS, total)
     with cgutils.for_range(builder, steps) as loop:
-        loaded = parts(loop.index)
+        loaded = load_columns(loop.index)
         for r in range(rows):
-            wide = load_everywhere(builder, offset(builder, factors[0], (factors[1], r), (loop.index, 4)))
-            for v, part in enumerate(loaded):
-                builder.store(multiply(builder, part, wide, builder.load(sums[r, v])), sums[r, v])
-    for at_sum, total in sums.items():
-        store_vector(builder, builder.load(total), place(*at_sum))
+            factor = load_broadcast(builder, offset(builder, factors[0], (factors[1], r), (loop.index, 4)))
+            for v, column in enumerate(loaded):
+                builder.store(multiply(builder, column, factor, builder.load(sums[r, v])), sums[r, v])
+    for index, total in sums.items():
+        store_vector(builder, builder.load(total), address_of(*index))
 
 
 def in_blocks(builder: Any, count: Any, sizes: Sequence[int], emit: Callable[[int, Any], None]) -> None:
-    """``emit(size, first)`` for ``count`` rows in turn, as many at once as ``sizes`` allow (last is 1)."""
+    """Divide ``count`` rows into blocks and call ``emit(rows of the block, first row)`` for each.
+
+    Blocks are as large as possible. ``sizes`` are the allowed ones, largest first; the last is 1.
+    """
     first: Any = const(0)
     for size in sizes:
         blocks = builder.udiv(builder.sub(count, first), const(size))
@@ -235,7 +261,12 @@ def in_blocks(builder: Any, count: Any, sizes: Sequence[int], emit: Callable[[in
 
 
 def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) -> Any:
-    """A function of compiled code from ``emit(builder, *values)``; all arguments are 64-bit integers."""
+    """Make a function for compiled code from ``emit(builder, *values)``, which writes LLVM instructions.
+
+    Args:
+        arguments: their number; all are 64-bit integers.
+        result: numba's type of the value that ``emit`` returns; void if it returns None.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         value = emit(builder, *values)
@@ -252,7 +283,7 @@ def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) 
 
 
 def address_as(kind: Any) -> Any:
-    """(address) -> a pointer for ``carray``, or a record whose fields are read and written by name."""
+    """Make a function (address) -> value of a numba type: a pointer for ``carray``, or a record with named fields."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(kind))

@@ -1,7 +1,8 @@
-"""RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016); and between the query, key and value gemm and
-attention: head norms, rotary positions (Su et al. 2021) and cache writes.
+"""The stages between gemms: RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016) of rows; and after
+the gemm of queries, keys and values: head norms, rotary positions (Su et al. 2021) and cache writes.
 
-Rotary pairs (i, i + R/2) of a head are neighbours (2i, 2i + 1) here: the weights' rows are packed in that order.
+The rotary pairs (i, i + R/2) of a head are adjacent here, (2i, 2i + 1), because the rows of the weights are packed in
+that order (``formats.paired``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .packed import BLOCK
 from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
-#: Up to this many rows every thread norms all of them for itself, which is quicker than waiting for another.
+#: Up to this many rows, every thread norms all of them for itself, which is faster than waiting for the others.
 FEW_ROWS = 2
 SEGMENT_BYTES, segment_at = SEGMENT.itemsize, address_as(from_dtype(SEGMENT))
 
@@ -28,7 +29,7 @@ SEGMENT_BYTES, segment_at = SEGMENT.itemsize, address_as(from_dtype(SEGMENT))
 def statistics(address: int, size: int, norm: Any) -> Any:
     """(m, f) of fp32 numbers: a norm is (x - m) * f * weight + bias, f = 1 / sqrt(mean((x - m)^2) + epsilon).
 
-    An RMS norm has m = 0; what is no norm m = 0 and f = 1.
+    A layer norm subtracts the mean m; an RMS norm has m = 0; without a norm, m = 0 and f = 1.
     """
     xs = carray(floats_at(address), (size,))
     mean, total = np.float32(0), np.float32(0)
@@ -43,74 +44,73 @@ def statistics(address: int, size: int, norm: Any) -> Any:
     return mean, np.float32(1) / np.sqrt(total / np.float32(size) + norm.epsilon)
 
 
-def norms_of(numbers: Format) -> tuple[Any, Any]:
+def norms_of(fmt: Format) -> tuple[Any, Any]:
     """``norm_rows`` and ``add_normed`` of a format."""
-    element, narrow = numbers.input.pointer, numbers.input.narrow
-    is_packed = numbers.kind == "packed"
+    input_at, from_fp32 = fmt.input.pointer, fmt.input.from_fp32
+    is_packed = fmt.kind == "packed"
 
     def norm_rows(
-        p: Any, norm: Any, rows: int, row_numbers: int, control: int, arrived: int, rank: int, size: int
+        p: Any, norm: Any, rows: int, row_numbers: int, worker: Any, arrived: int
     ) -> tuple[int, int]:
-        """Norm rows of x, as a gemm reads them; returns where they lie for this thread, and the count of arrivals.
+        """Norm rows of x into the input of a gemm. Returns its address for this thread, and the count of arrivals.
 
         Args:
-            row_numbers: row r of the result is row ``row_numbers[r]`` of x; 0 where it is row r.
+            row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
         """
         out, begin, end = p.normed, 0, rows
         if rows <= FEW_ROWS:
-            out += rank * p.normed_each
+            out += worker.rank * p.normed_each
         else:
-            begin, end = share(rows, rank, size)
+            begin, end = share(rows, worker.rank, worker.size)
         ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
         chosen = carray(integers_at(row_numbers), (rows,))
         for r in range(begin, end):
             source = p.x + p.x_stride * (chosen[r] if row_numbers != 0 else r)
             xs = carray(floats_at(source), (p.hidden,))
-            outs = carray(element(out + p.normed_stride * r), (p.hidden,))
+            outs = carray(input_at(out + p.normed_stride * r), (p.hidden,))
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
-                outs[i] = narrow((xs[i] - mean) * factor * ws[i] + bs[i])
+                outs[i] = from_fp32((xs[i] - mean) * factor * ws[i] + bs[i])
             if is_packed:
                 blocks = (p.hidden + BLOCK - 1) // BLOCK
                 quantize(out + p.normed_stride * r, blocks, 0, blocks)
-        return out, arrived if rows <= FEW_ROWS else barrier(control, arrived, size)
+        return out, arrived if rows <= FEW_ROWS else barrier(worker, arrived)
 
-    def add_normed(p: Any, norm: Any, rank: int, size: int) -> None:
-        """Add the norm of what lies in ``p.qkv`` to this thread's rows."""
+    def add_normed(p: Any, norm: Any, worker: Any) -> None:
+        """Add the norm of this thread's rows of ``p.qkv`` to x."""
         ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
-        begin, end = share(p.rows, rank, size)
+        begin, end = share(p.rows, worker.rank, worker.size)
         for r in range(begin, end):
             source = p.qkv + p.qkv_stride * r
-            ys, xs = (
-                carray(floats_at(source), (p.hidden,)),
-                carray(floats_at(p.x + p.x_stride * r), (p.hidden,)),
-            )
+            ys = carray(floats_at(source), (p.hidden,))
+            xs = carray(floats_at(p.x + p.x_stride * r), (p.hidden,))
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
                 xs[i] += (ys[i] - mean) * factor * ws[i] + bs[i]
 
-    return tuple(jit(code, numbers.name, fastmath=REASSOCIATE) for code in (norm_rows, add_normed))
+    return tuple(jit(code, fmt.name, fastmath=REASSOCIATE) for code in (norm_rows, add_normed))
 
 
-def rotate_of(numbers: Format) -> Any:
+def rotate_of(fmt: Format) -> Any:
     """``rotate`` of a format."""
-    query_at, to_query, query_bytes = numbers.query.pointer, numbers.query.narrow, numbers.query.bytes
-    stored_at, to_stored, stored_bytes = numbers.stored.pointer, numbers.stored.narrow, numbers.stored.bytes
-    pair = numbers.key_pair
+    query_at, to_query, query_bytes = fmt.query.pointer, fmt.query.from_fp32, fmt.query.bytes
+    stored_at, to_stored, stored_bytes = fmt.stored.pointer, fmt.stored.from_fp32, fmt.stored.bytes
+    pair = fmt.key_pair
 
-    def rotate(p: Any, layer: Any, index: int, scratch: int, rank: int, size: int) -> None:
-        """Norm and rotate this thread's heads of rows; queries go out scaled, keys and values into the cache.
+    def rotate(p: Any, layer: Any, index: int, worker: Any) -> None:
+        """Norm and rotate this thread's (head, row) pairs of ``p.qkv``; write keys and values into the cache.
 
-        Queries of a sequence are (K, rows, H / K, padded head).
+        Queries are written to ``p.query``, scaled; those of a sequence are (K, rows, H / K, padded head).
         """
+        scratch = p.scratch + worker.rank * p.scratch_each
         positions = carray(integers_at(p.positions), (p.rows,))
         heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
-        lanes, groups = heads + 2 * key_heads, heads // key_heads
-        begin, end = share(p.rows * lanes, rank, size)
+        all_heads, groups = heads + 2 * key_heads, heads // key_heads
+        begin, end = share(p.rows * all_heads, worker.rank, worker.size)
         s = 0
         for item in range(begin, end):
-            # Lane by lane, as the gemm before shared them out: what a thread reads here it has written, and no two
-            # threads write to one line of the cache, where keys of many columns lie together.
+            # Head by head, because the gemm before divided its outputs in this order: most of what a thread reads is
+            # in its cache, and threads do not write to the same cache line, which holds keys of many columns.
             lane, row = item // p.rows, item % p.rows
             s = 0 if row == 0 else s
             segment = segment_at(p.segments + s * SEGMENT_BYTES)
@@ -120,7 +120,7 @@ def rotate_of(numbers: Format) -> Any:
             local = row - segment.first_row
             column = segment.length + local
             y = p.qkv + p.qkv_stride * row + 4 * lane * head
-            # A copy, since threads that have other heads of the row may norm over all of them.
+            # A copy, because a joint norm of another head of this row reads the original.
             source, ys = carray(floats_at(y), (head,)), carray(floats_at(scratch), (head,))
             for i in range(head):
                 ys[i] = source[i]
@@ -143,15 +143,15 @@ def rotate_of(numbers: Format) -> Any:
                         ys[i + 1] = a * angles[i + 1] + b * angles[i]
             store = segment.cache + index * segment.cache_layer + (lane - heads) * segment.cache_head
             if lane < heads:
-                place = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
-                place += lane % groups
-                out = carray(query_at(p.query + query_bytes * place * padded), (head,))
+                number = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
+                number += lane % groups
+                out = carray(query_at(p.query + query_bytes * number * padded), (head,))
                 scale = layer.scale
                 for i in range(head):
                     out[i] = to_query(ys[i] * scale)
             elif lane < heads + key_heads:
-                place = column // KEY_BLOCK * padded * KEY_BLOCK + column % KEY_BLOCK * pair
-                keys = carray(stored_at(store + place * stored_bytes), (head * KEY_BLOCK,))
+                position = column // KEY_BLOCK * padded * KEY_BLOCK + column % KEY_BLOCK * pair
+                keys = carray(stored_at(store + position * stored_bytes), (head * KEY_BLOCK,))
                 for i in range(head):
                     keys[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])
             else:
@@ -159,4 +159,4 @@ def rotate_of(numbers: Format) -> Any:
                 for i in range(head):
                     values[i] = to_stored(ys[i])
 
-    return jit(rotate, numbers.name, fastmath=REASSOCIATE)
+    return jit(rotate, fmt.name, fastmath=REASSOCIATE)

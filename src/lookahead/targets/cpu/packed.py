@@ -1,21 +1,22 @@
-"""Weights as a quantized file holds them, in the order in which the kernel reads them (``packed_gemm``).
+"""The weights of quantized files, in the order in which the kernel reads them (``packed_gemm``).
 
-GGUF stores an output's inner numbers in blocks of 32, or in superblocks of 256 that hold eight of them. A number is
+GGUF stores the inner numbers of an output in blocks of 32; formats with K in their names join eight blocks into a
+superblock of 256. A number is
 
     w = scale * (q - zero) + offset      q has 4, 5, 6 or 8 bits; a format has a zero point or offsets, not both
 
-A panel is 16 outputs. Its blocks lie one after another, and within a block one vector of 64 bytes holds 4 inner
-numbers of each output, because that is what the processor multiplies at once:
+A panel has 16 outputs. Its blocks follow one another. Within a block, a vector of 64 bytes holds 4 inner numbers of
+each output, which the processor multiplies at once. A panel consists of three parts:
 
     quants    (blocks, bytes)      4 vectors of low bits: byte (t, output, i) has number 4t+i in its low half and
                                    16+4t+i in its high half; then 1 vector with the fifth bits of all 8 vectors,
-                                   or 2 with the upper two bits; or 8 vectors of whole bytes
+                                   or 2 with the upper two bits. With 8 bits: 8 vectors of whole bytes
     scales    (blocks, ...)        fp16 scales (16), then fp16 offsets (16); or 8-bit scales (16) and offsets (16)
     supers    (superblocks, ...)   fp16 factors of the 8-bit scales (16) and of the offsets (16)
 
-So 16 outputs of one Q4_0 block take 256 bytes of quants and 32 of scales, as many as in the file.
+So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in the file.
 
-``pack`` copies rows of a file into panels, ``decode_of`` reads one output back, for embeddings and for tests.
+``pack_panels`` copies outputs of a file into panels; ``decode_output`` reads an output, for embeddings and tests.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from numba import carray, njit, types
 from . import llvm
 from .llvm import address_as
 
-#: Inner numbers of a block, outputs of a panel, and blocks of a superblock.
+#: Inner numbers of a block, outputs of a panel, blocks of a superblock.
 BLOCK, PANEL, SUPER = 32, 16, 8
-#: Bytes of a quantized block of activations: 32 signed bytes; then fp32 dx and dx * sum; then, as 32-bit integers,
-#: -8, -16 and -128 times the sum, and -32 times the sums of both halves (the starts of integer sums); 4 bytes unused.
+#: Bytes of a quantized block of activations, and offsets in it: 32 signed bytes; fp32 dx; fp32 dx * sum; and, as
+#: 32-bit integers by zero point, the start of integer sums: -zero times the sum (for 32, the sum of each half block).
 RECORD = 64
 SCALE_AT, SUM_AT, START_AT = 32, 36, {8: 40, 16: 44, 128: 48, 32: 52}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tensor's numbers are stored.
+    """A type of GGUF tensors.
 
     Attributes:
-        number: of the type in GGUF.
+        name: in GGUF.
+        gguf_type: its number in GGUF.
         bits: of q; 16 or 32 for numbers that are not quantized.
-        zero: the zero point; 0 where the format has offsets or none.
+        zero: the zero point; 0 for none.
         offsets: whether blocks have offsets.
         grouped: whether scales are 8-bit numbers with a factor for each superblock.
-        halves: scales of a block: 2 where each 16 numbers have their own.
-        file_bytes: of a block, or of a superblock where ``grouped``.
+        halves: scales of a block: 2 if each half block has its own.
+        file_bytes: bytes of a block in the file; of a superblock if ``grouped``.
     """
 
     name: str
-    number: int
+    gguf_type: int
     bits: int
     zero: int
     offsets: bool
@@ -62,12 +64,12 @@ class Kind:
 
     @property
     def quant_bytes(self) -> int:
-        """Of a block of a panel."""
+        """Bytes of the quants of a panel's block."""
         return PANEL * BLOCK * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Of a block of a panel."""
+        """Bytes of the scales of a panel's block."""
         if self.bits > 8:
             return 0
         if self.grouped:
@@ -76,26 +78,22 @@ class Kind:
 
     @property
     def super_bytes(self) -> int:
-        """Of a superblock of a panel."""
+        """Bytes of the factors of a panel's superblock."""
         return PANEL * 2 * (1 + self.offsets) if self.grouped else 0
 
     @property
     def unit(self) -> int:
-        """The inner size is a multiple of this."""
+        """The inner size must be a multiple of this."""
         return BLOCK * SUPER if self.grouped else BLOCK
 
     def panel_bytes(self, inner: int) -> int:
-        """Of a panel with ``inner`` numbers for each output."""
+        """Bytes of a panel with ``inner`` numbers per output."""
         blocks = -(-inner // BLOCK)
         size = blocks * (self.quant_bytes + self.scale_bytes) + blocks // SUPER * self.super_bytes
         return -(-size // 64) * 64
 
-    def row_bytes(self, inner: int) -> int:
-        """Of one output in the file."""
-        return inner // self.unit * self.file_bytes
 
-
-#: By their place here, which compiled code knows them by.
+#: Compiled code identifies a kind by its index in this tuple.
 KINDS = (
     Kind("F32", 0, 32, 0, False, False, 1, 128),
     Kind("F16", 1, 16, 0, False, False, 1, 64),
@@ -109,11 +107,10 @@ KINDS = (
     Kind("Q5_K", 13, 5, 0, True, True, 1, 176),
     Kind("Q6_K", 14, 6, 32, False, True, 2, 210),
 )
-#: Outputs of a group of two panels; see ``formats.GROUP``.
+#: Outputs of a group, which is two panels.
 GROUP = 2 * PANEL
-PLACE = {kind.name: place for place, kind in enumerate(KINDS)}
+KIND_INDEX = {kind.name: index for index, kind in enumerate(KINDS)}
 F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(len(KINDS))
-BY_NUMBER = {kind.number: kind for kind in KINDS}
 
 
 @dataclass(slots=True)
@@ -121,10 +118,10 @@ class PackedLinear:
     """A linear whose weights lie in panels.
 
     Attributes:
-        panels: (groups, 2, 2) int64: of each panel of a group its address and the place of its kind in ``KINDS``.
+        panels: (groups, 2, 2) int64: for each panel of a group, its address and the index of its kind in ``KINDS``.
         bias: (32 * groups,) fp32.
         inner: numbers of an output.
-        memory: what the addresses point to.
+        memory: the object that owns the memory of the panels.
     """
 
     panels: np.ndarray[Any, np.dtype[np.int64]]
@@ -138,6 +135,7 @@ _SCALE_BYTES = np.array([kind.scale_bytes for kind in KINDS])
 _SUPER_BYTES = np.array([kind.super_bytes for kind in KINDS])
 _FILE_BYTES = np.array([kind.file_bytes for kind in KINDS])
 _BITS = np.array([kind.bits for kind in KINDS])
+_ZERO = np.array([kind.zero for kind in KINDS])
 _GROUPED = np.array([kind.grouped for kind in KINDS])
 
 
@@ -145,42 +143,42 @@ def _load_half(builder: Any, address: Any) -> Any:
     return llvm.widen_halves(builder, llvm.load(builder, address, llvm.I16, 2))
 
 
-#: (address) -> the fp16 number there, as fp32; and memory as bytes.
+#: (address) -> the fp16 number there as fp32, and (address) -> pointer to bytes.
 half_at = llvm.emitted(_load_half, 1, types.float32)
 bytes_at = address_as(types.CPointer(types.uint8))
 _floats_at, _shorts_at = (address_as(types.CPointer(kind)) for kind in (types.float32, types.uint16))
 
 
 @njit(error_model="numpy")
-def _number(raw: Any, place: int) -> int:
-    """A byte as a signed integer, which shifts and sums of mixed types need."""
-    return np.int64(raw[place])  # type: ignore[return-value]  # numba has one kind of integer
+def _integer(raw: Any, index: int) -> int:
+    """A byte as a signed 64-bit integer; numba would turn sums of unsigned and signed integers into floats."""
+    return np.int64(raw[index])  # type: ignore[return-value]  # an int to compiled code
 
 
 @njit(error_model="numpy")
 def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
-    """The 6-bit scale and offset of block j of a Q4_K or Q5_K superblock, from its 12 bytes.
+    """The 6-bit scale and offset of block j of a Q4_K or Q5_K superblock, from the 12 bytes at ``start``.
 
-    Blocks 0-3 have theirs in the low 6 bits of bytes j and j+4. Blocks 4-7 have the low 4 bits in the halves of
-    byte j+4, and the upper 2 bits in the upper bits of bytes j-4 and j.
+    For blocks 0-3 they are the low 6 bits of bytes j and j+4. For blocks 4-7 the low 4 bits are the halves of byte
+    j+4, and the upper 2 bits are the upper bits of bytes j-4 and j.
     """
     if j < 4:
-        return _number(raw, start + j) & 63, _number(raw, start + j + 4) & 63
-    both, scale, shift = _number(raw, start + j + 4), _number(raw, start + j - 4), _number(raw, start + j)
+        return _integer(raw, start + j) & 63, _integer(raw, start + j + 4) & 63
+    both, scale, shift = _integer(raw, start + j + 4), _integer(raw, start + j - 4), _integer(raw, start + j)
     return (both & 15) | (scale >> 6) << 4, (both >> 4) | (shift >> 6) << 4
 
 
 @njit(error_model="numpy")
 def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
-    """One block of an output: ``q`` (32,) as the kernel takes it, unsigned; ``scales`` (4,) as bytes.
+    """Read a block of an output into ``q`` (32,), unsigned, and ``scales`` (4,), both bytes.
 
-    ``scales`` is an fp16 scale and an fp16 offset, or an 8-bit scale and its offset or a second scale.
+    ``scales`` are an fp16 scale and an fp16 offset; or an 8-bit scale and its offset; or two 8-bit scales.
     """
     if kind == Q8_0:
         start = block * 34
         scales[0], scales[1] = raw[start], raw[start + 1]
         for e in range(32):
-            q[e] = _number(raw, start + 2 + e) ^ 128
+            q[e] = _integer(raw, start + 2 + e) ^ 128
     elif kind in (Q4_0, Q4_1, Q5_0, Q5_1):
         head = 4 if kind in (Q4_1, Q5_1) else 2
         five = kind in (Q5_0, Q5_1)
@@ -188,37 +186,39 @@ def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
         for e in range(head):
             scales[e] = raw[start + e]
         for e in range(16):
-            both, low, high = _number(raw, start + head + 4 * five + e), 0, 0
+            both, low, high = _integer(raw, start + head + 4 * five + e), 0, 0
             if five:
-                low = _number(raw, start + head + e // 8) >> e % 8 & 1
-                high = _number(raw, start + head + 2 + e // 8) >> e % 8 & 1
+                low = _integer(raw, start + head + e // 8) >> e % 8 & 1
+                high = _integer(raw, start + head + 2 + e // 8) >> e % 8 & 1
             q[e], q[16 + e] = (both & 15) | low << 4, (both >> 4) | high << 4
     elif kind in (Q4_K, Q5_K):
         five = kind == Q5_K
         start, j = block // 8 * (144 + 32 * five), block % 8
         scales[0], scales[1] = _scale_and_offset(raw, start + 4, j)
         for e in range(32):
-            value = _number(raw, start + 16 + 32 * five + j // 2 * 32 + e) >> 4 * (j % 2) & 15
+            value = _integer(raw, start + 16 + 32 * five + j // 2 * 32 + e) >> 4 * (j % 2) & 15
             if five:
-                value |= (_number(raw, start + 16 + e) >> j & 1) << 4
+                value |= (_integer(raw, start + 16 + e) >> j & 1) << 4
             q[e] = value
     elif kind == Q6_K:
         start, j = block // 8 * 210, block % 8
         scales[0], scales[1] = raw[start + 192 + 2 * j], raw[start + 193 + 2 * j]
         n, j = j // 4, j % 4
         for e in range(32):
-            value = _number(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
-            q[e] = value | (_number(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
+            value = _integer(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
+            q[e] = value | (_integer(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def pack_panel(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
-    """Copy up to 16 outputs into a panel; places without an output decode to zeros.
+    """Copy up to 16 outputs into a panel. Missing outputs decode to zeros.
 
     Args:
+        kind: index in ``KINDS``.
         raw: the tensor in the file, (outputs, bytes of an output).
-        rows: the outputs that make up the panel, in order; -1 for a place that has none.
-        out: (bytes of a panel,) of zeros.
+        rows: the outputs of the panel, in order; -1 for a missing output.
+        inner: numbers of an output.
+        out: (bytes of a panel,), all zero.
     """
     blocks, bits, grouped = inner // BLOCK, _BITS[kind], _GROUPED[kind]
     quant_bytes, scale_bytes, super_bytes = _QUANT_BYTES[kind], _SCALE_BYTES[kind], _SUPER_BYTES[kind]
@@ -243,45 +243,48 @@ def pack_panel(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
                     quants[e // 4 * 64 + lane * 4 + e % 4] = q[e]
             else:
                 for e in range(16):
-                    low, high = _number(q, e) & 15, _number(q, 16 + e) & 15
+                    low, high = _integer(q, e) & 15, _integer(q, 16 + e) & 15
                     quants[e // 4 * 64 + lane * 4 + e % 4] = low | high << 4
                 for e in range(32 if bits > 4 else 0):
                     t, i = e // 4, e % 4
                     if bits == 5:  # bit t of byte (lane, i)
-                        quants[256 + lane * 4 + i] |= np.uint8(_number(q, e) >> 4 << t)
+                        quants[256 + lane * 4 + i] |= np.uint8(_integer(q, e) >> 4 << t)
                     else:
                         quants[256 + t // 4 * 64 + lane * 4 + i] |= np.uint8(
-                            _number(q, e) >> 4 << 2 * (t % 4)
+                            _integer(q, e) >> 4 << 2 * (t % 4)
                         )
-            place = scales_at + block * scale_bytes
+            at = scales_at + block * scale_bytes
             if grouped:
-                out[place + lane], out[place + PANEL + lane] = scales[0], scales[1]
+                out[at + lane], out[at + PANEL + lane] = scales[0], scales[1]
             else:
                 for k in range(scale_bytes // PANEL):
-                    out[place + k // 2 * 2 * PANEL + lane * 2 + k % 2] = scales[k]
+                    out[at + k // 2 * 2 * PANEL + lane * 2 + k % 2] = scales[k]
         if grouped:
             size = _FILE_BYTES[kind]
             first = 208 if kind == Q6_K else 0
             for s in range(blocks // SUPER):
                 for k in range(super_bytes // PANEL):
-                    place = supers_at + s * super_bytes + k // 2 * 2 * PANEL + lane * 2 + k % 2
-                    out[place] = source[s * size + first + k]
+                    at = supers_at + s * super_bytes + k // 2 * 2 * PANEL + lane * 2 + k % 2
+                    out[at] = source[s * size + first + k]
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def pack_panels(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
-    """``pack_panel`` for ``rows`` (panels, 16) into ``out`` (panels, bytes of a panel)."""
+    """``pack_panel`` for several panels: ``rows`` (panels, 16), ``out`` (panels, bytes of a panel)."""
     for panel in range(len(rows)):
         pack_panel(kind, raw, rows[panel], inner, out[panel])
 
 
 @llvm.jit
 def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor: Any) -> None:
-    """One output of a panel times ``factor``, (inner,) fp32.
+    """Decode an output of a panel and multiply it by ``factor``.
 
     Args:
-        panel: its address.
+        kind: index in ``KINDS``.
+        panel: address of the panel.
         lane: which of its 16 outputs.
+        inner: numbers of the output.
+        out: (inner,) fp32.
     """
     blocks = inner // BLOCK
     if kind == F32:
@@ -301,13 +304,13 @@ def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor
     bits, grouped = _BITS[kind], _GROUPED[kind]
     scales_at = panel + blocks * _QUANT_BYTES[kind]
     supers_at = scales_at + blocks * _SCALE_BYTES[kind]
-    zero = 8 if kind == Q4_0 else 16 if kind == Q5_0 else 128 if kind == Q8_0 else 32 if kind == Q6_K else 0
+    zero = _ZERO[kind]
     for block in range(blocks):
         quants = carray(bytes_at(panel + block * _QUANT_BYTES[kind]), (512,))
-        place = scales_at + block * _SCALE_BYTES[kind]
+        scale_at = scales_at + block * _SCALE_BYTES[kind]
         shift = np.float32(0)
         if grouped:
-            small = carray(bytes_at(place), (2 * PANEL,))
+            small = carray(bytes_at(scale_at), (2 * PANEL,))
             unit = supers_at + block // SUPER * _SUPER_BYTES[kind]
             d = half_at(unit + 2 * lane)
             if kind == Q6_K:
@@ -317,18 +320,18 @@ def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor
                 first = second = np.float32(small[lane]) * d
                 shift = -(np.float32(small[PANEL + lane]) * half_at(unit + 2 * PANEL + 2 * lane))
         else:
-            first = second = half_at(place + 2 * lane)
+            first = second = half_at(scale_at + 2 * lane)
             if _SCALE_BYTES[kind] > 2 * PANEL:
-                shift = half_at(place + 2 * PANEL + 2 * lane)
+                shift = half_at(scale_at + 2 * PANEL + 2 * lane)
         for e in range(BLOCK):
             t, i = e // 4, e % 4
             if bits == 8:
-                q = _number(quants, t * 64 + lane * 4 + i)
+                q = _integer(quants, t * 64 + lane * 4 + i)
             else:
-                q = _number(quants, t % 4 * 64 + lane * 4 + i) >> t // 4 * 4 & 15
+                q = _integer(quants, t % 4 * 64 + lane * 4 + i) >> t // 4 * 4 & 15
                 if bits == 5:
-                    q |= (_number(quants, 256 + lane * 4 + i) >> t & 1) << 4
+                    q |= (_integer(quants, 256 + lane * 4 + i) >> t & 1) << 4
                 elif bits == 6:
-                    q |= (_number(quants, 256 + t // 4 * 64 + lane * 4 + i) >> 2 * (t % 4) & 3) << 4
+                    q |= (_integer(quants, 256 + t // 4 * 64 + lane * 4 + i) >> 2 * (t % 4) & 3) << 4
             scale = first if e < 16 else second
             out[block * BLOCK + e] = (scale * np.float32(q - zero) + shift) * factor

@@ -1,9 +1,9 @@
 """Models whose weights stay packed.
 
-From a GGUF file (``read_model``) neither a module of transformers nor a second copy is made. The file's blocks are
-copied once into the order of the kernel (``packed``), by as many threads as torch has, and the file's pages are given
-back. Tensors of types that the kernel does not know are decoded to bf16. Any model of transformers that the compiled
-path knows can be quantized while it is loaded (``quantize_model``).
+``read_model`` reads a GGUF file without a module of transformers: the file's blocks are copied once into the order of
+the kernel (``packed``), by as many threads as torch has, and the file's pages are released. Tensors of types that the
+kernel does not support are decoded to bf16. ``quantize_model`` packs the weights of a transformers model of any class
+that the compiled path supports.
 """
 
 from __future__ import annotations
@@ -27,51 +27,54 @@ from ..own_model import OwnConfig, OwnModel
 from . import formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .compiled_model import CompiledModel, checked
-from .formats import Arena, round_up
+from .formats import ArrayMemory, round_up
 from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, UnsupportedFile, read_settings
-from .packed import GROUP, KINDS, PANEL, PLACE, Kind, PackedLinear, pack_panels
+from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
 if TYPE_CHECKING:
     from .dense import Linear
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the file: (outputs, bytes of an output), and how its numbers are stored."""
+    """A tensor of the file: its bytes (outputs, bytes of an output), their kind, and the numbers of an output."""
 
-    raw: Numbers
+    raw: Array
     kind: Kind
     inner: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Outputs of one tensor in the order in which they are wanted, -1 for places without one."""
+    """Outputs of a tensor, in the order in which they are packed; -1 stands for padding."""
 
     name: str
-    order: Numbers
+    order: Array
 
 
 class _Reader:
-    """Reads the parts of one file.
+    """Reads the parts of a file. Packing runs in threads; ``finish`` waits for them.
 
     Args:
-        file: its tensors are mapped.
-        settings: of the file.
+        file: the file, mapped into memory.
+        settings: its settings.
+
+    Attributes:
+        decoded: bytes by type of the tensors that are decoded to bf16.
     """
 
     def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
         self.file, self.settings, self.names = file, settings, settings.names
         order = formats.paired(settings.head_size, settings.rotary_size)
-        # Rows that the converter has permuted lie in this order already.
+        # Rows that the converter has permuted are in the packed order already.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
         self.decoded: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
         weights = [name for name, tensor in file.tensors.items() if len(tensor.shape) == 2]
-        # A tensor may be padded by up to a group of panels for each linear that it is part of.
-        self.arena = Arena(sum(self._packed_size(name) for name in weights))
+        # Each linear that contains outputs of a tensor may pad it by up to a group.
+        self.memory = ArrayMemory(sum(self._packed_size(name) for name in weights))
         self._packing = ThreadPoolExecutor(thread_count(), "lookahead-pack")
         self._jobs: list[Any] = []
 
@@ -83,24 +86,24 @@ class _Reader:
         )
 
     def source(self, name: str) -> _Source:
-        """A tensor with two dimensions, decoded to bf16 where the kernel does not know its type."""
+        """A tensor with two dimensions; it is decoded to bf16 if the kernel does not support its type."""
         if name not in self._sources:
             tensor, raw = self.file.tensors[name], self.file.bytes(name)
             outputs, inner = tensor.shape
-            place = PLACE.get(tensor.type)
-            if place is None:
-                raw, place = self._as_bf16(name, raw, (outputs, inner)), PLACE["BF16"]
+            kind = KIND_INDEX.get(tensor.type)
+            if kind is None:
+                raw, kind = self._as_bf16(name, raw, (outputs, inner)), KIND_INDEX["BF16"]
                 self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
-            self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[place], inner)
+            self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
         return self._sources[name]
 
-    def _as_bf16(self, name: str, raw: Numbers, shape: tuple[int, ...]) -> Numbers:
+    def _as_bf16(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
         values = self._decoded(name, raw, shape)
         bits = values.view(np.uint32)
         nearest = bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)  # ties to even
         return (nearest >> 16).astype(np.uint16).view(np.uint8)
 
-    def _decoded(self, name: str, raw: Numbers, shape: tuple[int, ...]) -> Numbers:
+    def _decoded(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
         kind = self.file.tensors[name].type
         if kind in ("F32", "F64", "F16"):
             values = raw.view({"F32": "<f4", "F64": "<f8", "F16": "<f2"}[kind]).astype(np.float32)
@@ -118,66 +121,57 @@ class _Reader:
                 ) from None
         return np.ascontiguousarray(values, np.float32).reshape(shape)
 
-    def numbers(self, name: str) -> Numbers:
-        """A small tensor, fp32."""
+    def fp32(self, name: str) -> Array:
+        """A tensor, decoded to fp32."""
         return self._decoded(name, self.file.bytes(name), self.file.tensors[name].shape)
 
     def name(self, part: str, layer: int | None = None) -> str:
-        """Of the tensor that holds a part, without its ending."""
+        """The name of the tensor that holds a part, without its ending."""
         return self.names.tensors[part].format(layer=layer)
 
-    def linear(self, panels: Sequence[_Rows], biases: Sequence[Numbers]) -> PackedLinear:
-        """A linear of rows of one tensor or several; each ``_Rows`` is a whole number of panels.
+    def linear(self, panels: Sequence[_Rows], biases: Sequence[Array]) -> PackedLinear:
+        """Pack outputs of one or more tensors into a linear.
 
         Args:
-            biases: of all outputs of each of the tensors, by the order of ``panels``.
+            panels: the outputs of each tensor, a multiple of ``PANEL``.
+            biases: the biases of all outputs of each tensor.
         """
         table, bias, inner = [], [], 0
         for rows, values in zip(panels, biases, strict=True):
             source = self.source(rows.name)
             inner = source.inner
-            places = rows.order.reshape(-1, PANEL)
-            size = source.kind.panel_bytes(inner)
-            memory = self.arena.take(len(places) * size).reshape(len(places), size)
-            place = PLACE[source.kind.name]
-            self._jobs.append(self._packing.submit(pack_panels, place, source.raw, places, inner, memory))
-            table.append(
-                np.stack(
-                    [memory.ctypes.data + size * np.arange(len(places)), np.full(len(places), place)], -1
-                )
-            )
+            order = rows.order.reshape(-1, PANEL)
+            packed, entries, kind = _new_panels(self.memory, source.kind, len(order), inner)
+            self._jobs.append(self._packing.submit(pack_panels, kind, source.raw, order, inner, packed))
+            table.append(entries)
             bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
         joined = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
-        return PackedLinear(joined, np.concatenate(bias).astype(np.float32), inner, self.arena)
+        return PackedLinear(joined, np.concatenate(bias).astype(np.float32), inner, self.memory)
 
-    def bias(self, name: str) -> Numbers:
-        """Of a linear; zeros where it has none."""
+    def bias(self, name: str) -> Array:
+        """The bias of a linear; zeros if it has none."""
         outputs = self.file.tensors[f"{name}.weight"].shape[0]
-        return self.numbers(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
+        return self.fp32(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
 
     def whole(self, name: str) -> PackedLinear:
-        """A linear that is one tensor, its outputs as they are."""
+        """A linear that is a single tensor, with its outputs in the order of the file."""
         outputs = self.file.tensors[f"{name}.weight"].shape[0]
         return self.linear([_Rows(f"{name}.weight", _filled(np.arange(outputs), GROUP))], [self.bias(name)])
 
     def query_key_value(self, layer: int) -> PackedLinear:
-        """All three as one linear, rotary pairs of queries and keys side by side."""
+        """Queries, keys and values as a single linear, in which the rotary pairs of a head are adjacent."""
         settings, size = self.settings, self.settings.head_size
         heads, key_heads = settings.heads, settings.key_heads
 
-        def order(first: int, count: int, rotates: bool) -> Numbers:
-            inside = self.order if rotates else np.arange(size)
-            return (first + size * np.arange(count)[:, None] + inside).reshape(-1)
+        def order(first: int, count: int, rotates: bool) -> Array:
+            """The outputs of ``count`` heads from output ``first`` on."""
+            in_head = self.order if rotates else np.arange(size)
+            return (first + size * np.arange(count)[:, None] + in_head).reshape(-1)
 
         if "qkv" in self.names.tensors:
             name = self.name("qkv", layer)
-            rows = np.concatenate(
-                [
-                    order(0, heads, True),
-                    order(heads * size, key_heads, True),
-                    order((heads + key_heads) * size, key_heads, False),
-                ]
-            )
+            query, key = order(0, heads, True), order(heads * size, key_heads, True)
+            rows = np.concatenate([query, key, order((heads + key_heads) * size, key_heads, False)])
             return self.linear([_Rows(f"{name}.weight", _filled(rows, GROUP))], [self.bias(name)])
         parts = [("query", heads, True), ("key", key_heads, True), ("value", key_heads, False)]
         names = [self.name(part, layer) for part, _, _ in parts]
@@ -186,14 +180,15 @@ class _Reader:
             raise Unsupported(
                 f"queries and keys must have a multiple of {PANEL} outputs, got heads of {size}"
             )
-        rows_of[-1] = np.concatenate([rows_of[-1], _missing(sum(map(len, rows_of)))])
+        padding = -sum(map(len, rows_of)) % GROUP
+        rows_of[-1] = np.concatenate([rows_of[-1], np.full(padding, -1)])
         return self.linear(
             [_Rows(f"{name}.weight", rows) for name, rows in zip(names, rows_of, strict=True)],
             [self.bias(name) for name in names],
         )
 
     def gate_and_up(self, layer: int) -> tuple[PackedLinear, bool]:
-        """The first linear of a feed-forward; with gates, each group of outputs is 16 gates and their 16 ups."""
+        """The first linear of the feed-forward, and whether it has gates (``LayerParts.gated``)."""
         inner = self.settings.inner
         if "gate" not in self.names.tensors and "gate_up" not in self.names.tensors:
             return self.whole(self.name("up", layer)), False
@@ -208,20 +203,20 @@ class _Reader:
             [_Rows(f"{name}.weight", halves.reshape(-1)) for name in (gate, up)],
             [self.bias(gate), self.bias(up)],
         )
-        # From all gates and then all ups to a gate's panel and its up's in each group.
+        # From (all gates, then all ups) to groups that consist of a panel of gates and the panel of their ups.
         linear.panels = np.ascontiguousarray(linear.panels.reshape(2, -1, 2).transpose(1, 0, 2))
         linear.bias = linear.bias.reshape(2, -1, PANEL).transpose(1, 0, 2).reshape(-1)
         return linear, True
 
     def norm(self, part: str, layer: int | None = None) -> Norm:
-        """A norm; one that changes nothing where the architecture has none."""
+        """A norm; ``Norm.none`` if the architecture does not have it."""
         if part not in self.names.tensors:
             return Norm.none(self.settings.hidden)
         name = self.name(part, layer)
-        weight = self.numbers(f"{name}.weight")
-        bias = f"{name}.bias"
-        shift = self.numbers(bias) if bias in self.file.tensors else np.zeros_like(weight)
-        return Norm(weight, shift, self.settings.epsilon, self.names.norm_kind)
+        weight = self.fp32(f"{name}.weight")
+        has_bias = f"{name}.bias" in self.file.tensors
+        bias = self.fp32(f"{name}.bias") if has_bias else np.zeros_like(weight)
+        return Norm(weight, bias, self.settings.epsilon, self.names.norm_kind)
 
     def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
         """Query and key norms, and whether each is over all heads together (OLMo 2)."""
@@ -229,13 +224,14 @@ class _Reader:
         if "query_norm" not in self.names.tensors:
             return None, False
         for part, heads in (("query_norm", settings.heads), ("key_norm", settings.key_heads)):
-            weight = self.numbers(f"{self.name(part, layer)}.weight").reshape(-1, settings.head_size)
+            weight = self.fp32(f"{self.name(part, layer)}.weight").reshape(-1, settings.head_size)
             joint = joint or len(weight) > 1
             weights.append(np.broadcast_to(weight[:, self.order], (heads, settings.head_size)))
         joined = np.concatenate(weights)
         return Norm(joined, np.zeros_like(joined), settings.epsilon, 1), joint
 
     def layers(self) -> Iterable[LayerParts]:
+        """The layers, in order."""
         settings = self.settings
         for index in range(settings.layer_count):
             up, gated = self.gate_and_up(index)
@@ -247,19 +243,19 @@ class _Reader:
             }
             head_norm, joint = self.head_norm(index)
             yield LayerParts(
-                linears,
-                {name: self.norm(name, index) for name in NORMS},
-                head_norm,
-                joint,
-                gated,
-                settings.scale,
-                settings.windows[index],
-                settings.rotary[index],
-                settings.attention_cap,
+                linears=linears,
+                norms={name: self.norm(name, index) for name in NORMS},
+                head_norm=head_norm,
+                joint_norm=joint,
+                gated=gated,
+                scale=settings.scale,
+                window=settings.windows[index],
+                rotary=settings.rotary[index],
+                cap=settings.attention_cap,
             )
 
     def angles(self) -> Any:
-        """``Blueprint.angles``; None without rotary positions."""
+        """The function ``Blueprint.angles``; None without rotary positions."""
         settings = self.settings
         if not settings.tables:
             return None
@@ -270,16 +266,16 @@ class _Reader:
             for table in settings.tables
         ]
         if FREQUENCY_FACTORS in self.file.tensors:
-            frequencies[0] = frequencies[0] / self.numbers(FREQUENCY_FACTORS)
+            frequencies[0] = frequencies[0] / self.fp32(FREQUENCY_FACTORS)
 
-        def angles(positions: int) -> Numbers:
-            turns = [np.arange(positions, dtype=np.float32)[:, None] * each for each in frequencies]
-            return np.stack([np.stack([np.cos(turn), np.sin(turn)], -1) for turn in turns])
+        def angles(positions: int) -> Array:
+            tables = [np.arange(positions, dtype=np.float32)[:, None] * each for each in frequencies]
+            return np.stack([np.stack([np.cos(table), np.sin(table)], -1) for table in tables])
 
         return angles
 
     def finish(self) -> None:
-        """Wait until everything is packed; the file's pages are not needed any more."""
+        """Wait until everything is packed, and release the file's pages."""
         for job in self._jobs:
             job.result()
         self._packing.shutdown()
@@ -288,21 +284,24 @@ class _Reader:
         self.file.release()
 
 
-def _filled(order: Numbers, multiple: int) -> Numbers:
-    """An order with -1 up to a multiple."""
+def _filled(order: Array, multiple: int) -> Array:
+    """An order, padded with -1 to a multiple."""
     return np.concatenate([order, np.full(-len(order) % multiple, -1)])
 
 
-def _missing(count: int) -> Numbers:
-    """What fills ``count`` outputs up to whole groups."""
-    return np.full(-count % GROUP, -1)
+def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple[Array, Array, int]:
+    """Memory for panels, uint8 (count, bytes of a panel), its ``PackedLinear.panels``, and the kind's index."""
+    size, index = kind.panel_bytes(inner), KIND_INDEX[kind.name]
+    panels = memory.take(count * size).reshape(count, size)
+    addresses = panels.ctypes.data + size * np.arange(count)
+    return panels, np.stack([addresses, np.full(count, index)], -1), index
 
 
 def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
-    """The parts of a file, packed; its settings; and bytes by type of what was decoded to bf16.
+    """The packed parts of a file, its settings, and the bytes by type of the tensors that were decoded to bf16.
 
     Raises:
-        Unsupported: with one line that says why; transformers' own reader serves then.
+        Unsupported: transformers' reader must load the file; the message is one line that says why.
     """
     try:
         settings = read_settings(file)
@@ -312,22 +311,22 @@ def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int
         embedding = head if settings.tied else reader.whole(reader.name("embedding"))
         positions = None
         if "positions" in settings.names.tensors:
-            positions = reader.numbers(f"{reader.name('positions')}.weight")
+            positions = reader.fp32(f"{reader.name('positions')}.weight")
         blueprint = Blueprint(
-            settings.names.model_class,
-            "float32",
-            settings.vocabulary,
-            settings.hidden,
-            settings.heads,
-            settings.key_heads,
-            settings.head_size,
-            settings.inner,
-            ACTIVATIONS[settings.names.activation],
-            embedding,
-            settings.layer_count,
-            lambda: iter(layers),
-            reader.norm("norm"),
-            head,
+            name=settings.names.model_class,
+            dtype="float32",
+            vocabulary=settings.vocabulary,
+            hidden=settings.hidden,
+            heads=settings.heads,
+            key_heads=settings.key_heads,
+            head_size=settings.head_size,
+            inner=settings.inner,
+            activation=ACTIVATIONS[settings.names.activation],
+            embedding=embedding,
+            layer_count=settings.layer_count,
+            layers=lambda: iter(layers),
+            final_norm=reader.norm("norm"),
+            head=head,
             embedding_factor=settings.embedding_factor,
             position_embedding=positions,
             head_factor=settings.head_factor,
@@ -345,18 +344,16 @@ def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int
 
 
 class PackedModel(OwnModel):
-    """A model with packed weights only.
+    """A model of packed weights.
 
     Args:
-        blueprint: its parts, packed.
-        config, generation_config: of transformers, or as far as a file tells.
-        max_positions: positions that the model was made for.
-        weights: types of its numbers for people, those that take the most bytes first, as in "Q4_K + Q6_K".
-        parameter_count: how many numbers its tensors hold.
+        blueprint: its packed parts.
+        config, generation_config: those of transformers, or objects with the fields that a GGUF file has.
+        max_positions: positions that the model was trained for.
+        weights, parameter_count: see ``OwnModel``.
 
     Attributes:
-        compiled: its passes.
-        facts: what targets must know of it.
+        compiled: its compiled pass.
 
     Raises:
         Unsupported: numba cannot compile here.
@@ -381,10 +378,10 @@ class PackedModel(OwnModel):
 
 
 def read_model(file: GGUFFile) -> PackedModel:
-    """A model from a GGUF file.
+    """Read a model from a GGUF file.
 
     Raises:
-        Unsupported: with one line that says why; transformers' own reader serves then.
+        Unsupported: transformers' reader must load the file; the message is one line that says why.
     """
     blueprint, settings, decoded = blueprint_of(file)
     for kind, size in decoded.items():
@@ -417,15 +414,16 @@ def read_model(file: GGUFFile) -> PackedModel:
 
 
 def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
-    """A transformers model with its matrices quantized by the reference quantizer of the package gguf.
+    """Quantize the matrices of a transformers model by the reference quantizer of the package gguf.
 
     Args:
-        facts: of the model (``facts.ModelFacts``).
-        name: a type that the package can quantize to, in any case: q8_0, q4_0, q4_1, q5_0 or q5_1.
+        model: a model of a class that the compiled path supports.
+        facts: its sizes (``facts.ModelFacts``).
+        name: q8_0, q4_0, q4_1, q5_0 or q5_1, in upper or lower case.
 
     Raises:
-        Unsupported: the model is not one of the compiled path.
-        SettingsError: the type is none of these, or the package is missing.
+        Unsupported: the compiled path does not support the model.
+        SettingsError: another type, or the package gguf is missing.
     """
     import torch
 
@@ -440,12 +438,12 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     heads = [head]
     if embedding.ctypes.data != head.weight.data_ptr():
         heads.append(Linear(tensor_of(embedding), torch.zeros(len(embedding))))
-    arena = Arena(sum(_quantized_size(linear, kind) for linear in (*linears, *heads)))
-    packed = [_quantized(linear, kind, arena) for linear in heads]
+    memory = ArrayMemory(sum(_quantized_size(linear, kind) for linear in (*linears, *heads)))
+    packed = [_quantized(linear, kind, memory) for linear in heads]
     layers = []
     for layer in blueprint.layers():
         parts: dict[str, Any] = dict(layer.linears)
-        layer.linears = {part: _quantized(linear, kind, arena) for part, linear in parts.items()}
+        layer.linears = {part: _quantized(linear, kind, memory) for part, linear in parts.items()}
         layers.append(layer)
     positions = blueprint.position_embedding
     blueprint = replace(
@@ -463,24 +461,24 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
 
 
 def quantizable(name: str) -> Kind:
-    """The type of that name, which the package gguf must be able to quantize to.
+    """The type of this name.
 
     Raises:
-        SettingsError: it is not, or the package is missing.
+        SettingsError: the package gguf cannot quantize to it, or is missing.
     """
     names = [kind.name for kind in KINDS if 4 <= kind.bits <= 8 and not kind.grouped]
     if name.upper() not in names:
-        grouped = name.upper() in PLACE
+        grouped = name.upper() in KIND_INDEX
         why = "; the package gguf has no quantizer for it: give a file that has it" if grouped else ""
         raise SettingsError(f"weights must be one of {', '.join(names).lower()}, got {name!r}{why}")
     if find_spec("gguf") is None:
         raise SettingsError("to quantize weights the package gguf must be installed; pip install gguf")
-    return KINDS[PLACE[name.upper()]]
+    return KINDS[KIND_INDEX[name.upper()]]
 
 
 def _kind_for(linear: Linear, kind: Kind) -> Kind:
-    """F32 where the inner size is no multiple of a block."""
-    return kind if linear.weight.shape[1] % kind.unit == 0 else KINDS[PLACE["F32"]]
+    """The kind that a linear is stored in: F32 if its inner size is not a multiple of a block."""
+    return kind if linear.weight.shape[1] % kind.unit == 0 else KINDS[KIND_INDEX["F32"]]
 
 
 def _quantized_size(linear: Linear, kind: Kind) -> int:
@@ -488,23 +486,20 @@ def _quantized_size(linear: Linear, kind: Kind) -> int:
     return round_up(outputs, GROUP) // PANEL * _kind_for(linear, kind).panel_bytes(inner) + 64
 
 
-def _quantized(linear: Linear, kind: Kind, arena: Arena) -> PackedLinear:
+def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     import gguf
 
     outputs, inner = linear.weight.shape
     kind = _kind_for(linear, kind)
-    order, place = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL), PLACE[kind.name]
-    size = kind.panel_bytes(inner)
-    memory = arena.take(len(order) * size).reshape(len(order), size)
-    for begin in range(0, len(order), 512):  # some at a time, so that no fp32 copy of a large matrix is made
+    order = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
+    panels, table, index = _new_panels(memory, kind, len(order), inner)
+    for begin in range(0, len(order), 512):  # 512 panels at a time, because the fp32 numbers are a copy
         rows = order[begin : begin + 512]
-        some = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
-        raw = some if kind.name == "F32" else gguf.quantize(some, gguf.GGMLQuantizationType(kind.number))
+        fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
+        raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType(kind.gguf_type))
+        raw = raw.view(np.uint8).reshape(len(fp32), -1)
         local = np.where(rows >= 0, rows - begin * PANEL, -1)
-        pack_panels(
-            place, raw.view(np.uint8).reshape(len(some), -1), local, inner, memory[begin : begin + 512]
-        )
+        pack_panels(index, raw, local, inner, panels[begin : begin + 512])
     bias = np.zeros(order.size, np.float32)
     bias[:outputs] = linear.bias.float().numpy()
-    table = np.stack([memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), place)], -1)
-    return PackedLinear(np.ascontiguousarray(table.reshape(-1, 2, 2)), bias, inner, arena)
+    return PackedLinear(np.ascontiguousarray(table.reshape(-1, 2, 2)), bias, inner, memory)

@@ -1,4 +1,4 @@
-"""Token trees on a compiled model. Fulfils ``lookahead.core.Target`` beside ``TransformersTarget``."""
+"""The target that evaluates token trees by a compiled model."""
 
 from __future__ import annotations
 
@@ -20,57 +20,60 @@ from .execution_plan import KVCache, Segment
 if TYPE_CHECKING:
     import torch
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 #: Rows of a prompt that are evaluated together.
 PROMPT_CHUNK = 512
 
 
 class BufferPool:
-    """Owns the buffers that nobody uses, because fresh pages cost more than filling them.
+    """Keeps free buffers for reuse, because new memory pages cost more than filling them.
 
-    Whoever acquires one owns it until it is released.
+    A buffer belongs to its caller from ``acquire`` to ``release``.
 
     Args:
-        most: free buffers that are kept; the smallest goes where there are more.
+        most: free buffers that are kept; beyond that the smallest is dropped.
     """
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
-        self._free: list[Numbers] = []  # smallest first
+        self._free: list[Array] = []  # smallest first
         self._lock = threading.Lock()
 
-    def acquire(self, size: int) -> Numbers:
-        """At least ``size`` bytes, uint8, of any contents: the smallest free buffer that fits, or a new one."""
+    def acquire(self, size: int) -> Array:
+        """A buffer of at least ``size`` bytes, uint8, not initialized: the smallest free one, or a new one."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= size:
                     return self._free.pop(i)
         return np.empty(1 << max(0, size - 1).bit_length(), np.uint8)
 
-    def release(self, buffer: Numbers) -> None:
-        """Give a buffer back; its owner must not touch it any more."""
+    def release(self, buffer: Array) -> None:
+        """Return a buffer; the caller must not use it any more."""
         with self._lock:
-            insort_left(self._free, buffer, key=len)  # the first of its size: its pages are in cache
+            insort_left(
+                self._free, buffer, key=len
+            )  # first of its size, because its pages are in the CPU's cache
             del self._free[: -self._most]
 
 
-#: Of all passes of the process.
+#: The buffers of all passes in this process.
 buffers = BufferPool()
 
 
 class PassLogits(HostLogits):
-    """What one pass has read: logits (1, R, V) in the pass's memory until ``detach``.
+    """The logits (1, R, V) of one pass, in the pass's memory until ``detach``.
 
     Args:
-        memory: (bytes,) uint8; holds the logits (R, width), then the peaks (R, width / 32) fp32.
+        memory: (bytes,) uint8, with the logits (R, width), then the peaks (R, width / 32) fp32: the largest logit of
+            each group of 32 tokens.
+        compiled: the model.
+        rows: R.
     """
 
-    def __init__(self, memory: Numbers, compiled: CompiledModel, rows: int) -> None:
+    def __init__(self, memory: Array, compiled: CompiledModel, rows: int) -> None:
         stride, peaks_stride = compiled.logits_strides
         logits, peaks = np.split(memory[: rows * (stride + peaks_stride)], [rows * stride])
-        numbers = logits.reshape(rows, stride).view(
-            np.int16 if compiled.numbers.stored.is_bf16 else np.float32
-        )
+        numbers = logits.reshape(rows, stride).view(np.int16 if compiled.fmt.stored.is_bf16 else np.float32)
         super().__init__(
             numbers[:, : compiled.vocabulary],
             peaks.reshape(rows, peaks_stride).view(np.float32),
@@ -78,8 +81,8 @@ class PassLogits(HostLogits):
         self.memory = memory
         self._best: list[int] | None = None
 
-    def detach(self) -> Numbers:
-        """Go on with a copy of the logits; returns the memory, which is free now."""
+    def detach(self) -> Array:
+        """Replace the logits by a copy. Returns the memory, which may be reused then."""
         assert self.peaks is not None
         self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
         return self.memory
@@ -92,13 +95,13 @@ class PassLogits(HostLogits):
 
 
 class CpuTarget(StoredTarget):
-    """Many sequences over one compiled model; one thread at a time may use it.
+    """``core.Target`` over a compiled model, for any number of sequences. Only one thread at a time may use it.
 
     Args:
-        compiled: the model; several targets, each in a thread of its own, may share it.
-        facts: what is known of the model.
-        capacity: tokens per slot to begin with; a slot's doubles when it is full.
-        reason: one line that says why this path was taken.
+        compiled: the model. Several targets in different threads may share it.
+        facts: sizes and limits of the model.
+        capacity: initial capacity of a slot in tokens; it doubles when a slot is full.
+        reason: one line that says why this path was chosen.
     """
 
     path = "cpu"
@@ -113,14 +116,14 @@ class CpuTarget(StoredTarget):
         self.cache = compiled.new_cache(capacity)
         self.lengths: dict[int, int] = {}
         self._last: weakref.ref[PassLogits] | None = None
-        self._memory: Numbers | None = None
+        self._memory: Array | None = None
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position."""
+        """Positions that the model has left behind the slot's tokens."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        """Prompts one after the other, in chunks of rows, from where ``reuse`` has left off."""
+        """Evaluate prompts one by one, in chunks of rows, each from the end of the prefix that ``reuse`` copied."""
         scores = []
         for slot, prompt in prompts:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
@@ -131,13 +134,13 @@ class CpuTarget(StoredTarget):
                     segment = Segment(slot, begin, len(tokens), None)
                     reads = [len(tokens) - 1] if end == len(prompt) else []
                     logits = self._run(tokens, range(begin, end), [segment], reads)
-                    buffers.release(logits.detach())  # of one row at most
+                    buffers.release(logits.detach())  # copies one row at most
             self.lengths[slot] = len(prompt)
             scores.append(LogitsRows(logits, 0, [0]))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        """One pass over all trees; their rows lie behind one another, without padding."""
+        """Evaluate all trees in one pass; their rows follow one another without padding."""
         self._recycle()
         tokens, positions, reads = list[int](), list[int](), list[int]()
         segments, parts = [], []
@@ -167,7 +170,7 @@ class CpuTarget(StoredTarget):
         return PassLogits(memory, self.compiled, len(reads))
 
     def _recycle(self) -> None:
-        """The last step's logits give their buffer back; whoever still holds their scores goes on with a copy."""
+        """Reuse the buffer of the last step's logits; scores that a caller still holds get a copy."""
         logits = self._last() if self._last is not None else None
         if logits is not None:
             logits.detach()
@@ -176,7 +179,7 @@ class CpuTarget(StoredTarget):
         self._last = self._memory = None
 
     def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copies of the slot's keys and values, per layer, each (1, heads, T, size)."""
+        """Copies of the slot's keys and values, per layer, each (1, K, T, D)."""
         from .dense import tensor_of
 
         layers = self.compiled.read(self.cache, slot, self.lengths[slot])

@@ -1,4 +1,4 @@
-"""Maths on vectors of fp32 numbers, written as LLVM instructions; elementwise, so that no lane knows its place."""
+"""Elementwise mathematics on vectors of fp32 numbers, written as LLVM instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import llvm
-from .llvm import INTEGERS, LANES, VECTOR, call, integers, lanes, multiply_add, offset
+from .llvm import INTEGERS, LANES, VECTOR, call, floats, integers, multiply_add, offset
 
 
 def exponential(builder: Any, x: Any) -> Any:
@@ -16,27 +16,27 @@ def exponential(builder: Any, x: Any) -> Any:
     x = k log 2 + r, |r| <= log 2 / 2; e^r by its series to the seventh power; 2^k by its bits.
     """
     for bound, outside in ((-87.0, "<"), (88.0, ">")):
-        # Not min and max, which would turn NaN into a number.
-        x = builder.select(builder.fcmp_ordered(outside, x, lanes(bound)), lanes(bound), x)
-    k = multiply_add(builder, x, lanes(1.4426950408889634), lanes(0.5))
+        # Not LLVM's min and max, which turn NaN into a number.
+        x = builder.select(builder.fcmp_ordered(outside, x, floats(bound)), floats(bound), x)
+    k = multiply_add(builder, x, floats(1.4426950408889634), floats(0.5))
     k = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, [k])
-    # log 2 in two parts, so that k times the first is exact.
-    r = multiply_add(builder, k, lanes(-0.693359375), x)
-    r = multiply_add(builder, k, lanes(2.12194440e-4), r)
-    p = lanes(1 / 5040)
+    # log 2 is split in two, so that k times the first part is exact.
+    r = multiply_add(builder, k, floats(-0.693359375), x)
+    r = multiply_add(builder, k, floats(2.12194440e-4), r)
+    p = floats(1 / 5040)
     for divisor in (720, 120, 24, 6, 2, 1, 1):
-        p = multiply_add(builder, p, r, lanes(1 / divisor))
+        p = multiply_add(builder, p, r, floats(1 / divisor))
     power = builder.shl(builder.add(builder.fptosi(k, INTEGERS), integers(127)), integers(23))
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
-def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> Any:
-    """Vector ``v`` of a line to memory, as bf16 where ``narrow``: to the nearest, ties to even; NaN stays NaN.
+def store_rounded(builder: Any, value: Any, line: Any, v: int, as_bf16: bool) -> Any:
+    """Store vector ``v`` of a line as fp32 or bf16; bf16 is rounded to the nearest, ties to even; NaN stays NaN.
 
     Returns:
-        What was stored, as fp32.
+        The stored numbers, as fp32.
     """
-    if not narrow:
+    if not as_bf16:
         llvm.store_vector(builder, value, offset(builder, line, 4 * LANES * v))
         return value
     bits = builder.bitcast(value, INTEGERS)
@@ -51,16 +51,19 @@ def store_rounded(builder: Any, value: Any, line: Any, v: int, narrow: bool) -> 
 
 def soft_cap(builder: Any, x: Any, cap: Any) -> Any:
     """cap * tanh(x / cap) in every lane, where tanh(y) = 1 - 2 / (1 + e^2y)."""
-    power = exponential(builder, builder.fdiv(builder.fmul(lanes(2.0), x), cap))
-    part = builder.fdiv(lanes(2.0), builder.fadd(lanes(1.0), power))
-    return builder.fmul(cap, builder.fsub(lanes(1.0), part))
+    power = exponential(builder, builder.fdiv(builder.fmul(floats(2.0), x), cap))
+    part = builder.fdiv(floats(2.0), builder.fadd(floats(1.0), power))
+    return builder.fmul(cap, builder.fsub(floats(1.0), part))
 
 
 def activation(builder: Any, x: Any, a: Any, b: Any) -> Any:
     """x * sigmoid(a x + b x^3) in every lane."""
     u = x
-    for bound, outside in ((-88.0, "<"), (88.0, ">")):  # the sigmoid is at its end, and a cube would overflow
-        u = builder.select(builder.fcmp_ordered(outside, u, lanes(bound)), lanes(bound), u)
+    for bound, outside in (
+        (-88.0, "<"),
+        (88.0, ">"),
+    ):  # beyond, the sigmoid is constant and a cube may overflow
+        u = builder.select(builder.fcmp_ordered(outside, u, floats(bound)), floats(bound), u)
     u = builder.fmul(u, multiply_add(builder, b, builder.fmul(u, u), a))
-    below = builder.fadd(lanes(1.0), exponential(builder, builder.fneg(u)))
+    below = builder.fadd(floats(1.0), exponential(builder, builder.fneg(u)))
     return builder.fdiv(x, below)
