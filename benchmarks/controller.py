@@ -27,7 +27,7 @@ from lookahead.core import Decoder, Drafter, Request
 from lookahead.drafters import Adaptive, as_drafter
 from lookahead.drafters.adaptive import sequence
 from lookahead.drafters.adaptive.measure import measure_times, times_for
-from lookahead.drafters.adaptive.step_times import MENU, StepTimes, from_points, place_of
+from lookahead.drafters.adaptive.step_times import MENU, StepTimes, from_points, menu_index
 from lookahead.files.records import RecordWriter, finite, read_records
 from lookahead.sampling import SeededNoise, make_choose
 
@@ -62,7 +62,7 @@ class QuietClock:
             start = thread_time()
             scores = forward(trees)
             self.real += thread_time() - start
-            self.passes += self.table[place_of(max(len(tree) for _, tree in trees))]
+            self.passes += self.table[menu_index(max(len(tree) for _, tree in trees))]
             return scores
 
         target.forward = timed

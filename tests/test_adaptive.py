@@ -471,7 +471,7 @@ def test_a_sampled_state_survives_a_file(model, tmp_path):
 def test_damaged_files_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "state"
     path.write_bytes(b"no archive")
-    with pytest.raises(SettingsError, match="no saved state"):
+    with pytest.raises(SettingsError, match="not a saved state"):
         AdaptiveState.load(path)
     state = AdaptiveState()
     adaptive(FakeTarget(32), {"budget": False}, state=state)
@@ -480,7 +480,7 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="between 0 and trials"):
         AdaptiveState.load(path)
     np.savez(path.with_suffix(".npz"), format=np.array(2), **{"greedy.joint.hits": np.array([object()])})
-    with pytest.raises(SettingsError, match="no saved state"):
+    with pytest.raises(SettingsError, match="not a saved state"):
         AdaptiveState.load(path.with_suffix(".npz"))
     np.savez(path.with_suffix(".npz"), format=np.array(1))  # as an earlier version wrote
     with pytest.raises(SettingsError, match="has format 1, this version reads 2"):

@@ -26,7 +26,7 @@ from lookahead.drafters.adaptive.step_times import (
     StepTimes,
     from_points,
     load_times,
-    place_of,
+    menu_index,
     save_times,
     times_file,
 )
@@ -96,7 +96,7 @@ def test_the_example_in_the_module_is_right(monkeypatch):
 def test_the_knee_is_found():
     controller = controller_of(KNEE)
     for step in range(200):  # lambda settles at what 16 rows bring
-        controller.learn(16, 4.5, 4 + step % 2, KNEE[place_of(16)])
+        controller.learn(16, 4.5, 4 + step % 2, KNEE[menu_index(16)])
     assert controller.choose(falling(0.3, 0.97)) == 16
 
 
@@ -108,7 +108,7 @@ def simulate(choose, table, worth=1.0, steps=1500, seed=0):
         probabilities = falling(rng.choice([0.02, 0.3, 0.9]), rng.choice([0.7, 0.9, 0.97]))
         rows, learn = choose(probabilities)
         emitted = 1 + sum(rng.random() < p * worth for p in probabilities[1:rows])
-        spent = table[place_of(rows)]
+        spent = table[menu_index(rows)]
         learn(rows, sum(probabilities[:rows]), emitted, spent)
         tokens += emitted
         seconds += spent
@@ -175,9 +175,9 @@ def test_a_step_never_loses_more_than_the_loss_budget(table):
     for _ in range(2000):
         budget = controller.loss_budget
         rows, learn = choose(hopeful)
-        assert table[place_of(rows)] - plain <= budget + 1e-9
-        learn(rows, sum(hopeful[:rows]), 1, table[place_of(rows)])  # and nothing ever comes of it
-        lost += table[place_of(rows)] - plain
+        assert table[menu_index(rows)] - plain <= budget + 1e-9
+        learn(rows, sum(hopeful[:rows]), 1, table[menu_index(rows)])  # and nothing ever comes of it
+        lost += table[menu_index(rows)] - plain
     assert lost <= MAX_REGRET * plain + SHARE * controller.spent + 1e-9
     assert controller.cooldowns > 2 or table in (FLAT, KNEE)  # there the correction of F forbids drafts first
 
@@ -187,7 +187,7 @@ def test_first_drafts_cannot_take_the_whole_loss_budget():
     proven.learn(2, 1.5, 2, CPU[1])  # a draft was accepted
     for controller, share in ((cold, COLD_SHARE), (proven, 1.0)):
         most = len(controller.prices(64)) - 1
-        lost = [CPU[place_of(rows)] - CPU[0] for rows in (most, most + 1)]
+        lost = [CPU[menu_index(rows)] - CPU[0] for rows in (most, most + 1)]
         assert lost[0] <= share * controller.loss_budget < lost[1]
     dear = controller_of(STEEP)  # the second row alone takes more than that share
     dear.regret = (MAX_REGRET - 0.5) * STEEP[0]
@@ -206,7 +206,7 @@ def test_a_cooldown_lasts_until_the_loss_budget_can_pay_again():
         assert controller.cooldown(64) == 0
     controller.learn(64, 20.0, 1, 1.9 * FLAT[0])
     assert controller.cooldown(64) > 0
-    controller.learn(8, 4.0, 4, FLAT[place_of(8)])
+    controller.learn(8, 4.0, 4, FLAT[menu_index(8)])
     assert controller.cooldown(8) == 0  # gains pay, too
 
 
@@ -232,21 +232,21 @@ def test_expensive_probes_are_made_rarely():
 def test_plain_steps_move_the_whole_table_and_drafted_steps_only_their_entry():
     times = times_of(FLAT)
     for _ in range(200):
-        times.learn((1, 100), 16, 2 * FLAT[place_of(16)])
+        times.learn((1, 100), 16, 2 * FLAT[menu_index(16)])
     table = times.table(1, 100)
-    assert table[place_of(16)] == pytest.approx(2 * FLAT[place_of(16)], rel=0.02)
+    assert table[menu_index(16)] == pytest.approx(2 * FLAT[menu_index(16)], rel=0.02)
     assert table[0] == FLAT[0]
     assert table == sorted(table)
     for _ in range(200):
         times.learn((1, 100), 1, 2 * FLAT[0])
     assert table[0] == pytest.approx(2 * FLAT[0], rel=0.02)
-    assert table[place_of(16)] == pytest.approx(4 * FLAT[place_of(16)], rel=0.05)
+    assert table[menu_index(16)] == pytest.approx(4 * FLAT[menu_index(16)], rel=0.05)
 
 
 def test_an_interrupted_step_counts_for_little():
     times = times_of(FLAT)
     times.learn((1, 100), 16, 10.0)
-    assert times.table(1, 100)[place_of(16)] < 1.1 * FLAT[place_of(16)]
+    assert times.table(1, 100)[menu_index(16)] < 1.1 * FLAT[menu_index(16)]
     controller = controller_of(FLAT)
     controller.learn(2, 1.5, 1, 100.0)
     assert controller.regret < 1.2 * FLAT[0]
@@ -269,7 +269,7 @@ def test_bins_of_context_and_batch():
     for _ in range(50):
         times.learn((1, 5000), 8, 0.1)
     assert times.table(1, 100) == FLAT
-    assert times.table(1, 5000)[place_of(8)] > 0.05
+    assert times.table(1, 5000)[menu_index(8)] > 0.05
 
 
 def test_a_batch_that_was_never_measured_is_priced_by_its_rows():
@@ -277,7 +277,7 @@ def test_a_batch_that_was_never_measured_is_priced_by_its_rows():
     assert times.table(16, 100) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])
     assert times.table(16, 100, True) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])
     alone = StepTimes({(8, 0): [1.0 + 0.1 * 16 * k for k in MENU]}).table(1, 100)
-    assert alone[place_of(32)] == pytest.approx(1.0 + 0.1 * 32)
+    assert alone[menu_index(32)] == pytest.approx(1.0 + 0.1 * 32)
     assert alone[0] == pytest.approx(1.0 + 0.1 * 16)  # nothing is known of fewer rows
 
 
@@ -325,7 +325,7 @@ def test_rows_of_few_sequences_say_what_more_of_each_would_cost():
         times.learn((16, 100), 20 / 16, 1.2)
     table = times.table(16, 100)
     assert table[0] == 1.0
-    assert table[place_of(2)] == pytest.approx(1.0 + 0.2 * 16 / 4, rel=0.02)
+    assert table[menu_index(2)] == pytest.approx(1.0 + 0.2 * 16 / 4, rel=0.02)
 
 
 def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():
@@ -355,10 +355,10 @@ def test_a_pass_in_which_others_draft_is_no_plain_step(clock):
 
 def test_points_become_a_table():
     table = from_points({1: 0.01, 16: 0.012, 64: 0.03})
-    assert table[place_of(1)] == 0.01
-    assert table[place_of(64)] == pytest.approx(0.03)
-    assert table[place_of(32)] == pytest.approx(0.018)
-    assert table[place_of(128)] > 0.05
+    assert table[menu_index(1)] == 0.01
+    assert table[menu_index(64)] == pytest.approx(0.03)
+    assert table[menu_index(32)] == pytest.approx(0.018)
+    assert table[menu_index(128)] > 0.05
     assert table == sorted(table)
     assert from_points({1: 0.01}) == [0.01] * len(MENU)
 
@@ -565,7 +565,7 @@ def test_near_the_best_fixed_number_of_rows_on_texts(clock, text, per_row):
 def test_measured_times_choose_the_rows(clock):
     target = Clocked(32)
     target.per_row = 0.02
-    assert measure_times(target, 32).table(1, 64)[place_of(16)] == pytest.approx(1.3)
+    assert measure_times(target, 32).table(1, 64)[menu_index(16)] == pytest.approx(1.3)
     assert not target.committed
     rows = {}
     for per_row in (0.001, 0.3):
@@ -588,7 +588,7 @@ def test_a_slow_model_is_not_held_up(clock):
     target.counts = []
     times = measure_times(target, 200)
     assert sorted(target.counts) == [1, 1, 16, 16]  # over the time, the second point is still measured
-    assert times.table(1, 64)[place_of(64)] > times.table(1, 64)[place_of(16)] > times.table(1, 64)[0]
+    assert times.table(1, 64)[menu_index(64)] > times.table(1, 64)[menu_index(16)] > times.table(1, 64)[0]
     target.counts.clear()
     measure_times(target, 200, rows=(1, 4, 16, 64), patience=float("inf"))
     assert {count: target.counts.count(count) for count in target.counts} == {1: 12, 4: 6, 16: 6, 64: 6}

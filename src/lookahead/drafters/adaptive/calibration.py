@@ -82,12 +82,12 @@ ZONE = ANSWERED * AGREEMENT
 
 
 @compiled
-def place_in(ends: Any, value: float) -> int:
+def interval_of(ends: Any, value: float) -> int:
     """The index of the interval that contains a value, from the upper ends of the intervals."""
-    place = 0
+    index = 0
     for end in ends:
-        place += 1 if end < value else 0
-    return place
+        index += 1 if end < value else 0
+    return index
 
 
 @compiled
@@ -101,7 +101,7 @@ def learn(bucket: Any, right: bool) -> None:
     bucket.hits, bucket.trials = hits, trials
     estimate = (hits + PRIOR_WEIGHT * bucket.prior) / (trials + PRIOR_WEIGHT)
     bucket.probability = min(estimate, MAX_PROBABILITY)
-    bucket.level = place_in(LEVELS, estimate)
+    bucket.level = interval_of(LEVELS, estimate)
 
 
 def load(buckets: Any, hits: Any, trials: Any) -> None:

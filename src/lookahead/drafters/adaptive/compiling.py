@@ -17,13 +17,13 @@ import numpy as np
 from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: The newest version of numba whose private parts (``_cache`` of a dispatcher, ``entry_point`` of an overload) are
-#: known to be as they are used here. With a newer one, functions are compiled in each process and called the public
-#: way, which takes longer and gives the same results.
+#: The newest version of numba whose private attributes (``_cache`` of a dispatcher, ``entry_point`` of an overload)
+#: are known to work as used here. With a newer version each process compiles the functions and calls them in the
+#: public way, which takes longer and gives the same results.
 CHECKED = (0, 68)
-#: A number as compiled code holds it; uncompiled, it makes sums of narrower fields of records as wide as there.
+#: An integer as compiled code holds it. In uncompiled code it widens fields of records, so that sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
-#: Numba has types for part of its settings only.
+#: Numba's type annotations lack some of the settings.
 _njit = cast(Callable[..., Any], numba.njit)
 
 
@@ -33,13 +33,13 @@ def numba_version() -> tuple[int, ...]:
 
 
 def _jit(function: Any) -> Any:
-    # No function here makes or returns an array, so none needs numba's counts of references to them, which would
-    # cost a node of the tree ten times what its computation does.
+    # No function here makes or returns an array, so none needs numba's reference counting, which would take ten times
+    # as long as the computation for a node.
     return _njit(error_model="numpy", _nrt=False)(function)
 
 
 def compiled(function: Function) -> Function:
-    """A function that other compiled functions call. It must not make arrays, and views only for itself."""
+    """A function that other compiled functions call. It must not create arrays or return views."""
     result: Function = _jit(function)
     return result
 
@@ -60,7 +60,7 @@ def entry(function: Function) -> Function:
 
 
 class _Entry:
-    """Numba finds out the types of all arguments at every call; with arrays by the dozen that takes most of it."""
+    """Calls the machine code directly: numba's dispatcher infers the types of all arguments, which takes longer."""
 
     def __init__(self, dispatcher: Any) -> None:
         self._dispatcher = dispatcher
@@ -76,7 +76,7 @@ class _Entry:
 
 
 def is_on_disk(function: Any) -> bool:
-    """Whether the code of an entry is on disk; also true where it will never be."""
+    """Whether the code of an entry is on disk; also true if it is never kept there."""
     cache = getattr(getattr(function, "_dispatcher", None), "_cache", None)
     if not isinstance(cache, _Cache):
         return True
@@ -84,7 +84,7 @@ def is_on_disk(function: Any) -> bool:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's, which looks at the file of the entry alone, and not at what that calls."""
+    """Numba's cache checks the file of the entry only; this one checks all files of the package."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         key = super()._index_key(signature, codegen)
@@ -93,7 +93,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 @cache
 def _text_of_package() -> str:
-    """Changes with the text of any file here."""
+    """A digest of the text of all files of this package."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from math import ceil, inf
 from statistics import fmean
 
-from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, place_of
+from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, menu_index
 
 #: The regret that a text may reach: plain steps, and a share of its time. The share is larger if a plain step takes
 #: less than ``TINY`` seconds, because drafting costs a larger part of such a step.
@@ -139,7 +139,7 @@ class Controller:
         pays if its probability is at least 0.125 - EXPLORATION = 0.115, so prices[8] = 0.115.
         """
         table, rate, bias = self.table, self.rate, self.bias
-        most, last = self.loss_budget, place_of(limit)
+        most, last = self.loss_budget, menu_index(limit)
         if not self._accepted.value:
             most = max(COLD_SHARE * most, min(most, table[1] - table[0]))
         most += table[0]
@@ -213,7 +213,7 @@ class Controller:
         if rows == 1 or more:
             times.learn(self._bin, times.mean, passed)
         # A single pass is noisy, so the average time of such passes is charged.
-        cost = table[place_of(rows)] + after
+        cost = table[menu_index(rows)] + after
         if self.batch > 1 and more:  # charge this sequence for its own rows only
             passes = interpolated(MENU, table, times.mean)
             cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])

@@ -18,20 +18,20 @@ class Adaptive(AdaptiveSettings, Drafter):
     """One calibrated token tree from every training-free source, with as many rows as pay on this machine.
 
     Attributes:
-        max_rows: rows of a step at most, 1 to 512.
-        budget: choose the rows of each step by measured step times; False: every step may have ``max_rows``,
-            and the drafts depend on nothing but the tokens. None: by the times where no text can depend on them, else
-            at most ``UNTIMED_ROWS`` in every step.
-        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
-            "logits" nothing uses what the window explores.
+        max_rows: largest number of rows of a step, 1 to 512.
+        budget: whether measured step times choose the number of rows. False: every step may have ``max_rows``, and
+            the drafts depend on the tokens only. None: step times choose where the text cannot depend on the choice;
+            elsewhere a step has at most ``UNTIMED_ROWS``.
+        sources: the names in ``SOURCES`` that may propose candidates. Without "logits" nothing reads what the window
+            explores.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
         ngram_size: N of the window, 2 to 16.
-        suffix_order: longest suffix that is matched, 1 to 32.
-        top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, 1 to 64.
-        max_entries: contexts that a warm state keeps per table, oldest out first.
-        seed: of the window's own generator.
-        chain: a step is the best single candidate, without the window: for engines that verify no trees.
-        state: what is learned and kept across sequences; None starts each sequence without any.
+        suffix_order: tokens of the longest suffix that is matched, 1 to 32.
+        top, sampled_top: tokens kept of each evaluated row, in greedy and in sampled decoding, 1 to 64.
+        max_entries: contexts that a state keeps in each table, at least 1000; the oldest is dropped first.
+        seed: of the random numbers that fill empty positions of the window.
+        chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
+        state: statistics that sequences share; None: every sequence starts without any.
 
     Raises:
         SettingsError: an unknown source, or a value out of range.

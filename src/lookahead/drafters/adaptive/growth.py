@@ -104,11 +104,11 @@ def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) ->
     """
     level = -1
     for source in (SUFFIX, CORPUS):
-        for found in tree.matches[source, node]:
-            if found.token < 0:
+        for proposed in tree.matches[source, node]:
+            if proposed.token < 0:
                 break
-            if token < 0 or found.token == token:
-                level = max(level, calibration.matches[source, found.bucket].level)
+            if token < 0 or proposed.token == token:
+                level = max(level, calibration.matches[source, proposed.bucket].level)
     return level
 
 
@@ -131,12 +131,12 @@ def ask(tree: Tree, sources: Sources, calibration: Calibration, constants: Const
         if index == 0:
             uncached = OTHER + confidence
     for source in (SUFFIX, CORPUS):
-        for found in tree.matches[source, node]:
-            if found.token < 0:
+        for proposed in tree.matches[source, node]:
+            if proposed.token < 0:
                 break
-            if index_of(proposals, count, found.token) < 0:
-                level = _match_level(tree, calibration, node, found.token)
-                proposals[count].token = found.token
+            if index_of(proposals, count, proposed.token) < 0:
+                level = _match_level(tree, calibration, node, proposed.token)
+                proposals[count].token = proposed.token
                 proposals[count].joint = zone + level * STATES + uncached
                 count += 1
     if row.depth < len(sources.answers):
@@ -539,10 +539,8 @@ class Grower:
             self._noise_positions = np.full(positions, -1)
             for row, number in enumerate(known.tolist()):
                 if number >= self._position:
-                    self._noise[number % positions], self._noise_positions[number % positions] = (
-                        old[row],
-                        number,
-                    )
+                    self._noise[number % positions] = old[row]
+                    self._noise_positions[number % positions] = number
         self._noise[position % len(self._noise_positions)] = noise
         self._noise_positions[position % len(self._noise_positions)] = position
 

@@ -33,25 +33,25 @@ def _home(slots: Any, key: int) -> int:
 @compiled
 def find(slots: Any, key: int) -> int:
     """The index of the key's slot, or of the empty slot that it would take."""
-    place, mask = _home(slots, key), len(slots) - 1
-    while slots[place].key != key + 1 and slots[place].key != 0:
-        place = (place + 1) & mask
-    return place
+    index, mask = _home(slots, key), len(slots) - 1
+    while slots[index].key != key + 1 and slots[index].key != 0:
+        index = (index + 1) & mask
+    return index
 
 
 @compiled
 def remove(slots: Any, key: int) -> None:
     """Remove a key. Keys after it move up, so that linear probing still finds them."""
     mask = len(slots) - 1
-    gap = place = find(slots, key)
+    gap = index = find(slots, key)
     while True:
-        place = (place + 1) & mask
-        if slots[place].key == 0:
+        index = (index + 1) & mask
+        if slots[index].key == 0:
             break
-        home = _home(slots, slots[place].key - 1)
-        if ((place - home) & mask) >= ((place - gap) & mask):
-            slots[gap].key, slots[gap].value = slots[place].key, slots[place].value
-            gap = place
+        home = _home(slots, slots[index].key - 1)
+        if ((index - home) & mask) >= ((index - gap) & mask):
+            slots[gap].key, slots[gap].value = slots[index].key, slots[index].value
+            gap = index
     slots[gap].key = 0
 
 
@@ -60,13 +60,13 @@ def rehash(old: Any, new: Any) -> None:
     """Insert all keys of one table into an empty one."""
     for slot in range(len(old)):
         if old[slot].key != 0:
-            place = find(new, old[slot].key - 1)
-            new[place].key, new[place].value = old[slot].key, old[slot].value
+            index = find(new, old[slot].key - 1)
+            new[index].key, new[index].value = old[slot].key, old[slot].value
 
 
 @entry
 def enter(slots: Any, keys: Any) -> None:
     """Insert different keys into an empty table; the value of each is its index in ``keys``."""
     for value in range(len(keys)):
-        place = find(slots, keys[value])
-        slots[place].key, slots[place].value = keys[value] + 1, value
+        index = find(slots, keys[value])
+        slots[index].key, slots[index].value = keys[value] + 1, value

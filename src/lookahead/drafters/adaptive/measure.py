@@ -1,4 +1,4 @@
-"""Measures a target's step times, and keeps those of each loaded model."""
+"""Measures the step times of targets, and keeps them for each loaded model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from . import precompile
 from .drafter import Adaptive
 from .step_times import StepTimes, from_points, load_times, save_times
 
-#: Rows of the short measurement, the most informative first, and its context. Other numbers are interpolated.
+#: Rows of the short measurement, the most informative first, and its context. Times of other rows are interpolated.
 SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
-#: The short measurement ends after this many seconds, or this many steps; two points are always measured.
+#: The short measurement ends after this many seconds or steps, whichever is longer; two points are always measured.
 PATIENCE, PATIENT_STEPS = 0.5, 5
-#: A plain step that was this many times slower when it was measured shared the machine with other work.
+#: If a plain step was this many times slower when it was measured, the machine was busy with other work.
 BUSY = 1.5
 
 
@@ -37,13 +37,13 @@ def measure_times(
     progress: Callable[[int, int, int, float], None] | None = None,
     patience: float = PATIENCE,
 ) -> StepTimes:
-    """Time steps of a target on random tokens: forward pass, choice at the root, reading all rows, commit.
+    """Time steps of a target on random tokens: forward pass, choosing at the root, reading all rows, commit.
 
     Args:
-        target: any target; its slots must be free, and they are free afterwards.
+        target: any target; all its slots must be free, and are free afterwards.
         vocabulary: V.
-        rows, contexts, batches: what to measure; contexts that are too long for the model are left out.
-        repeats: steps per point at most; the fastest counts.
+        rows, contexts, batches: the points to measure; contexts that are too long for the model are skipped.
+        repeats: most steps per point; the fastest counts.
         progress: called with (batch, context, rows, seconds) for every point.
         patience: seconds after which only the first two numbers of rows are measured.
     """
@@ -113,10 +113,10 @@ class _NoNoise:
 
 
 def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
-    """Draft a few tokens, greedily and with noise, so that no text waits for compilation; measure the set-up.
+    """Draft a few tokens, greedily and with noise, so that all code is compiled; measure the set-up.
 
     Args:
-        target: its slots must be free, and they are free afterwards.
+        target: all its slots must be free, and are free afterwards.
         vocabulary: V.
         times: its ``setup`` is set.
     """
@@ -135,7 +135,7 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
 
 
 class _BlankTarget:
-    """A target without a model and without torch: all its logits are equal."""
+    """A target without a model and without torch, whose logits are all equal."""
 
     path, reason, vocabulary, max_rows = "blank", "to compile the drafter's code", 512, 1 << 20
 
@@ -196,10 +196,10 @@ def _numbers_of(model: Any) -> tuple[Any, Any]:
 
 
 def _was_busy(kept: StepTimes, target: Any) -> bool:
-    """Whether a plain step is much faster now than when step times were measured.
+    """Whether a plain step is much faster now than when the step times were measured.
 
-    The machine had other work then, which makes rows look cheaper than they are: with two busy processes beside it, a
-    step of 8 rows was measured at 1.9 plain steps, and takes 2.3. A machine that is slower now only scales the table.
+    Then other work slowed that measurement, and rows look cheaper than they are: a step of 8 rows, which takes 2.3
+    plain steps, was measured at 1.9 beside two busy processes. A slower machine only scales the table.
     """
     table, spent = kept.table(1, 0), []
     target.prefill([(0, [0])])
@@ -217,16 +217,15 @@ _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = w
 
 
 def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
-    """The step times of a loaded model: read from disk, or measured now and written to disk. Also warms up.
+    """The step times of a loaded model: read from disk, or measured and written there. Also compiles all code.
 
-    Times that were kept from a busy machine are measured again.
-
-    All callers of one model share the result and its later updates, which are not written to disk.
+    Times from a busy machine are measured again. All callers with the same model share the result and its later
+    updates, which are not written to disk.
 
     Args:
         model: a transformers model.
         path: of the target that evaluates it.
-        make_target: returns a new target with a ``vocabulary``; called if nothing is known yet.
+        make_target: returns a new target with a ``vocabulary``; called for the first drafter of the model only.
     """
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)

@@ -1,8 +1,8 @@
 """Compiles the functions of this package in another process, while this one compiles the model's forward pass.
 
-On a machine that has not used the library, each of the two takes some ten seconds on one core. The other process
-leaves machine code in numba's cache on disk, where this one finds it. Whatever goes wrong there costs only time: a
-function that is not on disk is compiled where it is called.
+On a machine that has not used the library, each takes about ten seconds on one core. The other process writes machine
+code to numba's cache on disk, from where this one loads it. An error there costs only time: a function that is not on
+disk is compiled when it is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from . import growth
 from .compiling import is_on_disk
 
-#: More than the compilation takes on a slow machine, in seconds.
+#: Seconds to wait at most; more than the compilation takes on a slow machine.
 LONGEST = 120.0
 #: What the other process runs.
 CODE = f"from {__package__}.measure import compile_all; compile_all()"
@@ -23,7 +23,7 @@ _running: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> None:
-    """Start the other process, unless the code is on disk or there is one core only."""
+    """Start the other process, unless the code is on disk or there is only one core."""
     if _running or (os.cpu_count() or 1) < 2 or not sys.executable:
         return
     if is_on_disk(growth.grow) and is_on_disk(growth.learn_from_step):
@@ -36,7 +36,7 @@ def start() -> None:
 
 
 def wait() -> None:
-    """Return when the other process is done, if there is one."""
+    """Wait until the other process has finished, if there is one."""
     while _running:
         process = _running.pop()
         with suppress(subprocess.TimeoutExpired):

@@ -19,7 +19,7 @@ from .settings import SOURCES, AdaptiveSettings
 from .sources.suffix import SuffixTrie
 from .sources.window import WindowSource
 from .state import AdaptiveState
-from .step_times import MENU, StepTimes, place_of
+from .step_times import MENU, StepTimes, menu_index
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ class PlainSteps:
     """Plain decoding steps, in which no candidates are grown.
 
     Attributes:
-        steps: steps left. Then ``drafting`` continues; if it is None, it is set up once the loss budget covers that.
+        steps: plain steps left. After them ``drafting`` continues; if it is None, drafting is set up as soon as the
+            loss budget covers that.
         unread: tokens that the sources have not read.
         passes: seconds of each pass from which the controller has not learned yet.
         own: seconds of the drafter in all of them.
@@ -167,7 +168,7 @@ class AdaptiveDraftState(DraftState):
         if controller is None:
             return self._tree(drafting, len(grower.tokens), limit, max_depth)
         rows = controller.choose(grower.probabilities)
-        return self._tree(drafting, rows, min(limit, MENU[place_of(rows)]), max_depth)
+        return self._tree(drafting, rows, min(limit, MENU[menu_index(rows)]), max_depth)
 
     @staticmethod
     def _tree(phase: Drafting, rows: int, room: int, max_depth: int) -> TokenTree:

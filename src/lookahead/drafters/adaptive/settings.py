@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from ...core import SettingsError
 from ..settings import check_whole
 
-#: Where candidates come from.
+#: Where candidates come from. The command line prints these texts.
 SOURCES = {
     "suffix": "what followed the longest earlier match of the last tokens in this text",
     "logits": "the best tokens of the last row that was evaluated after the same last tokens",
     "jacobi": "what the last step answered at the same position",
     "corpus": "suffix matches over the texts of earlier requests too, where a state is kept",
 }
-#: All but the corpus: texts of one request are not proposed in another unless somebody asks for it.
+#: All but the corpus: the texts of one request are proposed in another only if the caller asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
-#: Rows of a step where measured times may not choose them and nothing else is said.
+#: Rows of a step if measured times must not choose them and the caller has not chosen either.
 UNTIMED_ROWS = 8
+#: Smallest and largest value of each whole number.
 LIMITS = {
     "max_rows": (1, 512),
     "window_size": (0, 512),
@@ -32,26 +33,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """What shapes the drafts.
-
-    Attributes:
-        max_rows: rows of a step at most, 1 to 512.
-        budget: choose the rows of each step by measured step times; False: every step may have ``max_rows``,
-            and the drafts depend on nothing but the tokens. None: by the times where no text can depend on them, else
-            at most ``UNTIMED_ROWS`` in every step.
-        sources: names in ``SOURCES`` that may propose; leave one out to see what it is worth. Without
-            "logits" nothing uses what the window explores.
-        window_size: W, columns of the window, 0 to 512; 0 for no window.
-        ngram_size: N of the window, 2 to 16.
-        suffix_order: longest suffix that is matched, 1 to 32.
-        top, sampled_top: tokens kept of each evaluated row when decoding greedily and when sampling, 1 to 64.
-        max_entries: contexts that a warm state keeps per table, oldest out first.
-        seed: of the window's own generator.
-        chain: a step is the best single candidate, without the window: for engines that verify no trees.
-
-    Raises:
-        SettingsError: an unknown source, or a value out of range.
-    """
+    """The settings that shape the drafts; ``Adaptive`` documents them."""
 
     max_rows: int = 64
     budget: bool | None = None

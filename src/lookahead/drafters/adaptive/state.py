@@ -1,7 +1,7 @@
-"""What the adaptive drafter learns, and what of it may be kept across requests.
+"""What the adaptive drafter learns, and which part may be kept across requests.
 
-Kept statistics of one request influence the drafts of the next one (never its output). So nothing is kept unless a
-caller creates a state and passes it, and a state has a scope that the caller chooses.
+Statistics that are kept influence the drafts of later requests, never their output. They are kept only if a caller
+creates a state and passes it. The caller chooses the state's scope.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
 
 FORMAT = 2
-#: Bytes that a file which ``load`` reads may unpack to.
+#: Largest unpacked size, in bytes, of a file that ``load`` reads.
 LARGEST_FILE = 1 << 30
-#: What is saved of a table of the logit cache, and the widest entry that is read.
+#: The arrays that are saved of each table of the logit cache, and the most tokens of an entry that is read.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
 MAX_WIDTH = 64
 
 
 class Tables:
-    """Logit cache and calibration of greedy or of sampled decoding, which keep different numbers of tokens."""
+    """Logit cache and calibration. Greedy and sampled decoding have separate ones; sampling keeps more tokens."""
 
     def __init__(self, config: AdaptiveSettings, sampled: bool) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
@@ -38,12 +38,12 @@ class Tables:
 
 
 class AdaptiveState:
-    """What sequences of one model and tokenizer may share.
+    """Statistics that sequences with the same model and tokenizer may share.
 
     Args:
-        settings: sizes of the tables: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
-        scope: a name of what may share the state, such as model, tokenizer and tenant. It is saved, and compared
-            when the state is loaded.
+        settings: give the sizes of the tables: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
+        scope: a name for the texts that may share the state, for example model, tokenizer and tenant. It is saved,
+            and compared when the state is loaded.
     """
 
     def __init__(self, settings: AdaptiveSettings | None = None, scope: str = "") -> None:
@@ -112,7 +112,7 @@ class AdaptiveState:
                 unpacked = sum(member.file_size for member in archive.infolist())
             if unpacked > LARGEST_FILE:
                 raise SettingsError(
-                    f"a saved state may unpack to {LARGEST_FILE} bytes at most, {path} would to {unpacked}"
+                    f"a saved state must have at most {LARGEST_FILE} bytes unpacked, {path} has {unpacked}"
                 )
             with np.load(path, allow_pickle=False) as arrays:
                 if int(arrays["format"]) != FORMAT:
@@ -121,14 +121,14 @@ class AdaptiveState:
                     )
                 saved = str(arrays["scope"]) if "scope" in arrays else ""
                 if saved != scope:
-                    raise SettingsError(f"{path} is for {saved or 'no scope'!r}, and {scope!r} was asked for")
+                    raise SettingsError(f"the scope of {path} must be {scope!r}, got {saved or 'no scope'!r}")
                 for sampled in (False, True):
                     if f"{NAMES[sampled]}.joint.hits" in arrays:
                         state._unpack(arrays, NAMES[sampled], state.tables(sampled))
         except SettingsError:
             raise
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise SettingsError(f"{path} is no saved state of the adaptive drafter: {error}") from error
+            raise SettingsError(f"{path} is not a saved state of the adaptive drafter: {error}") from error
         return state
 
     def _unpack(self, arrays: Any, name: str, tables: Tables) -> None:

@@ -1,4 +1,4 @@
-"""t(k): the time of a step of k rows on this machine. Every step updates it, and measured times are kept on disk."""
+"""t(k): the time of a step of k rows on this machine. Every step updates it; measured times are kept on disk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
 
-#: Numbers of rows for which times are kept; between them t(k) is that of the next larger number.
+#: Numbers of rows with a time of their own; other numbers take the time of the next larger one.
 MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 #: Weight of one step in its average, and the assumed relative cost of one more row before any measurement.
 WEIGHT, GUESS = 0.08, 0.02
-#: A time is clipped at this many times the usual one: the step was interrupted by something else.
+#: A time is clipped at this many times the usual one, because other work interrupted the step.
 SPIKE = 2.0
-FORMAT = 3  # of the file; it is raised too when a change makes compiled passes faster or slower
-#: Added to the number of a bin for sampled texts.
+FORMAT = 3  # of the file; also raised when a change makes compiled passes faster or slower
+#: Added to the first number of a bin for sampled texts.
 SAMPLED = 64
 
 
@@ -97,26 +97,26 @@ class StepTimes:
         """
         return int(2 * log2(max(1, batch))) + SAMPLED * sampled, max(0, context.bit_length() - 8)
 
-    def table(self, *place: int) -> list[float] | None:
-        """Seconds by index in ``MENU``, for the arguments of ``bin_of``; None before the first measurement."""
-        key = self.bin_of(*place)
+    def table(self, batch: int, context: int, sampled: int = 0) -> list[float] | None:
+        """Seconds by index in ``MENU``; None before the first measurement. Arguments as in ``bin_of``."""
+        key = self.bin_of(batch, context, sampled)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
             more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # how many times as many sequences
             self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
         return self.bins.get(key)
 
-    def learn(self, place: tuple[int, ...], rows: float, seconds: float, steps: float = 1) -> None:
-        """Learn that ``steps`` steps of ``rows`` rows took ``seconds``; ``place`` holds ``bin_of``'s arguments."""
-        table = self.table(*place)
+    def learn(self, where: Sequence[int], rows: float, seconds: float, steps: float = 1) -> None:
+        """Learn that ``steps`` steps of ``rows`` rows took ``seconds`` each; ``where``: arguments of ``bin_of``."""
+        table = self.table(*where)
         if table is None:
             guess = seconds / (1 + GUESS * (rows - 1))
-            self.bins[self.bin_of(*place)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
+            self.bins[self.bin_of(*where)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
             return
         if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1
             rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
-        own = place_of(round(rows))
+        own = menu_index(round(rows))
         change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - WEIGHT) ** steps)
         for i in range(len(table)):
             if not own or i:
@@ -125,7 +125,7 @@ class StepTimes:
             table[i] = max(table[i], table[own]) if i > own else min(table[i], table[own])
 
 
-def place_of(rows: int) -> int:
+def menu_index(rows: int) -> int:
     """The index in ``MENU`` of the smallest number of at least ``rows``."""
     return min(bisect_left(MENU, rows), len(MENU) - 1)
 
@@ -151,7 +151,7 @@ def interpolated(known: Sequence[int], seconds: Sequence[float], rows: float) ->
 
 
 def times_file(model: str) -> Path:
-    """Where the step times of one model on this machine are kept: in the user's cache folder.
+    """The file with the step times of a model on this machine, in the user's cache folder.
 
     Args:
         model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).

@@ -35,7 +35,7 @@ from ..calibration import (
     ORDERS,
     REJECTED,
     WINDOW,
-    place_in,
+    interval_of,
 )
 from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
@@ -92,10 +92,10 @@ def bin_of(odds: float) -> int:
 
 
 @compiled
-def greedy_kind(odds: Any, place: int, origin: int) -> int:
-    """The bucket of the token at index ``place`` of an entry."""
-    if place > 0:
-        return origin * KINDS + BINS + bin_of(odds[place])
+def greedy_kind(odds: Any, index: int, origin: int) -> int:
+    """The bucket of the token at an index of an entry."""
+    if index > 0:
+        return origin * KINDS + BINS + bin_of(odds[index])
     lead = bin_of(odds[1]) if len(odds) > 1 and not np.isnan(odds[1]) else NO_SECOND
     return origin * KINDS + lead
 
@@ -134,20 +134,20 @@ def _propose_sampled(tree: Tree, sources: Sources, constants: Constants, node: i
         score = odds[i] / temperature + noise[token]
         if np.isnan(score) or (kept == SAMPLED_PROPOSALS and score <= proposals[kept - 1].score):
             continue
-        place = min(kept, SAMPLED_PROPOSALS - 1)
-        while place > 0 and score > proposals[place - 1].score:
-            proposals[place].score, proposals[place].token = (
-                proposals[place - 1].score,
-                proposals[place - 1].token,
+        index = min(kept, SAMPLED_PROPOSALS - 1)
+        while index > 0 and score > proposals[index - 1].score:
+            proposals[index].score, proposals[index].token = (
+                proposals[index - 1].score,
+                proposals[index - 1].token,
             )
-            place -= 1
-        proposals[place].score, proposals[place].token = score, token
+            index -= 1
+        proposals[index].score, proposals[index].token = score, token
         kept = min(kept + 1, SAMPLED_PROPOSALS)
     if kept > 0:
         best = proposals[0].score
-        base = (place_in(HEIGHTS, best) * 3 + cache.origins[row.order, entry]) * KINDS
-        for place in range(1, kept):
-            proposals[place].kind = base + BINS + place_in(DISTANCES, best - proposals[place].score)
+        base = (interval_of(HEIGHTS, best) * 3 + cache.origins[row.order, entry]) * KINDS
+        for index in range(1, kept):
+            proposals[index].kind = base + BINS + interval_of(DISTANCES, best - proposals[index].score)
         proposals[0].kind = proposals[1].kind - BINS if kept > 1 else base + NO_SECOND
     return kept
 

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
-from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, place_in
+from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, interval_of
 from ..compiling import compiled, entry, int64
 from ..hashing import find, new_slots, rehash
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.
 SHIFT = 22
-#: Contexts that a new trie has room for. Memory that is not touched costs nothing, while moving to more of it does.
+#: Contexts that a new trie has room for. Unused memory costs nothing, while moving to a larger array does.
 FIRST_CONTEXTS = 1 << 12
 
 
@@ -65,9 +65,9 @@ def end_of(text: TextEnd) -> int:
 def follow(text: TextEnd, context: int, token: int) -> int:
     """The longest suffix of ``context`` + ``token`` that was followed by a token."""
     while True:
-        found = child(text, context, token)
-        if found != 0:
-            return followed(text, found)
+        longer = child(text, context, token)
+        if longer != 0:
+            return followed(text, longer)
         if context == 0:
             return int64(0)
         context = int64(text.trie[context].link)
@@ -101,8 +101,7 @@ def feed(text: TextEnd, tokens: Any, used: int) -> int:
         context = contexts[0]
         while context >= 0:
             trie[context].total += 1
-            place = find(text.slots, int64(context) << SHIFT | token)
-            slot = text.slots[place]
+            slot = text.slots[find(text.slots, int64(context) << SHIFT | token)]
             if slot.key == 0:
                 node = used
                 used += 1
@@ -127,15 +126,15 @@ def feed(text: TextEnd, tokens: Any, used: int) -> int:
 @compiled
 def _bucket(node: Any, total: int, order: int, text: int) -> int:
     times = 0 if node.count == 1 else 1 if node.count < 4 else 2
-    share = place_in(SHARES, node.count / total)
+    share = interval_of(SHARES, node.count / total)
     return order * MATCH_KINDS + share * 6 + times * 2 + (1 if node.text == text else 0)
 
 
 @compiled
 def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     """Store up to ``MATCHES`` tokens that followed the longest suffix which matches at a row of the tree."""
-    found = tree.matches[source, node]
-    found[0].token = -1
+    matches = tree.matches[source, node]
+    matches[0].token = -1
     if len(text.contexts) == 0:
         return
     nodes, contexts, trie = tree.nodes, tree.contexts, text.trie
@@ -155,15 +154,15 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     count = 0
     for successor in (here.first, here.second, here.third):
         if successor != 0:
-            found[count].token = trie[successor].token
-            found[count].bucket = _bucket(trie[successor], here.total, order, text.text)
+            matches[count].token = trie[successor].token
+            matches[count].bucket = _bucket(trie[successor], here.total, order, text.text)
             count += 1
     if count < MATCHES:
-        found[count].token = -1
+        matches[count].token = -1
 
 
 class SuffixTrie:
-    """All n-grams of up to ``order`` + 1 tokens of the texts fed.
+    """All n-grams of up to ``order`` + 1 tokens of the texts that were fed to it.
 
     Args:
         order: longest context, at least 1.
@@ -183,7 +182,7 @@ class SuffixTrie:
         self.used = 1
 
     def begin(self) -> Reader:
-        """A new text."""
+        """Start a new text."""
         self.texts += 1
         return Reader(self, self.texts)
 
