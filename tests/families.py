@@ -8,10 +8,20 @@ LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 NTK = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 MLA = {
-    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8, "num_key_value_heads": 4,
-}  # fmt: skip
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 #: name -> (type as transformers names it, config fields)
 TABLE = {
     "llama": ("llama", {}),

@@ -85,9 +85,14 @@ def _failing(llm: Any, draw: random.Random) -> None:
 def _called(llm: Any, draw: random.Random) -> None:
     ids = torch.tensor([_prompt(draw)] * 2)
     llm.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=draw.randrange(1, 60), do_sample=True,
-        custom_generate=lookahead.generate, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=draw.randrange(1, 60),
+        do_sample=True,
+        custom_generate=lookahead.generate,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
 
 
 def _prompt(draw: random.Random) -> list[int]:
@@ -200,9 +205,23 @@ def kills(count: int) -> Findings:
         rows = [{"id": ("same", None, i)[i % 3], "prompt": PROMPT[i % 20 :]} for i in range(4 * count + 12)]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
         base = [
-            sys.executable, "-m", "lookahead", "generate", str(model), "--input", str(source), "--batch-size", "3",
-            "--max-new-tokens", "40", "--ignore-eos", "--temperature", "0.8", "--seed", "5",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "lookahead",
+            "generate",
+            str(model),
+            "--input",
+            str(source),
+            "--batch-size",
+            "3",
+            "--max-new-tokens",
+            "40",
+            "--ignore-eos",
+            "--temperature",
+            "0.8",
+            "--seed",
+            "5",
+        ]
         began = time.monotonic()
         _to_the_end([*base, "--output", str(whole)])
         length = time.monotonic() - began
@@ -222,9 +241,13 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(lookahead.__file__).parents[1])}
     # A shell's background job inherits an ignored interrupt; a user's command does not.
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
 
 
 def _to_the_end(command: list[str]) -> None:
@@ -296,9 +319,18 @@ def server(seconds: int, clients: int = 64) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         path = toy.save(Path(folder), max_position_embeddings=512)
         command = (
-            path, "--dtype", "float32", "--max-concurrent", 16, "--max-queue", 24, "--max-body-bytes", 100_000,
-            "--shutdown-timeout", 0.05,
-        )  # fmt: skip
+            path,
+            "--dtype",
+            "float32",
+            "--max-concurrent",
+            16,
+            "--max-queue",
+            24,
+            "--max-body-bytes",
+            100_000,
+            "--shutdown-timeout",
+            0.05,
+        )
         crowds, resident = [], []
         with started(*command) as (process, url, _):
             for _ in range(2):  # caches fill in the first half: memory is flat where the second adds nothing

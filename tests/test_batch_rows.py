@@ -16,9 +16,13 @@ from lookahead.targets.factory import make_target, probe
 from lookahead.testing import run
 
 DELTA = {
-    "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-}  # fmt: skip
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SSM = {"mamba_d_state": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 ALONE = {"n_groups": 1, "head_dim": 16, "chunk_size": 64}
@@ -31,22 +35,47 @@ DRAFTED = {
     "qwen3_5_text": DELTA,
     "bamba": {**SSM, "mamba_n_heads": 8, "attn_layer_indices": [1]},
     "granitemoehybrid": {
-        **SSM, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
-        "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+        **SSM,
+        "mamba_n_heads": 8,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
     },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
-}  # fmt: skip
+}
 FAMILIES = tuple(DRAFTED)[:4]
 #: One row a step: the scan of many tokens begins without the state, or clamps where the recurrence does not.
 ONE_ROW = {
     "mamba": {"state_size": 8},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
-              "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
-    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 16,
-               "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16,
-                   "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16, "head_dim": 16},
-}  # fmt: skip
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_mem_blocks": 1,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+}
 #: Their state is not in the cache that they are given.
 REFUSED = {
     "rwkv": {"attention_hidden_size": 64},
@@ -60,10 +89,18 @@ ADAPTIVE = Adaptive(8, budget=False)
 
 def build(family, seed=0, **overrides):
     sizes = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 96, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "vocab_size": 96,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+    }
     sizes |= {"initializer_range": 0.2} if family in {**ONE_ROW, **REFUSED} else {}
     special = {**DRAFTED, **ONE_ROW, **REFUSED}[family]
     torch.manual_seed(seed)

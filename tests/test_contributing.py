@@ -19,8 +19,11 @@ EXAMPLES = re.findall(
 
 def test_every_kind_of_contribution_has_an_example():
     assert [title for title, _ in EXAMPLES] == [
-        "A drafter", "An option", "A model family on the compiled CPU path", "A workload",
-    ]  # fmt: skip
+        "A drafter",
+        "An option",
+        "A model family on the compiled CPU path",
+        "A workload",
+    ]
 
 
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])

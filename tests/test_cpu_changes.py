@@ -53,17 +53,21 @@ SEEN: dict[str, tuple[Callable[[torch.nn.Module], object], str]] = {
     "a weight is written": (_write, "cpu"),
     "a weight is replaced": (_replace, "cpu"),
     "a weight's data is replaced": (
-        lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data * 0.7), "cpu"
+        lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data * 0.7),
+        "cpu",
     ),
     "rotary frequencies are written": (lambda m: m.model.rotary_emb.inv_freq.mul_(0.5), "cpu"),
     "one layer's attention scale": (_scale, "cpu"),
     "an epsilon": (lambda m: setattr(m.model.norm, "variance_epsilon", 0.5), "cpu"),
     "a hook on a decoder layer": (lambda m: m.model.layers[1].register_forward_hook(_halved), "transformers"),
     "a hook on a norm": (lambda m: m.model.norm.register_forward_hook(_halved), "transformers"),
-    "a hook on attention": (lambda m: m.model.layers[0].self_attn.register_forward_hook(_halved), "transformers"),
+    "a hook on attention": (
+        lambda m: m.model.layers[0].self_attn.register_forward_hook(_halved),
+        "transformers",
+    ),
     "a hook exchanged for another": (lambda m: _exchange(m.model.layers[3]), "transformers"),
     "a patched forward": (lambda m: _patch(m.model.layers[1].mlp), "transformers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", SEEN)

@@ -107,9 +107,12 @@ def test_asyncio_and_the_callable_for_transformers() -> None:
 
     def called(seed: int) -> list[int]:
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=lookahead.generate, do_sample=False,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            custom_generate=lookahead.generate,
+            do_sample=False,
             max_new_tokens=20,
-        )  # fmt: skip
+        )
         return out[0, 3:].tolist()
 
     def generated(seed: int) -> list[int]:

@@ -24,9 +24,15 @@ PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
 TRIPLES = [(15, 5, 15), (1, 2, 0), (1, 5, 3), (7, 2, 4), (5, 3, 0), (2, 7, 2), (1, 1, 0)]
 CORE_DRAFTERS = [Lookahead(5, 4, 5), Jacobi(5), PromptLookup()]
 DRAFTERS = [
-    *map(as_drafter, TRIPLES), *map(Jacobi, range(1, 5)), Jacobi(17), PromptLookup(), PromptLookup(1, 1),
-    Jacobi(16, max_jacobi_iterations=2), Lookahead(5, 4, 5, max_jacobi_iterations=3), *map(Lookahead.preset, PRESETS),
-]  # fmt: skip
+    *map(as_drafter, TRIPLES),
+    *map(Jacobi, range(1, 5)),
+    Jacobi(17),
+    PromptLookup(),
+    PromptLookup(1, 1),
+    Jacobi(16, max_jacobi_iterations=2),
+    Lookahead(5, 4, 5, max_jacobi_iterations=3),
+    *map(Lookahead.preset, PRESETS),
+]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)

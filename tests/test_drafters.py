@@ -86,8 +86,8 @@ def test_what_reads_as_which_drafter(value, expected):
         ({"windowsize": 3}, "has no setting 'windowsize'; it has window_size"),
         ({"max_rows": 8, "guess_set_size": 3}, "has no setting"),
         ({"W": 3, "WINDOW_SIZE": 4}, "window_size is given twice with different values"),
-        ({"drafter": "code", "preset": "text"}, "one drafter must be given, got 'code' and 'text'"),
-        ({"method": "adaptive", "lookahead": "15,5,15"}, "one drafter must be given"),
+        ({"drafter": "code", "preset": "text"}, "only one drafter may be given, got 'code' and 'text'"),
+        ({"method": "adaptive", "lookahead": "15,5,15"}, "only one drafter may be given"),
         ({"ALWAYS_FWD_ONE": 0}, "ALWAYS_FWD_ONE must be 1"),
         ({"DIST_WORKERS": 4}, "start the processes with torchrun"),
         ({"pool": NGramPool(1)}, "has no setting 'pool'"),
@@ -104,8 +104,11 @@ def test_what_cannot_be_read_is_refused_by_name(value, message):
 
 
 def test_presets_are_those_of_the_design_and_of_the_paper():
-    rows = {name: (p.ngram_size, p.window_size, p.guess_set_size, p.max_jacobi_iterations, p.max_pool_keys)
-            for name, p in PRESETS.items() if name in ("code", "text", "creative")}  # fmt: skip
+    rows = {
+        name: (p.ngram_size, p.window_size, p.guess_set_size, p.max_jacobi_iterations, p.max_pool_keys)
+        for name, p in PRESETS.items()
+        if name in ("code", "text", "creative")
+    }
     assert rows == {
         "code": (6, 8, 15, 12, 10_000),
         "text": (5, 7, 10, 16, 10_000),

@@ -206,8 +206,10 @@ def test_the_option_everywhere():
     model = tiny_model("gpt-neox", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path
     llm = LLM(model, exact=True)
     drafted = llm.generate(PROMPTS, max_new_tokens=30, drafter="lookahead", temperature=1.0, seed=3)
-    plain = [llm.generate(p, max_new_tokens=30, drafter="off", temperature=1.0, seed=3 + i)
-             for i, p in enumerate(PROMPTS)]  # fmt: skip
+    plain = [
+        llm.generate(p, max_new_tokens=30, drafter="off", temperature=1.0, seed=3 + i)
+        for i, p in enumerate(PROMPTS)
+    ]
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert {one.stats.path for one in drafted} == {"exact"}
     assert drafted[0].stats.promise == "bit-equal, as checked at load"

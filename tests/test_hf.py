@@ -296,12 +296,9 @@ def test_a_text_in_bf16_does_not_depend_on_earlier_calls(family, seed):
     """Rows of a larger pass round otherwise, so step times that were learnt before must not choose its size."""
     model = tiny_model(family, seed=seed, initializer_range=0.1, eos_token_id=None).to(torch.bfloat16)
     inputs = {"input_ids": torch.randint(10, 96, (1, 14), generator=torch.Generator().manual_seed(seed))}
-    texts = {
-        tuple(model.generate(
-            **inputs, max_new_tokens=60, do_sample=False, return_dict_in_generate=True, custom_generate=generate
-        ).sequences[0].tolist())
-        for _ in range(4)
-    }  # fmt: skip
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    runs = [model.generate(**inputs, **options, custom_generate=generate) for _ in range(4)]
+    texts = {tuple(run.sequences[0].tolist()) for run in runs}
     assert len(texts) == 1
 
 
@@ -476,7 +473,7 @@ def test_settings_from_keywords_config_or_the_models_own(tmp_path):
 def test_the_keywords_of_version_0_1_still_work():
     def rows(**extra):
         stats = []
-        with pytest.warns(DeprecationWarning, match="will go in version 0.3; use drafter="):
+        with pytest.warns(DeprecationWarning, match="will be removed in version 0.3; use drafter="):
             model.generate(**prompts(1), max_new_tokens=40, custom_generate=generate, stats=stats, **extra)
         return max(stats[0].rows_per_step)
 

@@ -99,9 +99,15 @@ def test_rows_of_a_batch_of_transformers_too(temperature, model):
     for seed in range(TEXTS // 25):
         torch.manual_seed(seed)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=lookahead.generate, do_sample=True,
-            max_new_tokens=NEW, temperature=temperature, drafter=DRAFTER, stats=stats,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            custom_generate=lookahead.generate,
+            do_sample=True,
+            max_new_tokens=NEW,
+            temperature=temperature,
+            drafter=DRAFTER,
+            stats=stats,
+        )
         texts += out[:, len(PROMPT) :].tolist()
     assert sum(s.accepted for s in stats) > TEXTS * NEW / 3
     assert min(p_values(texts, model, temperature)) > LEVEL

@@ -301,9 +301,13 @@ def test_json_of_a_schema_with_drafting_on(client, served):
     texts = set()
     for method in ("autoregressive", "lookahead", "prompt-lookup"):
         made = client.completions.create(
-            model="toy", prompt=PROMPT, max_tokens=80, temperature=1, seed=2,
+            model="toy",
+            prompt=PROMPT,
+            max_tokens=80,
+            temperature=1,
+            seed=2,
             extra_body={"response_format": form, "lookahead": {"method": method}},
-        )  # fmt: skip
+        )
         texts.add(made.choices[0].text)
     (text,) = texts
     assert set(json.loads(text)) == {"name", "exact"}
@@ -578,12 +582,19 @@ def test_metrics_bear_the_fields_names(served):
     post(served, prompt="x = 1\n" * 12, lookahead={"method": "prompt-lookup"}, max_tokens=40)
     page = httpx.get(f"{served.url}/metrics").text
     for name in (
-        "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_bucket",
-        "time_per_output_token_seconds_sum", "prompt_tokens_total", "generation_tokens_total",
-        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "rows_per_step_bucket",
-        "spec_decode_num_accepted_tokens_total", 'spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
+        "num_requests_running",
+        "num_requests_waiting",
+        "time_to_first_token_seconds_bucket",
+        "time_per_output_token_seconds_sum",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "rows_per_step_bucket",
+        "spec_decode_num_accepted_tokens_total",
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
         "kv_cache_tokens",
-    ):  # fmt: skip
+    ):
         assert f"lookahead_{name}" in page, name
 
 

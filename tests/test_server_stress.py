@@ -60,9 +60,13 @@ def test_no_request_of_the_served_schema_ends_in_500(llm):
             cases = st.one_of(*(operation.ok().as_strategy(generation_mode=mode) for mode in GenerationMode))
 
             @settings(
-                max_examples=12, deadline=None, database=None, derandomize=True,
-                phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
+                max_examples=12,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
             @given(case=cases)
             def check(case):
                 reply = case.call(timeout=60)

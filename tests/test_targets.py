@@ -161,12 +161,21 @@ def test_a_rotary_base_that_changes_with_length():
     """Rows on both sides of the change cannot share a pass; trees stop before it."""
     for family, extra in (
         ("llama-dynamic-ntk", {}),
-        ("phi3", {
-            "max_position_embeddings": 128, "original_max_position_embeddings": 40,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0] * 8,
-                                "short_factor": [1.0] * 8, "original_max_position_embeddings": 40},
-        }),
-    ):  # fmt: skip
+        (
+            "phi3",
+            {
+                "max_position_embeddings": 128,
+                "original_max_position_embeddings": 40,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "long_factor": [4.0] * 8,
+                    "short_factor": [1.0] * 8,
+                    "original_max_position_embeddings": 40,
+                },
+            },
+        ),
+    ):
         model = tiny_model(family, initializer_range=0.1, **extra)
         prompt = torch.tensor([[5, 6, 7, 8] * 5])
         plain = model.generate(prompt, max_new_tokens=60, eos_token_id=None)

@@ -22,8 +22,10 @@ def test_one_step_closes_the_ngrams_that_the_paper_draws():
     tree = TokenTree(10)
     window.add_to(tree)
     assert [tree.path_tokens(n) for n in window.newest_nodes()] == [
-        [10, 11], [10, 101, 12], [10, 101, 102, 13],
-    ]  # fmt: skip
+        [10, 11],
+        [10, 101, 12],
+        [10, 101, 102, 13],
+    ]
     assert window.advance(10, [20, 21, 22], frozenset()) == [(10, 11, 20), (101, 12, 21), (102, 13, 22)]
     assert window.levels == [[12, 13], [20, 21, 22]]
 
@@ -88,9 +90,14 @@ def test_statistics_by_hand():
     pool.add_text([1, 2, 1, 3, 1, 4, 2], 2)
     pool.get(1), pool.get(99)
     assert pool.stats() == {
-        "keys": 4, "continuations": 6, "mean_fan_out": 1.5, "median_fan_out": 1.0, "largest_fan_out": 3,
-        "hits": 1, "misses": 1,
-    }  # fmt: skip
+        "keys": 4,
+        "continuations": 6,
+        "mean_fan_out": 1.5,
+        "median_fan_out": 1.0,
+        "largest_fan_out": 3,
+        "hits": 1,
+        "misses": 1,
+    }
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=60), st.integers(0, 3))
