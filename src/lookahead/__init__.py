@@ -5,7 +5,7 @@
 
     model.generate(**inputs, custom_generate=lookahead.generate)
 
-Importing this package loads neither torch nor transformers; what needs them is imported when it is asked for.
+Importing this package loads neither torch nor transformers; names that need them are imported on first use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "load",
     "refresh",
 ]
-#: Where names come from that are imported when they are asked for; all others are of the engine.
+#: Modules of the names that are imported on first use; all others come from the engine.
 MODULES = {"generate": "lookahead.hf", "AdaptiveState": "lookahead.drafters.adaptive.state"}
 
 

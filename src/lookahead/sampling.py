@@ -98,13 +98,13 @@ def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
 
 @dataclass
 class SeededNoise:
-    """The noise of one sequence, which can be computed ahead. Fulfils ``lookahead.core.drafter.Noise``.
+    """The noise of one sequence, which can be computed ahead. Implements ``lookahead.core.drafter.Noise``.
 
     Attributes:
         seed: of the sequence.
         start: position of the first sampled token: the length of the prompt.
         vocabulary: V.
-        temperature: by which logits are divided before the noise is added.
+        temperature: divisor of the logits before the noise is added.
         device: of the scores; None for the CPU.
         overlaps: whether noise can be computed while the device evaluates a step, at no cost.
     """
@@ -207,7 +207,7 @@ class GeneratorNoise:
 
 @dataclass
 class RowNoise:
-    """One row of a ``GeneratorNoise``, from time step ``start`` on. Fulfils ``lookahead.core.drafter.Noise``."""
+    """One row of a ``GeneratorNoise``, from time step ``start`` on. Implements ``lookahead.core.drafter.Noise``."""
 
     stream: GeneratorNoise
     row: int
@@ -241,7 +241,7 @@ class Chooser(Choose):
     Args:
         prompt: token ids before the first choice.
         process: logits processors and warpers, applied in fp32 with the true prefix; None for none.
-        noise: to sample with; None chooses the largest score.
+        noise: for sampling; None chooses the largest score.
 
     Calls raise:
         NumericalError: NaN among the scores, or every token excluded by ``process``.

@@ -1,4 +1,4 @@
-"""For tests of this library and of code that uses it: a target without a model, tiny models, an assertion.
+"""Helpers for tests of this library and of code that uses it: a fake target, tiny models, an assertion.
 
 ``FakeTarget`` implements the whole target protocol in plain Python. torch is imported by ``tiny_model`` only.
 """
@@ -202,11 +202,11 @@ def assert_same_as_autoregressive(
     drafted = run(target, requests(drafter))
     for number, (ours, request) in enumerate(zip(drafted, requests(Plain()), strict=True)):
         (plain,) = run(target, [request])
-        place = first_divergence(ours.tokens, plain.tokens)
-        if place is not None:
+        index = first_divergence(ours.tokens, plain.tokens)
+        if index is not None:
             raise AssertionError(
-                f"{drafter} differs from plain decoding for prompt {number} at token {place}: "
-                f"{ours.tokens[place : place + 5]} instead of {plain.tokens[place : place + 5]}"
+                f"{drafter} differs from plain decoding for prompt {number} at token {index}: "
+                f"{ours.tokens[index : index + 5]} instead of {plain.tokens[index : index + 5]}"
             )
         if ours.finish_reason != plain.finish_reason:
             raise AssertionError(

@@ -1,9 +1,9 @@
-"""``one_thread``: small torch operations between steps run on one thread.
+"""``one_thread``: runs small torch operations between steps on a single thread.
 
-The threads of a compiled step (``targets.cpu``) keep their cores for a while to wait for the next step. A parallel
-region of torch's OpenMP threads would wait for a free core, or leave its own threads spinning when the next step
-begins; on two cores either costs several steps. Operations between steps are on rows of one vocabulary, which one
-thread does as fast.
+The threads of a compiled step (``targets.cpu``) poll for the next step on their cores for a while. A parallel region
+of torch's OpenMP threads would wait for a free core, or its threads would still spin when the next step begins; on
+two cores either takes as long as several steps. Operations between steps work on rows of a single vocabulary, for
+which one thread is as fast.
 
 The number of OpenMP threads is a property of the calling thread. ``torch.set_num_threads`` also changes the number
 for threads that start later, which must remain the user's; so this module calls OpenMP directly.
@@ -95,8 +95,10 @@ class OneThread:
 
 
 def thread_count() -> int:
-    """The calling thread's number of threads for torch and for compiled passes. The thread must be in no block; if an
-    interrupt left a block without restoring the number, it is restored now."""
+    """The number of threads that torch and compiled passes use in the calling thread, which must not be in a block.
+
+    If an interrupt left a block without restoring the number, it is restored now.
+    """
     if _local.before is not None:
         _setter()(_local.before)
         _local.before = None

@@ -1,4 +1,4 @@
-"""The only loop. Draft, forward, verify, commit, observe; for one sequence or for many.
+"""The decoding loop of all methods: draft, forward, verify, commit, observe; for any number of sequences.
 
     tree = state.draft()                   the rows to evaluate, root = last emitted token
     scores = target.forward(tree)          mask = ancestors, position = T + depth
@@ -54,7 +54,7 @@ class Request:
         prompt: token ids, at least one.
         drafter: the settings of the method; the decoder starts a state for this sequence.
         max_new_tokens: at least 1.
-        choose: gives the target's token under a row, a ``Choose`` or a plain function; greedy by default.
+        choose: returns the target's token under a row; a ``Choose`` or a plain function; greedy by default.
         eos: tokens that end the text; such a token is emitted.
         finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
         read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``

@@ -1,7 +1,7 @@
 """The interface of drafting methods: a drafter holds settings and starts the state of each sequence.
 
     drafter = Lookahead(window_size=15, ngram_size=5, guess_set_size=15)     frozen settings; any number of sequences
-    state = drafter.start(Start(prompt, first, eos))                         one sequence, complete at birth
+    state = drafter.start(Start(prompt, first, eos))                         the state of one sequence
     tree = state.draft(max_depth, max_rows, batch)                           the rows of the next step
     state.observe(tree, scores, path, tokens)                                learn from the result
 
@@ -19,7 +19,7 @@ from .target import Scores
 from .tree import TokenTree
 
 UNLIMITED_ROWS = 1 << 20
-#: How many last tokens of the prompt are put before a predicted text, so that its first tokens have a context.
+#: Number of the prompt's last tokens that are put before a predicted text, so that its first tokens have a context.
 PREDICTION_CONTEXT = 16
 
 
@@ -38,7 +38,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a drafter is given of a sequence when drafting starts, right after the prefill.
+    """What a drafter knows of a sequence when drafting starts, right after the prefill.
 
     Attributes:
         prompt: token ids, at least one.
@@ -82,8 +82,8 @@ class DraftState(ABC):
         on the first.
 
         Args:
-            max_depth: depth of the deepest node at most, at least 0.
-            max_rows: rows at most, at least 1.
+            max_depth: largest depth of a node, at least 0.
+            max_rows: largest number of rows, at least 1.
             batch: sequences in the coming forward pass.
         """
 
@@ -142,7 +142,7 @@ class Drafter(ABC):
     def untimed(self) -> Drafter:
         """These settings for a target whose rounding depends on the rows of a step.
 
-        If measured times chose the rows there, a text could change with what was measured before it. So they may
-        not, unless the settings ask for it.
+        If measured times chose the rows there, a text could depend on earlier measurements. So they do not, unless
+        the settings ask for it.
         """
         return self

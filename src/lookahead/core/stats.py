@@ -1,4 +1,4 @@
-"""Statistics of one sequence, counted while it is decoded; and where two texts begin to differ."""
+"""Statistics of a sequence, counted while it is decoded, and the first difference of two texts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def timed(phase: str, stats: Sequence[Stats]) -> Iterator[None]:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of tokens that two texts have in common from their beginning on."""
+    """The length of the longest common prefix of two texts, in tokens."""
     shorter = min(len(a), len(b))
     return next((index for index in range(shorter) if a[index] != b[index]), shorter)
 
@@ -110,7 +110,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
     """The index of the first token that differs, None if the texts are equal.
 
-    Where one text is the beginning of the other, this is the length of the shorter text.
+    If one text is a prefix of the other, this is the length of the shorter text.
     """
     length = common_prefix(a, b)
     return None if length == len(a) == len(b) else length

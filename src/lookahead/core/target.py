@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from .tree import TokenTree
 
-#: The promise of paths on which a near tie may fall otherwise in a step of another number of rows.
+#: The promise of paths on which the number of rows of a step changes rounding, so that a near tie may be resolved
+#: differently.
 UP_TO_ROUNDING = "equal up to rounding"
 #: How a text with drafting compares with plain decoding, by the target's ``path``.
 PROMISES = {
@@ -37,11 +38,11 @@ class Scores(Protocol):
         ...
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        """The k best tokens of every given row and their log-odds against its best, for drafters that learn.
+        """The k best tokens of each given row and their log-odds against its best token, for drafters that learn.
 
         Returns:
-            (ids, log-odds), both n x k (fewer columns where V < k), best first; numpy arrays or nested
-            lists. Log-odds are logit minus largest logit, so the first column is 0.
+            (ids, log-odds), both n x k (n x V if V < k), best first, as numpy arrays or nested lists. Log-odds are
+            logit minus largest logit, so the first column is 0.
         """
         ...
 

@@ -109,7 +109,7 @@ class TokenTree:
         return [node for node, needed in enumerate(self.needs_logits) if needed]
 
     def verifiable(self) -> int:
-        """How many rows below the root verification can reach: they and all their ancestors have logits."""
+        """The number of rows below the root that verification can reach: they and all their ancestors have logits."""
         if all(self.needs_logits):
             return len(self) - 1
         without = sum(1 << node for node, needed in enumerate(self.needs_logits) if not needed)

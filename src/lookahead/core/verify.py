@@ -30,7 +30,7 @@ class Choose(Protocol):
 
 
 class ChooseBy(Choose):
-    """A plain function as a ``Choose``."""
+    """Makes a ``Choose`` of a plain function."""
 
     def __init__(self, function: Callable[[Scores, int], int]) -> None:
         self._function = function

@@ -1,7 +1,7 @@
-"""The drafting methods, a file each. Importing this loads no numpy.
+"""The drafting methods, one file each. Importing this package loads no numpy.
 
-A new method is one subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``; ``parse.METHODS``
-lists those that have a name here.
+A new method is a subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``. ``parse.METHODS``
+lists the methods of this package by name.
 """
 
 from .adaptive.drafter import Adaptive

@@ -1,8 +1,8 @@
 """Jacobi decoding (paper, Algorithm 1): a block of guesses iterated to its fixed point.
 
-The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step evaluates all that are unknown at
-once from the previous iterate. At least the first of them becomes right in each step and is emitted, so a block
-takes at most m steps; it takes fewer where guesses turn out right early. Then a new block begins.
+The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step evaluates all unknown tokens at once
+from the previous iterate. At least the first of them is right after each step and is emitted, so a block takes at
+most m steps, and fewer if later guesses are right. Then a new block begins.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Jacobi(Drafter):
     """Jacobi decoding without an n-gram pool.
 
     Attributes:
-        block_size: m, tokens of a block and rows of its first step; at least 1, which is plain decoding.
-        max_jacobi_iterations: steps that a block may take. A block that has unknown tokens left by then is given up:
-            they are guessed again, as the start of a new block of m tokens. None for no limit.
-        seed: of the generator of first guesses, which are tokens of the prompt. It shapes the draft only.
+        block_size: m, tokens of a block and rows of its first step; 1 to 512. 1 is plain decoding.
+        max_jacobi_iterations: largest number of steps of a block. After it the block is given up, and a new block of
+            m guesses starts at its first unknown token. None for no limit.
+        seed: of the random first guesses, which are tokens of the prompt. It changes the draft, never the output.
 
     Raises:
         SettingsError: a value out of range.
@@ -53,7 +53,7 @@ class Jacobi(Drafter):
 
 
 class JacobiDraftState(DraftState):
-    """A chain of guesses under the root; row i gives token i + 1 of what is left of the block."""
+    """A chain of guesses under the root; row i predicts unknown token i + 1 of the block."""
 
     def __init__(self, settings: Jacobi, sequence: Start) -> None:
         self._settings = settings
@@ -67,7 +67,7 @@ class JacobiDraftState(DraftState):
     def _begin_block(self) -> None:
         self._unknown = self._settings.block_size
         self._iterations = 0
-        # The last unknown token is no input to the others, so it needs no guess.
+        # The other tokens do not depend on the last one, so it needs no guess.
         self._guesses = [self._random.choice(self._source) for _ in range(self._unknown - 1)]
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
@@ -87,7 +87,7 @@ class JacobiDraftState(DraftState):
             self._given_up += 1
             self._begin_block()
             return
-        # Rows from the first wrong guess on hold the next iterate; guesses that had no row stay as they were.
+        # Rows from the first wrong guess on predict the next iterate. Guesses that had no row stay the same.
         needed = self._unknown - 1
         rows = range(len(tokens), min(len(tree), len(tokens) + needed))
         self._guesses = [scores.best(node) for node in rows] + self._guesses[len(tree) :]

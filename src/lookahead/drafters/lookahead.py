@@ -28,7 +28,7 @@ from .window import Window
 
 #: Largest W, N and G.
 LARGEST = 512
-#: Share of a small row budget that is kept for candidates.
+#: The share of a small row budget that is reserved for candidates.
 CANDIDATE_SHARE = 0.5
 TRIPLE = ("window_size", "ngram_size", "guess_set_size")
 
@@ -43,11 +43,11 @@ class Lookahead(Drafter):
         guess_set_size: G, candidates verified per step, 0 to 512.
         pool_from_prompt: fill the pool from the prompt ("prompt as reference", Table 3).
         pool_from_output: fill the pool from the text as it is generated.
-        max_pool_keys: cap on the pool's keys; None for no cap.
-        max_jacobi_iterations: steps in a row without an accepted token after which the window is filled anew, from
-            the prompt, and warms up again; None for never. The pool stays.
-        seed: of the window's own generator. It shapes the draft, never the output.
-        pool: an n-gram pool that is kept across sequences; None starts each sequence with an empty pool.
+        max_pool_keys: largest number of keys in the pool; None for no limit.
+        max_jacobi_iterations: after this many consecutive steps without an accepted token, the window is refilled
+            from the prompt and warms up again; the pool stays. None for never.
+        seed: of the random tokens that fill the window. It changes the draft, never the output.
+        pool: an n-gram pool that sequences share; None: every sequence starts with an empty pool.
 
     Raises:
         SettingsError: a value out of range.
@@ -107,8 +107,8 @@ class Lookahead(Drafter):
         """The paper's (W, N, G) for an A100 by the size of the model (section 5).
 
         Args:
-            parameters: of the model, as in 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice for 7B models; up to
-                20e9 gives (10, 5, 10), for 13B; more gives (7, 5, 7), for 34B.
+            parameters: number of the model's weights, such as 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice
+                for 7B models; up to 20e9 gives (10, 5, 10), for 13B; more gives (7, 5, 7), for 34B.
         """
         if not isinstance(parameters, (int, float)) or isinstance(parameters, bool) or not parameters > 0:
             raise SettingsError(f"parameters must be a number above 0, as in 7e9, got {parameters!r}")
@@ -132,8 +132,8 @@ class Lookahead(Drafter):
         return LookaheadDraftState(self, sequence)
 
 
-#: Settings by name. 7b, 13b and 34b are the paper's (section 5). code, text and creative have longer n-grams and
-#: wider windows for texts that repeat more. cpu has few rows, which a CPU evaluates in little more time than one row.
+#: Settings by name. 7b, 13b and 34b are those of the paper (section 5). code, text and creative have longer n-grams
+#: and wider windows the more a text repeats itself. cpu has few rows, because on a CPU every row takes time.
 PRESETS = {
     "code": Lookahead(8, 6, 15, max_pool_keys=10_000, max_jacobi_iterations=12),
     "text": Lookahead(7, 5, 10, max_pool_keys=10_000, max_jacobi_iterations=16),
@@ -186,15 +186,16 @@ class LookaheadDraftState(DraftState):
     def _fit_window(self, max_depth: int, max_rows: int) -> None:
         """Make the window as wide as a step has room for.
 
-        Where rows are short, candidates have their share first: at 64 rows (15, 5, 15) has 31 rows of candidates and
-        8 columns of 4 levels, 31 rows and the root. When there is room again, the window widens again.
+        Under a small row budget, candidates get their share first. With 64 rows, (15, 5, 15) has 32 rows for
+        candidates; the window keeps 8 columns of 4 levels, which are 32 rows with the root. When the budget grows,
+        the window widens again.
         """
         window, settings = self._window, self.settings
         candidates = settings.guess_set_size * (settings.ngram_size - 1)
         room = max_rows - min(candidates, int(CANDIDATE_SHARE * max_rows))  # with the root
         levels = len(window.levels)
         if not levels and min(max_depth + 2 - window.height, room // window.height) < 1:
-            return  # a warm-up would not come to its end
+            return  # a warm-up would never be complete
         # With k levels, c columns have k c rows, the root's included; column i reaches i + k - 1 below the root.
         columns = min(max_depth + 2 - max(1, levels), room // max(1, levels))
         window.narrow(columns)
@@ -233,11 +234,11 @@ class LookaheadDraftState(DraftState):
         return {"window": self._window.nodes(), "candidates": [chain for chain in chains if chain], **shown}
 
     def stats(self) -> dict[str, float]:
-        """The pool's figures and what it gave this sequence.
+        """Statistics of the pool and of its candidates in this sequence.
 
-        ``pool_hit_rate`` is h, the share of steps in which the pool had candidates; ``mean_match_length`` is m,
-        the tokens of the best of them that were right, on the mean over those steps. S = 1 + h m, except for what
-        the window's own rows add.
+        ``pool_hit_rate`` is h, the share of steps in which the pool had candidates. ``mean_match_length`` is m, the
+        mean number of accepted tokens of the best candidate in those steps. S = 1 + h m, plus the tokens that the
+        window's own rows add.
         """
         figures = {f"pool_{key}": value for key, value in self.pool.stats().items()}
         figures["pool_hit_rate"] = self._hits / self._steps if self._steps else 0.0

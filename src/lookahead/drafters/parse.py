@@ -1,11 +1,11 @@
-"""Texts, triples and mappings read into drafters: for command lines, servers, generation configs and Python alike.
+"""Reads texts, triples and mappings into drafters, for command lines, servers, generation configs and Python alike.
 
     adaptive    jacobi    prompt-lookup    plain (off)       a method with its default settings
     15,5,15    7b    code                                    lookahead decoding by (W, N, G) or by a preset
     lookahead:7,5,7:pool_from_prompt=false                   a method, (W, N, G), single settings
     {"method": "lookahead", "window_size": 7}                a mapping, with our names or those of other libraries
 
-Drafters of other packages join by an entry point in the group ``lookahead.drafters``.
+Other packages add drafters by an entry point in the group ``lookahead.drafters``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .plain import Plain
 from .prompt_lookup import PromptLookup
 from .settings import setting_names
 
-#: The methods of this package by name. In this order they are tried for a mapping that names no method.
+#: The methods of this package by name, in the order in which they are tried for a mapping without a method.
 METHODS: Mapping[str, type[Drafter]] = MappingProxyType(
     {kind.name: kind for kind in (Lookahead, Adaptive, Jacobi, PromptLookup, Plain)}
 )
 OTHER_NAMES = {"off": "plain", "autoregressive": "plain", "prompt_lookup": "prompt-lookup"}
-#: The entry points' group, in which other packages offer a Drafter: a class or an object.
+#: The group of entry points by which other packages add a Drafter: a class or an object.
 GROUP = "lookahead.drafters"
 
 #: Names of settings in the authors' code, in TensorRT-LLM, in transformers, and the paper's letters.
@@ -49,7 +49,7 @@ ALIASES = {
     "prompt_lookup_num_tokens": "max_drafted",
     "max_matching_ngram_size": "max_ngram",
 }
-#: Other names of the authors' code, and why they cannot be given here.
+#: Settings of the authors' code that are not settings of a drafter here, and what to do instead.
 REFUSED = {
     "DIST_WORKERS": "start the processes with torchrun and load with parallel='lookahead'",
     "USE_FLASH": "choose the attention with load(attention=...)",
@@ -116,8 +116,8 @@ def _named(name: str) -> Drafter:
     if own in METHODS:
         return METHODS[own]()
     for point in entry_points(group=GROUP, name=name):
-        found = point.load()
-        drafter = found() if isinstance(found, type) else found
+        loaded = point.load()
+        drafter = loaded() if isinstance(loaded, type) else loaded
         if not isinstance(drafter, Drafter):
             raise SettingsError(
                 f"entry point {name!r} of {GROUP} must be a Drafter, got {type(drafter).__name__}"
@@ -154,7 +154,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Drafter:
     if len(named) == 2 and named[0] == "lookahead":  # a method beside its triple or preset
         del named[0]
     if len(named) > 1:
-        raise SettingsError(f"one drafter must be given, got {' and '.join(map(repr, named))}; use one")
+        raise SettingsError(f"only one drafter may be given, got {' and '.join(map(repr, named))}")
     if named:
         return _with_settings(as_drafter(named[0]), settings)
     for kind in METHODS.values():
@@ -164,7 +164,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Drafter:
 
 
 def _closest(settings: Mapping[str, Any]) -> type[Drafter]:
-    """The method that has most of these settings, for the error that names the others."""
+    """The method that has most of these settings; the error names those that it does not have."""
     return max(
         METHODS.values(),
         key=lambda kind: len({_own_name(kind, key) for key in settings} & set(setting_names(kind))),
@@ -185,13 +185,13 @@ def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -
         if key == "ALWAYS_FWD_ONE" and value in (0, 1):
             if not value:
                 raise SettingsError(
-                    "ALWAYS_FWD_ONE must be 1: the window moves by one column a step here, as in the authors' "
+                    "ALWAYS_FWD_ONE must be 1: the window moves by one column per step here, as in the authors' "
                     "default; leave it out"
                 )
             continue
         name = _own_name(kind, key)
         if key in REFUSED:
-            raise SettingsError(f"{key} is no setting of a drafter; {REFUSED[key]}")
+            raise SettingsError(f"{key} is not a setting of a drafter; {REFUSED[key]}")
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise SettingsError(f"{kind.name} has no setting {key!r:.80}; {has}")
@@ -220,8 +220,8 @@ def with_old_keywords(
 
     Args:
         drafter: the new keyword; what ``as_drafter`` takes, or None.
-        method, config, pool: the old ones: a method's name, its settings, and what it keeps across sequences.
-        sizes: single settings that were keywords of their own.
+        method, config, pool: the old keywords: a method's name, its settings, and its pool or state.
+        sizes: single settings that were keywords.
         default: the drafter of calls that name none.
         few_rows: whether lookahead decoding without a (W, N, G) takes the preset "cpu".
 
@@ -237,13 +237,13 @@ def with_old_keywords(
         return None if drafter is None else as_drafter(drafter)
     if drafter is not None:
         raise SettingsError(
-            f"drafter and {given[0]} cannot be given together; use drafter alone, which holds all settings"
+            f"drafter and {given[0]} cannot be given together; use drafter alone, which contains all settings"
         )
     result = _from_old(
         method, config, pool, {k: v for k, v in (sizes or {}).items() if v is not None}, default, few_rows
     )
     warnings.warn(
-        f"{', '.join(f'{name}=' for name in given)} will go in version 0.3; use drafter={result!r}",
+        f"{', '.join(f'{name}=' for name in given)} will be removed in version 0.3; use drafter={result!r}",
         DeprecationWarning,
         stacklevel=4,
     )

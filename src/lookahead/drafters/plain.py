@@ -10,7 +10,7 @@ from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 
 @dataclass(frozen=True)
 class Plain(Drafter):
-    """Draft nothing: one row and one token a step."""
+    """Draft nothing: one row and one token per step."""
 
     name = "plain"
 

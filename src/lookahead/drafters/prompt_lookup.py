@@ -11,11 +11,11 @@ from .settings import check_whole, text_form
 
 @dataclass(frozen=True)
 class PromptLookup(Drafter):
-    """One candidate, copied from where the last n tokens occurred before; n from ``max_ngram`` down to 1.
+    """One candidate: the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n.
 
     Attributes:
-        max_ngram: longest match tried, at least 1.
-        max_drafted: longest candidate in tokens, at least 1.
+        max_ngram: largest n, at least 1; smaller n down to 1 are tried if it has no match.
+        max_drafted: tokens of the longest candidate, at least 1.
 
     Raises:
         SettingsError: a value out of range.
@@ -45,8 +45,8 @@ class PromptLookup(Drafter):
 class PromptLookupDraftState(DraftState):
     """The text so far and an index of its n-grams.
 
-    Of several matches of one length the latest is taken. The index grows token by token, so a step costs the same
-    at any length of the text.
+    The latest of several matches of the same length is used. The index grows token by token, so the time of a step
+    does not depend on the length of the text.
     """
 
     def __init__(self, settings: PromptLookup, sequence: Start) -> None:
@@ -59,7 +59,7 @@ class PromptLookupDraftState(DraftState):
     def _extend(self, tokens: Sequence[int]) -> None:
         text = self._text
         for token in tokens:
-            # Index what ends just before this token, so that the text's own tail never matches itself.
+            # Index the n-grams that end before this token, so that the end of the text does not match itself.
             end = len(text)
             for n in range(1, min(self._settings.max_ngram, end) + 1):
                 self._after[tuple(text[end - n : end])] = end
@@ -82,5 +82,5 @@ class PromptLookupDraftState(DraftState):
         self._extend(tokens)
 
     def stats(self) -> dict[str, float]:
-        """Share of steps in which a match was found."""
+        """The share of steps with a match."""
         return {"match_rate": self._matches / self._steps if self._steps else 0.0}

@@ -17,7 +17,7 @@ def check_whole(settings: Any, name: str, low: int, high: int | None = None) -> 
 
 
 def check_flag(settings: Any, name: str) -> None:
-    """Make a field a bool; the authors' code writes POOL_FROM_PROMPT=1."""
+    """Convert a field to bool; the authors' code writes POOL_FROM_PROMPT=1."""
     value = getattr(settings, name)
     if value not in (0, 1):
         raise SettingsError(f"{name} must be true or false, got {value!r}")
@@ -25,7 +25,7 @@ def check_flag(settings: Any, name: str) -> None:
 
 
 def setting_names(kind: type) -> list[str]:
-    """The settings of a drafter that a text can give: not what is kept across sequences."""
+    """The settings of a drafter that a text can give: all fields but objects that sequences share."""
     return [field.name for field in fields(kind) if field.compare]
 
 
@@ -36,12 +36,12 @@ def changed_settings(settings: Any, leave_out: tuple[str, ...] = ()) -> dict[str
 
 
 def all_settings(settings: Any) -> dict[str, Any]:
-    """Every setting by name, ready for JSON."""
+    """Every setting by name, as values for JSON."""
     return {name: getattr(settings, name) for name in setting_names(type(settings))}
 
 
 def text_form(name: str, settings: Any, *, triple: tuple[str, ...] = ()) -> str:
-    """A drafter as text, which ``as_drafter`` reads: NAME, then W,N,G where there is one, then changed settings."""
+    """A drafter as text, which ``as_drafter`` reads: NAME, then W,N,G if it has them, then changed settings."""
     parts = [name]
     if triple:
         parts.append(",".join(str(getattr(settings, field)) for field in triple))

@@ -9,8 +9,8 @@ iterate of the same trajectory. In a step with root x:
     level N-2          the newest iterate
 
 The target's own next token under each node of the newest level closes W new n-grams
-(x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 goes, every level moves one place up, and the
-new tokens become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
+(x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 is dropped, every level moves up by one, and the new tokens
+become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
 
 An example with W = 3 and N = 4, so three levels; x, y and z are the roots of three steps:
 
@@ -26,8 +26,9 @@ An example with W = 3 and N = 4, so three levels; x, y and z are the roots of th
              level 1   n0  n1 n2
              level 2   m0  m1 m2
 
-The window moves on by one column a step, whatever was emitted, as the authors' code does (lines 7-10 of Algorithm 2
-take random rows after several tokens). The shorter n-grams of the warm-up are returned too (docs/settings.md).
+The window moves by one column per step, however many tokens were emitted, as in the authors' code (lines 7-10 of
+Algorithm 2 take random rows after several tokens). The shorter n-grams of the warm-up are returned too
+(docs/settings.md).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Window:
         return sum(map(len, self.levels))
 
     def widen(self, columns: int) -> None:
-        """Grow to ``columns`` columns, but not beyond W; an empty window warms up from the beginning.
+        """Grow to ``columns`` columns, at most W. An empty window starts its warm-up again.
 
         New columns hold guesses in all levels, so their n-grams become the target's own after N-2 more steps.
         """
@@ -92,8 +93,8 @@ class Window:
     def add_to(self, tree: TokenTree) -> None:
         """Add the window's rows; those of the newest level need logits.
 
-        Verification descends wherever logits are: with N = 2 into level 0 (which is the newest), with N = 3 into
-        the newest level's row under the root, and while the warm-up lasts likewise.
+        Verification descends into every row that has logits: with N = 2 into level 0 (the newest level), with N = 3
+        into the newest level's row under the root, and likewise during the warm-up.
         """
         self._nodes = []
         if not self.levels:
@@ -115,7 +116,7 @@ class Window:
         return self._nodes[-1] if self.levels else []
 
     def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
-        """Take the target's tokens under ``newest_nodes`` and move on by one column.
+        """Take in the target's tokens under ``newest_nodes``, and move by one column.
 
         Args:
             root: the token that was the root of the step.

@@ -32,7 +32,7 @@ class ReusingTarget(Target, Protocol):
 
 
 class PrefixTarget:
-    """A target that keeps finished sequences and drops the least recently used. Fulfils ``lookahead.core.Target``.
+    """A target that keeps finished sequences and drops the least recently used. Implements ``lookahead.core.Target``.
 
     Args:
         target: evaluates the rows; its ``keeps_prefixes`` must be true.

@@ -75,7 +75,7 @@ class RemoteScores:
 
 
 class ParallelScores:
-    """The scores of a whole tree: each row is read from the rank that owns it. Fulfils ``lookahead.core.Scores``.
+    """The scores of a whole tree: each row is read from the rank that owns it. Implements ``lookahead.core.Scores``.
 
     Args:
         shards: of the tree.
@@ -112,7 +112,7 @@ class ParallelScores:
 
 
 class ParallelTarget:
-    """A target whose trees are evaluated by all ranks of a group together. Fulfils ``lookahead.core.Target``.
+    """A target whose trees are evaluated by all ranks of a group together. Implements ``lookahead.core.Target``.
 
     Args:
         rank_group: from ``join``.

@@ -66,7 +66,7 @@ class _Pass:
 
 
 class BatchRowsTarget(PlainTarget):
-    """Token trees as rows of a batch, one pass per sequence. Fulfils ``lookahead.core.Target``.
+    """Token trees as rows of a batch, one pass per sequence. Implements ``lookahead.core.Target``.
 
     Attributes:
         lengths: by slot, the tokens that the state has processed.

@@ -133,7 +133,7 @@ class HostLogits(Logits):
 
 
 class LogitsRows:
-    """The logits of one sequence in a pass's ``Logits``. Fulfils ``lookahead.core.Scores``.
+    """The logits of one sequence in a pass's ``Logits``. Implements ``lookahead.core.Scores``.
 
     Args:
         batch: logits of the pass.

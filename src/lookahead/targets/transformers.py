@@ -50,7 +50,7 @@ def run_model(
 
 
 class TransformersTarget(StoredTarget):
-    """Token trees on a transformers model. Fulfils ``lookahead.core.Target``.
+    """Token trees on a transformers model. Implements ``lookahead.core.Target``.
 
     Args:
         model: a causal language model for which the probe found the mode "tree".
