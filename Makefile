@@ -9,7 +9,7 @@ RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-fast test-llamacpp test-readme soak coverage lint style types suite fix bench results gpu-check
-.PHONY: docs docs-serve dist licences clean
+.PHONY: docs docs-serve dist test-wheel licences clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
 	@echo "make docs       the site, strictly, in build/site; make docs-serve shows it while pages are written"
 	@echo "make dist       wheel and sdist in dist/, checked"
+	@echo "make test-wheel that wheel with [serve] in empty environments, for every Python that is found"
 	@echo "make licences   the licences of all that is installed, and of the data sets"
 	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
@@ -94,6 +95,10 @@ dist: $(VENV)/.release
 	rm -rf dist
 	$(RUN)/python -m build --no-isolation --outdir dist
 	$(RUN)/python -m twine check --strict dist/*
+
+# The wheel with [serve] in an empty environment for every Python from 3.11 to 3.14 that is found: minutes each.
+test-wheel: $(VENV)/.release
+	$(RUN)/python scripts/test_wheel.py $(if $(TORCH),--torch '$(TORCH)')
 
 licences: $(VENV)/.release
 	$(RUN)/python scripts/licences.py

@@ -1,8 +1,8 @@
 """The wheel that users install: built here, put into an empty environment, and imported there."""
 
+import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -27,9 +27,22 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
 
 
-def test_it_imports_in_an_empty_environment(wheel, tmp_path):
+def interpreters():
+    """Every Python from 3.11 on that is found here: this one, those on the path, and pyenv's."""
+    found = {f"3.{sys.version_info.minor}": sys.executable}
+    for minor in range(11, 15):
+        beside = sorted(Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3"))
+        other = str(beside[-1]) if beside else shutil.which(f"python3.{minor}")
+        if other is not None and subprocess.run([other, "-c", ""], capture_output=True).returncode == 0:
+            found.setdefault(f"3.{minor}", other)
+    return found
+
+
+@pytest.mark.parametrize("version", interpreters())
+def test_it_imports_in_an_empty_environment(wheel, tmp_path, version):
     """Nothing is installed beside it: what needs torch is imported when it is asked for."""
-    venv.create(tmp_path / "env")
+    command = [interpreters()[version], "-m", "venv", "--without-pip", str(tmp_path / "env")]
+    subprocess.run(command, check=True, capture_output=True)
     python = tmp_path / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, wheel], check=True, cwd=tmp_path)
