@@ -87,9 +87,6 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
         nonlocal last
         seconds[part], last = perf_counter() - last, perf_counter()
 
-    import torch  # noqa: F401
-
-    done("import torch")
     from ..engine import loading  # noqa: F401
 
     done("import lookahead")

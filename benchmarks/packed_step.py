@@ -1,0 +1,268 @@
+"""Packed files beside llama.cpp on the same file: the start, memory, t(k), a prompt of 512 tokens, 16 sequences.
+
+    python -m benchmarks.packed_step                                    the default model's own file
+    python -m benchmarks.packed_step --types own Q8_0 Q4_K_M 0.5B       conversions of it, and random weights of a
+                                                                        Qwen2.5-0.5B shape in Q4_K_M
+
+t(k) is the time of one step of k rows, all of which need their logits, behind 128 tokens. llama.cpp evaluates the
+same trees, through this library's engine for it. The two take turns; medians of the rounds are printed. The floor is
+the bytes of the weights over the read bandwidth of a buffer of that size, measured in the same run. A start is a
+command from the shell to its end: eight tokens, with compiled code on disk; llama.cpp's is a Python process that
+loads the file and writes as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFWriter
+
+import lookahead
+from lookahead.bench.record import environment
+from lookahead.bench.report import markdown_table
+from lookahead.core import TokenTree
+from lookahead.engine.checkpoints import default_model
+
+from .convert_gguf import convert
+from .page import write_page
+from .step import SHAPES, read_bandwidth, sample_tree
+
+OWN, SHAPE = "own", "0.5B"
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT, PROMPT, SEQUENCES = 128, 512, 16
+OURS, THEIRS = "ours", "llama.cpp"
+STARTS = {
+    OURS: "import sys; from lookahead.cli import main; sys.argv = ['lookahead', 'generate', {file!r}, '--prompt', "
+    "'The capital of France is', '--max-new-tokens', '8']; main()",
+    THEIRS: "import llama_cpp; model = llama_cpp.Llama({file!r}, n_threads={threads}, verbose=False); "
+    "model('The capital of France is', max_tokens=8, temperature=0)",
+}
+#: Prints the resident set and its largest value in MB at the end of the code before it.
+MEMORY = (
+    "; lines = dict(line.split(':', 1) for line in open('/proc/self/status')); "
+    "print([int(lines[name].split()[0]) / 1000 for name in ('VmRSS', 'VmHWM')])"
+)
+LOADED = {
+    OURS: "import lookahead; lookahead.load({file!r}).generate('The capital of France is', max_new_tokens=8)"
+    + MEMORY,
+    THEIRS: STARTS[THEIRS] + MEMORY,
+}
+
+
+def write_shape(source: Path, out: Path) -> None:
+    """Random fp16 weights of a Qwen2.5-0.5B shape, with the tokenizer of ``source`` filled up to its vocabulary."""
+    hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES["0.5b"]
+    reader, random = GGUFReader(source), np.random.default_rng(0)
+    writer = GGUFWriter(out, "qwen2")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    for name, field in reader.fields.items():
+        if not name.startswith("tokenizer.ggml."):
+            continue
+        values: Any = field.contents()
+        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+            more = range(len(values), vocabulary)
+            values = [*values, *([f"<unused{i}>" for i in more] if "tokens" in name else [5] * len(more))]
+        writer.add_key_value(
+            name, values, field.types[0], sub_type=field.types[1] if len(field.types) > 1 else None
+        )
+
+    def add(name: str, *shape: int) -> None:
+        vector = len(shape) == 1
+        values = random.standard_normal(shape, np.float32) * (
+            0.02 if not name.endswith("norm.weight") else 0.1
+        )
+        values += 1 if name.endswith("norm.weight") else 0
+        writer.add_tensor(name, values if vector else values.astype(np.float16))
+
+    add("token_embd.weight", vocabulary, hidden)
+    for layer in range(layers):
+        block = f"blk.{layer}"
+        for part, outputs in (("q", heads * size), ("k", key_heads * size), ("v", key_heads * size)):
+            add(f"{block}.attn_{part}.weight", outputs, hidden)
+            add(f"{block}.attn_{part}.bias", outputs)
+        add(f"{block}.attn_output.weight", hidden, heads * size)
+        for part, outputs, inputs in (
+            ("gate", inner, hidden),
+            ("up", inner, hidden),
+            ("down", hidden, inner),
+        ):
+            add(f"{block}.ffn_{part}.weight", outputs, inputs)
+        add(f"{block}.attn_norm.weight", hidden)
+        add(f"{block}.ffn_norm.weight", hidden)
+    add("output_norm.weight", hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def file_of(kind: str, source: Path, folder: Path) -> Path:
+    """The file of a type, made where it is not there yet."""
+    if kind == OWN:
+        return source
+    out = (
+        folder
+        / f"{source.stem if kind != SHAPE else 'shape-0.5B'}.{kind if kind != SHAPE else 'Q4_K_M'}.gguf"
+    )
+    if not out.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        half = out.with_suffix(".part")
+        if kind == SHAPE:
+            wide = folder / "shape-0.5B.F16.gguf"
+            write_shape(source, wide)
+            convert(wide, half, "Q4_K_M")
+            wide.unlink()
+        else:
+            convert(source, half, kind)
+        half.rename(out)
+    return out
+
+
+def run(code: str, file: Path, threads: int) -> tuple[float, str]:
+    """(seconds, output) of a Python process."""
+    start = perf_counter()
+    words = [sys.executable, "-c", code.format(file=str(file), threads=threads)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return perf_counter() - start, done.stdout
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each call; they take turns, and each turn begins with a call that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            sleep(0.05)  # threads of the other may still wait actively
+            call()
+            start = perf_counter()
+            call()
+            times[name].append((perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
+    """The figures of one file; times in milliseconds, starts in seconds, memory in MB."""
+    threads = torch.get_num_threads()
+    line: dict[str, Any] = {"type": kind, "file_mb": file.stat().st_size / 1e6}
+    for name in (OURS, THEIRS):
+        run(STARTS[name], file, threads)  # compiles, and fills the system's cache of files
+    both: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    for _ in range(starts):
+        for name, mine in both.items():
+            mine.append(run(STARTS[name], file, threads)[0])
+    line["start"] = {name: statistics.median(mine) for name, mine in both.items()}
+    line["memory"] = {name: eval_numbers(run(LOADED[name], file, threads)[1]) for name in both}
+    ours = lookahead.load(file)
+    theirs = lookahead.load(file, engine="llama.cpp")
+    line["weights"] = ours.dtype
+    targets = {OURS: ours.target(), THEIRS: theirs.target()}
+    vocabulary = ours.vocabulary
+    line["floor"] = line["file_mb"] * 1e6 / read_bandwidth(int(line["file_mb"] * 1e6), torch.float32) * 1e3
+    text = [(101 * i + 7) % min(vocabulary, 49152) for i in range(PROMPT)]
+
+    def prompt(target: Any) -> None:
+        target.prefill([(0, text)])
+        target.release(0)
+
+    line["prompt"] = timed({name: partial(prompt, target) for name, target in targets.items()}, rounds)
+    for target in targets.values():
+        target.prefill([(slot, text[slot : slot + CONTEXT]) for slot in range(SEQUENCES)])
+    singles = [(slot, TokenTree(1)) for slot in range(SEQUENCES)]
+    line["batch"] = timed({name: partial(step, target, singles) for name, target in targets.items()}, rounds)
+    line["t"] = {}
+    for rows in ROWS:
+        steps = {
+            name: partial(step, target, [(0, sample_tree(rows, vocabulary))])
+            for name, target in targets.items()
+        }
+        line["t"][rows] = timed(steps, rounds)
+    return line
+
+
+def step(target: Any, trees: Sequence[tuple[int, TokenTree]]) -> None:
+    """One forward pass, and what reading its first token costs."""
+    target.forward(trees)[0].best(0)
+
+
+def eval_numbers(text: str) -> list[float]:
+    """The numbers of the last line, a list."""
+    return [float(number) for number in text.strip().splitlines()[-1].strip("[]").split(",")]
+
+
+def page(lines: list[dict[str, Any]]) -> list[str]:
+    """Tables of all files."""
+    both = [
+        ("start, s", "start", 2),
+        (f"prompt of {PROMPT}, ms", "prompt", 0),
+        (f"{SEQUENCES} sequences, ms", "batch", 1),
+    ]
+    body = [f"Medians. {OURS} / {THEIRS}.", ""]
+    heads = ["file", "MB", *(title for title, _, _ in both), "resident MB", "largest MB"]
+    body.append(
+        markdown_table(
+            heads,
+            [
+                [
+                    f"{line['type']} ({line['weights']})",
+                    f"{line['file_mb']:.0f}",
+                    *(f"{line[key][OURS]:.{n}f} / {line[key][THEIRS]:.{n}f}" for _, key, n in both),
+                    *(f"{line['memory'][OURS][i]:.0f} / {line['memory'][THEIRS][i]:.0f}" for i in range(2)),
+                ]
+                for line in lines
+            ],
+            texts=1,
+        )
+    )
+    body += ["", "t(k) in ms, and over t(1); the floor is that of the bytes.", ""]
+    rows = []
+    for line in lines:
+        for name in (OURS, THEIRS):
+            times = [line["t"][k][name] for k in ROWS]
+            floor = f"{times[0] / line['floor']:.2f}"
+            rows.append(
+                [line["type"], name, *(f"{t:.1f}" for t in times), f"{times[4] / times[0]:.2f}", floor]
+            )
+    heads = ["file", "by", *(f"t({k})" for k in ROWS), "t(16) / t(1)", "t(1) / floor"]
+    return [*body, markdown_table(heads, rows, texts=2)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--types", nargs="+", default=[OWN], choices=[OWN, "Q8_0", "Q4_K_M", SHAPE])
+    add("--rounds", type=int, default=15)
+    add("--starts", type=int, default=5)
+    add("--folder", type=Path, default=Path("build/results"), help="where conversions are kept")
+    add("--out", type=Path, default=Path("docs/results/packed-step"), help="page and JSON")
+    given = parser.parse_args()
+    where, folder = environment(), default_model()
+    source, load, lines = folder.folder / folder.file, os.getloadavg()[0], []
+    for kind in given.types:
+        lines.append(measure(kind, file_of(kind, source, given.folder), given.rounds, given.starts))
+        print(lines[-1], flush=True)
+    names = "SmolLM2-135M-Instruct" + " and random weights of a 0.5B shape" * (SHAPE in given.types)
+    record = {**where, "model": names, "dtype": "packed weights", "load": load}
+    write_page(
+        given.out, "Packed files: start, memory and steps beside llama.cpp", record, lines, page(lines)
+    )
+
+
+if __name__ == "__main__":
+    main()
