@@ -149,7 +149,12 @@ def test_more_tokens_than_cells_move_to_a_larger_context(loaded):
     prompts = [[7, 8] * 45, [9] * 90, [10, 11, 12] * 30]
     target.prefill([(0, prompts[0]), (1, prompts[1])])
     before = rows_of(target, TREE)
-    target.prefill([(2, prompts[2])])  # 270 tokens
+    (kept,) = target.forward([(0, TREE)])
+    first = kept.row(0)
+    (scores,) = target.prefill([(2, prompts[2])])  # 270 tokens
+    assert kept._batch.rows.flags.owndata  # a copy: the old context's memory is gone
+    assert torch.equal(kept.row(0), first)
+    del scores
     for slot in (0, 1, 2):
         assert close(rows_of(target, TREE, slot), rows_alone(llm, prompts[slot], TREE))
     assert close(rows_of(target, TREE), before)

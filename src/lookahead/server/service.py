@@ -194,7 +194,8 @@ class Server:
     def fingerprint(self) -> str:
         """What the text may depend on beside the request: version, dtype, device."""
         llm = self.ready.llm
-        return f"lookahead-{__version__}-{llm.dtype}-{llm.model.device.type}"
+        device = str(llm.model.device).partition(":")[0]
+        return f"lookahead-{__version__}-{llm.dtype}-{device}"
 
     def completion(
         self, body: CompletionRequest, deliver: Callable[[Update], None]

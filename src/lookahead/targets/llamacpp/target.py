@@ -283,6 +283,7 @@ class LlamaCppTarget:
             self._drop_pending(held)
             new.write(held.base, old.read(held.base))
             held.known = {held.base: held.length}
+        self._detach()  # what the last pass has read lies in the old context
         self._lease.context = new
         used = {held.base for held in self._slots.values()}
         self._free = [
