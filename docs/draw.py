@@ -74,13 +74,12 @@ def label(tree: TokenTree, node: int) -> str:
 def draw_tree() -> str:
     """The rows as an outline; what each row is for stands beside it."""
     tree, window, _, _ = one_step()
-    newest = set(window.newest_nodes())
     lines: list[str] = []
 
     def walk(node: int, indent: str) -> None:
-        use = "root" if node == 0 else "window" if not tree.needs_logits[node] else "candidate"
-        if node in newest:
-            use = "window, newest level"
+        levels = [str(number) for number, rows in enumerate(window.nodes()) if node in rows]
+        use = f"window, level {' and '.join(levels)}" if levels else "candidate"
+        use = use if node else "root"
         lines.append(f"{indent + label(tree, node):<24}T+{tree.depths[node]}  {use}")
         for child in range(len(tree)):
             if tree.parents[child] == node:

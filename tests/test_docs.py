@@ -107,4 +107,4 @@ def test_the_site_has_every_page(tmp_path):
     commands = (out / "reference/cli.md").read_text()
     assert "## lookahead bench step-cost" in commands
     assert "`--trace FILE`" in commands
-    assert "```python no-run" not in (out / "server.md").read_text()
+    assert "```python no-run" not in (out / "guides/server.md").read_text()

@@ -601,7 +601,7 @@ def test_metrics_bear_the_fields_names(served):
 def test_the_example_of_the_page_runs(served, capsys):
     from pathlib import Path
 
-    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "server.md").read_text()
     example = (
         page.partition("```python no-run\n")[2]
         .partition("```")[0]

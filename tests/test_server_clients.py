@@ -1,4 +1,4 @@
-"""The clients on docs/server.md, each by its own package, against a server of a toy model."""
+"""The clients on docs/guides/server.md, each by its own package, against a server of a toy model."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import lookahead
 from serving import serving
 from toy import save
 
-PAGE = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "server.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 

@@ -87,7 +87,7 @@ def test_the_readmes_curl_example(served):
 def test_the_pages_client_example(served, capsys):
     """Its text is what stands there; how many tokens drafting had right depends on the rows that pay here."""
     url, _ = served
-    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "server.md").read_text()
     ((example, shown),) = re.findall(
         r"^```python no-run\n(.*?)^```\n.*?\n```text\n(.*?)^```", page, re.S | re.M
     )
@@ -99,11 +99,11 @@ def test_the_pages_client_example(served, capsys):
 
 
 def test_the_llm_tool_streams(served, tmp_path):
-    """The command line tool `llm` with a file of extra models, as docs/server.md has it."""
+    """The command line tool `llm` with a file of extra models, as docs/guides/server.md has it."""
     if find_spec("llm") is None:
         pytest.skip("the tool llm is not installed (pip install llm)")
     url, served_model = served
-    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "server.md").read_text()
     (models,) = re.findall(r"^```yaml\n(.*?)^```", page, re.S | re.M)
     assert ADDRESS in models
     (tmp_path / "extra-openai-models.yaml").write_text(models.replace(ADDRESS, url))
