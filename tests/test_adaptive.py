@@ -39,6 +39,7 @@ CONFIGS = [
     {"budget": False, "chain": True},
     {"chain": True},
     {"budget": False, "chain": True, "max_rows": 1},
+    {"budget": False, "chain": True, "max_rows": 6},
     {"budget": False, "sources": ()},
     *({"budget": False, "sources": (name,)} for name in SOURCES),
 ]
@@ -67,7 +68,7 @@ def test_equal_to_plain_decoding(config):
 
 
 def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
-    seen, keep = [], Grower.keep_best_chain
+    seen, keep = [], Grower._keep_best_chain
 
     def watched(grower):
         tree = TokenTree.of(grower.tokens, grower.parents)
@@ -81,7 +82,7 @@ def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
         assert sum(grower.probabilities) == pytest.approx(max(values)[0])
         seen.append((tree.parents != list(range(-1, len(tree) - 1)), len(grower.tokens)))
 
-    monkeypatch.setattr(Grower, "keep_best_chain", watched)
+    monkeypatch.setattr(Grower, "_keep_best_chain", watched)
     (generation,) = adaptive(FakeTarget(32), {"budget": False, "chain": True}, [PROMPTS[2]], 200)
     branched, lengths = zip(*seen, strict=True)
     assert any(branched)

@@ -11,23 +11,19 @@ import lookahead.vllm
 from lookahead.core import SettingsError
 from lookahead.testing import repetitive_text
 from lookahead.vllm import Accepted, Proposer
+from wrong_proposer import Wrong
 
 VOCABULARY = 64
 LONGEST = 400
 DRAFTED = 5
 
 
-def config(settings="adaptive:budget=false:sources=suffix+logits+jacobi+corpus", **fields):
-    given = {
-        "num_speculative_tokens": DRAFTED,
-        "max_model_len": LONGEST,
-        "pipeline_parallel_size": 1,
-    } | fields
-    values = SimpleNamespace(**given, get_vocab_size=lambda: VOCABULARY)
+def config(settings="adaptive:budget=false:sources=suffix+logits+jacobi+corpus", stages=1, device="cpu"):
     return SimpleNamespace(
-        speculative_config=values,
-        model_config=values,
-        parallel_config=values,
+        speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTED),
+        model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        device_config=SimpleNamespace(device_type=device),
         additional_config={} if settings is None else {"lookahead": settings},
     )
 
@@ -180,14 +176,6 @@ def acceptance(proposer, has_logits=True):
     return engine.per_step
 
 
-class Wrong(Proposer):
-    """Hands over a chain with a wrong token at its start."""
-
-    def propose(self, *arguments):
-        chains = super().propose(*arguments)
-        return [[(chain[0] + 7) % VOCABULARY, *chain[1:]] if chain else [] for chain in chains]
-
-
 def test_a_wrong_chain_keeps_the_text_and_shows_in_the_acceptance():
     assert acceptance(Proposer(config())) > 2
     assert acceptance(Wrong(config())) < 1.2
@@ -287,7 +275,7 @@ real_version = lookahead.vllm.vllm_version
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (config(pipeline_parallel_size=2), "needs pipeline_parallel_size=1, got 2"),
+        (config(stages=2), "needs pipeline_parallel_size=1, got 2"),
         (config("15,5,15"), "must be settings of adaptive, .* got '15,5,15'"),
         (config("adaptive:sources=crystal"), "unknown sources crystal"),
     ],

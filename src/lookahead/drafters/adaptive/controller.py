@@ -210,7 +210,7 @@ class Controller:
         alone, undisturbed = rows == self.batch == 1, self._probe_pass is None
         after = times.after.value if alone and not undisturbed else 0.0
         passed = max(min(passed, table[0]), passed - max(0.0, after))
-        if rows == 1 or more:
+        if (rows == 1 or more) and not times.mixed:
             times.learn(self._bin, times.mean, passed)
         # A single pass is noisy, so the average time of such passes is charged.
         cost = table[menu_index(rows)] + after

@@ -67,7 +67,7 @@ from .calibration import (
     learn,
 )
 from .compiling import compiled, entry, int64
-from .settings import AdaptiveSettings
+from .settings import SEARCHED_ROWS, AdaptiveSettings
 from .sources.logit_cache import propose, write_rows
 from .sources.suffix import NO_TEXT, Reader, match
 from .state import Tables
@@ -465,7 +465,8 @@ class Grower:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.probabilities: list[float] = []
-        self._position, rows = 0, config.max_rows
+        self._position = 0
+        rows = max(config.max_rows, SEARCHED_ROWS) if config.chain else config.max_rows
         tables.logits.make_room(0, self.top)
         self._tree = new_tree(rows, tables.logits.width + OTHER_PROPOSALS)
         self._answers = np.full((rows, ANSWERS), -1)
@@ -544,6 +545,15 @@ class Grower:
         self._noise[position % len(self._noise_positions)] = noise
         self._noise_positions[position % len(self._noise_positions)] = position
 
+    def grow_chain(self, max_depth: int, least: float = 0.0) -> None:
+        """Grow the chain, at most ``max_depth`` deep, on which most tokens are expected to be accepted.
+
+        No row of it is less likely than ``least``.
+        """
+        rows = len(self._path)
+        self.grow(rows, max_depth, [least] * (rows + 1))
+        self._keep_best_chain()
+
     def grow(self, rows: int, max_depth: int, stop: Sequence[float] | None = None) -> None:
         """Grow a tree of at most ``rows`` rows; with ``stop``, end before a row k less likely than stop[k]."""
         rows = min(rows, len(self._path))
@@ -565,8 +575,7 @@ class Grower:
             del self.tokens[rows:], self.parents[rows:], self.probabilities[rows:]
             self._tree.sizes["rows"] = rows
 
-    def keep_best_chain(self) -> None:
-        """Keep the path from the root on which most tokens are expected to be accepted."""
+    def _keep_best_chain(self) -> None:
         expected = self.probabilities[:1]
         for parent, probability in zip(self.parents[1:], self.probabilities[1:], strict=True):
             expected.append(expected[parent] + probability)

@@ -159,10 +159,8 @@ class AdaptiveDraftState(DraftState):
         prices = None if controller is None else controller.prices(limit)
         limit = limit if prices is None else len(prices) - 1
         if self.settings.chain:
-            # Rows are taken from all branches, the chain's own among them late: none below the least price can pay.
-            most, least = self.settings.max_rows, 0.0 if prices is None else min(prices[1:])
-            grower.grow(most, min(max_depth, limit - 1), [least] * (most + 1))
-            grower.keep_best_chain()
+            # The chain's rows are found among those of all branches, so the price of a row's number means nothing.
+            grower.grow_chain(min(max_depth, limit - 1), 0.0 if prices is None else min(prices[1:]))
         else:
             grower.grow(limit, max_depth, prices)
         if controller is None:
@@ -214,7 +212,7 @@ class AdaptiveDraftState(DraftState):
         if isinstance(phase, PlainSteps):
             phase.steps -= 1
             phase.own += min(drafted + observed, times.probe.value)  # a longer time was an interruption
-            if times.rows == times.batch:  # else other sequences drafted, so it was not a plain pass
+            if times.rows == times.batch and not times.mixed:  # else it was not a plain pass
                 phase.passes.append(passed)
             if phase.steps and len(phase.passes) < COOLDOWN:
                 return

@@ -18,6 +18,8 @@ SOURCES = {
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
 #: Rows of a step if measured times must not choose them and the caller has not chosen either.
 UNTIMED_ROWS = 8
+#: Rows of the tree from which a chain is chosen, if its own rows are fewer.
+SEARCHED_ROWS = 64
 #: Smallest and largest value of each whole number.
 LIMITS = {
     "max_rows": (1, 512),

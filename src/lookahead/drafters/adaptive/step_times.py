@@ -58,19 +58,25 @@ class StepTimes:
         setup: seconds to set up drafting for a text, including reading its prompt.
         draw: seconds to draw the noise of one position.
         batch, rows: sequences in the pass, and rows of all their trees.
+        mixed: whether the pass did other work too, such as evaluating prompts; its time is not learned. The caller
+            sets it between drafting and observing.
+
+    Args:
+        guess: the assumed cost of one more row before any measurement, in plain steps.
     """
 
-    def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None) -> None:
+    def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None, guess: float = GUESS) -> None:
         self.bins = bins if bins is not None else {}
+        self._guess = guess
         self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.25)
         self.setup, self.draw = Average(5e-4, 0.2, SPIKE), Average(weight=0.25, spike=2 * SPIKE)
-        self.batch, self.rows, self._evaluated = 0, 0, True
+        self.batch, self.rows, self._evaluated, self.mixed = 0, 0, True, False
         self._taken = 0.0
 
     def drafted(self, rows: int) -> None:
         """A sequence joins the next pass with this many rows."""
         if self._evaluated:
-            self.batch, self.rows, self._evaluated = 0, 0, False
+            self.batch, self.rows, self._evaluated, self.mixed = 0, 0, False, False
         self.batch += 1
         self.rows += rows
 
@@ -110,8 +116,8 @@ class StepTimes:
         """Learn that ``steps`` steps of ``rows`` rows took ``seconds`` each; ``where``: arguments of ``bin_of``."""
         table = self.table(*where)
         if table is None:
-            guess = seconds / (1 + GUESS * (rows - 1))
-            self.bins[self.bin_of(*where)] = [guess * (1 + GUESS * (k - 1)) for k in MENU]
+            plain = seconds / (1 + self._guess * (rows - 1))
+            self.bins[self.bin_of(*where)] = [plain * (1 + self._guess * (k - 1)) for k in MENU]
             return
         if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1

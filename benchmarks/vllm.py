@@ -1,0 +1,190 @@
+"""Our drafting on vLLM, beside its own methods: tokens per step, speed, and texts, at several numbers of clients.
+
+    python -m benchmarks.vllm MODEL --data DIR --limit 3 --tokens 48 --clients 1,4,16 --out docs/results/vllm
+
+Run it with a Python that has vLLM and this package. MODEL is a folder that vLLM loads. Each method and number of
+clients is a process of its own (``vllm_run``), so that nothing learnt in one run serves another; within a run, what
+is learnt of one text serves the next, as in a server. A client sends its next prompt when its last text has ended.
+Runs that are in the records are not made again, so an interrupted command continues. Greedy, eager mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from lookahead.bench import Records
+from lookahead.bench.record import environment, key_of
+from lookahead.bench.report import markdown_table
+from lookahead.cli.options import numbers
+from lookahead.core import LookaheadError, SettingsError
+
+from .datasets import SETS, load_workload
+from .page import write_page
+from .vllm_run import RESULT
+
+PLAIN, NGRAM, OURS = "plain", "ngram", "ours"
+_OURS = {"method": "custom_class", "model": "lookahead.vllm.Proposer"}
+#: Name -> vLLM's speculative_config without the number of tokens; None for plain decoding, which is measured twice.
+METHODS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    "plain, a second run": None,
+    NGRAM: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix"},
+    OURS: _OURS,
+    "ours, always drafting": _OURS,
+}
+#: additional_config of a method. Always drafting: what the drafts are worth where rows cost nothing.
+ADDITIONAL = {
+    "ours, always drafting": {"lookahead": "adaptive:budget=false:sources=suffix+logits+jacobi+corpus"}
+}
+Record = dict[str, Any]
+
+
+def measure(given: Record) -> Record:
+    """One run in a process of its own.
+
+    Raises:
+        LookaheadError: it ended without a result.
+    """
+    command = [sys.executable, "-m", "benchmarks.vllm_run"]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(RESULT):
+            result: Record = json.loads(line.removeprefix(RESULT))
+            return result
+    raise LookaheadError(f"a run must end with its result, and it ended with {done.stderr[-1000:]}")
+
+
+def s_of(record: Record, name: str | None = None) -> float:
+    """Tokens per step after the prompts, of one data set or of all."""
+    chosen = [place for place, of in enumerate(record["sets"]) if name in (None, of)]
+    tokens = sum(len(record["texts"][place]) - 1 for place in chosen)
+    return tokens / max(1, sum(record["steps"][place] for place in chosen))
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """A table for each number of clients."""
+    lines: list[str] = []
+    by_run = {(record["method"], record["clients"]): record for record in records}
+    alone = by_run.get((PLAIN, min(record["clients"] for record in records)))
+    for clients in sorted({record["clients"] for record in records}):
+        plain, ngram = by_run.get((PLAIN, clients)), by_run.get((NGRAM, clients))
+        rows = []
+        for name in METHODS:
+            record = by_run.get((name, clients))
+            if record is None:
+                continue
+            tokens, seconds = record["decoding"]
+            rows.append(
+                [
+                    name,
+                    *(f"{s_of(record, one):.2f}" for one in SETS),
+                    f"{s_of(record):.2f}",
+                    f"{sum(map(len, record['texts'])) / record['seconds']:.1f}",
+                    f"{tokens / seconds:.1f}",
+                    f"{1000 * record['step']:.0f}",
+                    *(_equal(record, other) for other in (plain, alone)),
+                ]
+            )
+            if ngram is not None and name not in (PLAIN, NGRAM) and s_of(record) > 1:
+                ratios = (f"{s_of(record, one) / s_of(ngram, one):.2f}" for one in SETS)
+                rows.append(["… against ngram", *ratios, f"{s_of(record) / s_of(ngram):.2f}", *[""] * 5])
+        head = ["S", *SETS, "all", "tokens/s", "decoding", "ms per step", "equal", "equal to 1 client"]
+        lines += [f"## {clients} client{'s' if clients > 1 else ''}", "", markdown_table(head, rows), ""]
+    return lines
+
+
+def _equal(record: Record, other: Record | None) -> str:
+    """Texts of two runs that are equal."""
+    if other is None:
+        return ""
+    same = sum(a == b for a, b in zip(record["texts"], other["texts"], strict=True))
+    return f"{same} of {len(record['texts'])}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=3, help="prompts of each data set")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--drafted", type=int, default=5, help="num_speculative_tokens of every method")
+    parser.add_argument("--longest", type=int, default=2048, help="max_model_len")
+    parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--method", action="append", choices=list(METHODS), help="all without it; repeatable")
+    parser.add_argument("--records", type=Path, default=Path("build/results/vllm"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/vllm"))
+    arguments = parser.parse_args(words)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    prompts = [
+        (name, prompt.tokens(tokenizer)[: arguments.longest - arguments.tokens - 1])
+        for name in SETS
+        for prompt in load_workload(name, arguments.limit, data=arguments.data)
+    ]
+    # Prompts of one set come at different times, as in a server.
+    prompts = [pair for _, pair in sorted(enumerate(prompts), key=lambda entry: entry[0] % arguments.limit)]
+    store, chosen = Records(arguments.records), []
+    known = {record["key"]: record for record in store.read()}
+    for clients in numbers(arguments.clients, "--clients"):
+        for method in arguments.method or METHODS:
+            speculative = METHODS[method]
+            engine = {
+                "model": str(arguments.model),
+                "dtype": arguments.dtype,
+                "max_model_len": arguments.longest,
+                "enable_prefix_caching": False,
+                "speculative_config": speculative
+                and speculative | {"num_speculative_tokens": arguments.drafted},
+                "additional_config": ADDITIONAL.get(method, {}),
+            }
+            given = {"tokens": arguments.tokens, "clients": clients, "engine": engine}
+            given["prompts"] = [ids for _, ids in prompts]
+            key = key_of(method, given)
+            if key not in known:
+                known[key] = {
+                    "key": key,
+                    "method": method,
+                    "clients": clients,
+                    "sets": [name for name, _ in prompts],
+                    "load": os.getloadavg()[0],
+                    **environment(),
+                    **measure(given),
+                }
+                store.append(known[key])
+                print(f"{method}, {clients} clients: S {s_of(known[key]):.2f}", flush=True)
+            chosen.append(known[key])
+    if not chosen:
+        raise SettingsError("nothing was measured")
+    record = chosen[-1] | {"model": arguments.model.name, "dtype": arguments.dtype}
+    record["load"] = max(each["load"] for each in chosen)
+    figures = [
+        {name: each[name] for name in ("method", "clients", "seconds", "decoding", "step", "load")}
+        | {"S": {one: s_of(each, one) for one in SETS}, "all": s_of(each)}
+        for each in chosen
+    ]
+    body = [
+        f"vLLM {record['vllm']}, eager mode, no prefix caching, {arguments.drafted} drafted tokens at most. "
+        f"S is tokens per step after the prompt. {len(prompts)} texts of {arguments.tokens} tokens. "
+        "tokens/s counts everything; decoding: steps in which no prompt is evaluated. "
+        "Equal: to plain decoding with as many clients.",
+        "",
+        *page(chosen),
+    ]
+    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body))
+
+
+if __name__ == "__main__":
+    main()
