@@ -9,6 +9,7 @@ import torch
 
 import lookahead.vllm
 from lookahead.core import SettingsError
+from lookahead.drafters.adaptive import sequence
 from lookahead.testing import repetitive_text
 from lookahead.vllm import Accepted, Proposer
 from wrong_proposer import Wrong
@@ -55,6 +56,7 @@ class Engine:
 
     Attributes:
         drafted, accepted: tokens so far, as vLLM's metrics count them.
+        rows: of the last step.
         steps: steps in which a request emitted a token, over all requests.
         cut: drafts are cut short to this many tokens, as where the token budget is used up.
     """
@@ -63,7 +65,7 @@ class Engine:
         self.proposer, self.model, self.running = proposer, model, []
         self.table = np.zeros((8, LONGEST), np.int32)
         self.lengths = np.zeros(8, np.int32)
-        self.drafted = self.accepted = self.steps = 0
+        self.drafted = self.accepted = self.steps = self.rows = 0
         self.cut = DRAFTED
         self.processor = torch.nn.Sequential(LogitsProcessor() if has_logits else torch.nn.Identity())
         proposer.load_model(self.processor)
@@ -92,6 +94,7 @@ class Engine:
             self.table[row] = 0
             self.table[row, : len(request.tokens)] = request.tokens
             self.lengths[row] = len(request.tokens)
+        self.rows = len(rows)
         if rows:
             self.processor(torch.stack(rows))
             for request, draft in zip(
@@ -146,6 +149,8 @@ def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
             request = engine.running.pop(rng.randrange(len(engine.running)))
             request.draft = []
             queue.append(request)
+        if engine.running and rng.random() < 0.03:  # cancelled between proposal and verification
+            engine.running.pop(rng.randrange(len(engine.running)))
         if rng.random() < 0.3:
             rng.shuffle(engine.running)
         engine.cut = rng.choice([DRAFTED, DRAFTED, 2])
@@ -154,7 +159,8 @@ def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
             request.draft = []
         engine.step(pieces=some, waiting=[r for r in engine.running if rng.random() < 0.1])
     for request in every:
-        assert request.output == plain(MODEL, request.prompt, request.end - len(request.prompt))
+        assert request.output == plain(MODEL, request.prompt, len(request.output))
+    assert sum(len(request.tokens) == request.end for request in every) > 8
     learnt_only_what_is_true(engine)
 
 
@@ -222,6 +228,41 @@ def test_drafts_end_at_the_longest_text():
         for request in engine.running:
             assert len(request.tokens) + len(request.draft) < LONGEST
     assert engine.per_step > 2
+
+
+def test_passes_with_prompts_are_not_timed():
+    engine = Engine(Proposer(config(None)), MODEL)
+    engine.running = first, second = [Request(prompt, 200) for prompt in prompts(2)]
+    for _ in range(30):
+        engine.step(pieces=[second])
+    assert not engine.proposer._times.bins
+    for _ in range(30):
+        engine.step()
+    assert engine.proposer._times.bins
+    assert len(first.output) >= 60
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize(("row", "most"), [(1.0, 1.03), (0.01, 0.7)])
+def test_drafts_only_where_they_pay(monkeypatch, requests, row, most):
+    """Seconds of all steps against plain decoding; where a row costs as much as the first, few are drafted."""
+    clock = [0.0]
+    monkeypatch.setattr(sequence, "perf_counter", lambda: clock[0])
+
+    def seconds(rows):
+        return 0.01 * (1 + row * (rows - 1))
+
+    spent = once = 0.0
+    proposer = Proposer(config(None))
+    for number in range(4):
+        engine = Engine(proposer, MODEL)
+        engine.running = [Request(prompt, 100) for prompt in prompts(requests, number)]
+        while engine.running:
+            engine.step()
+            clock[0] += seconds(engine.rows)
+            spent += seconds(engine.rows)
+        once += 100 * seconds(requests)
+    assert spent < most * once
 
 
 def test_memory_is_bounded():
