@@ -111,8 +111,7 @@ docs: $(VENV)/.docs
 	@echo "the site is in build/site"
 
 docs-serve: $(VENV)/.docs
-	$(RUN)/python docs/site.py
-	$(RUN)/python -m zensical serve
+	$(RUN)/python docs/site.py --serve
 
 dist: $(VENV)/.release
 	rm -rf dist

@@ -1,6 +1,7 @@
 """Gathers the pages of the site in build/docs, from where ``make docs`` builds it.
 
-    python docs/site.py
+    python docs/site.py            once
+    python docs/site.py --serve    and show the site while pages are written
 
 The site has the pages of docs/, the command line's own help, and the files of the repository that pages link to: a
 link out of docs/ becomes a link to a page that is made here. Pages read the same in the repository and on the site.
@@ -11,6 +12,10 @@ from __future__ import annotations
 import posixpath
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +125,45 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+def refresh(out: Path) -> int:
+    """Bring the sources of the site up to date; unchanged files are left alone. Returns how many files changed."""
+    with tempfile.TemporaryDirectory() as name:
+        new = Path(name) / "docs"
+        gather(new)
+        wanted = {path.relative_to(new): path for path in new.rglob("*") if path.is_file()}
+        stale = [path for path in out.rglob("*") if path.is_file() and path.relative_to(out) not in wanted]
+        changed = [
+            inside
+            for inside, path in wanted.items()
+            if not (out / inside).is_file() or (out / inside).read_bytes() != path.read_bytes()
+        ]
+        for path in stale:
+            path.unlink()
+        for inside in changed:
+            (out / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(wanted[inside], out / inside)
+    return len(stale) + len(changed)
+
+
+def watch(out: Path) -> None:
+    """Serve the site and gather its sources again whenever a page changes, until Ctrl-C."""
+    server = subprocess.Popen([sys.executable, "-m", "zensical", "serve"], cwd=ROOT)
+    try:
+        while server.poll() is None:
+            time.sleep(2)
+            try:
+                refresh(out)
+            except (SystemExit, OSError) as error:  # a page that is being written
+                print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.terminate()
+
+
 if __name__ == "__main__":
     built = ROOT / "build" / "docs"
-    shutil.rmtree(built, ignore_errors=True)
-    gather(built)
-    print(f"{sum(1 for _ in built.rglob('*.md'))} pages in {built.relative_to(ROOT)}")
+    refresh(built)
+    print(f"{sum(1 for _ in built.rglob('*.md'))} pages in {built.relative_to(ROOT)}", flush=True)
+    if "--serve" in sys.argv:
+        watch(built)
