@@ -5,11 +5,16 @@ import io
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 import yaml
+
+from lookahead.cli import app
+from lookahead.cli.bench import MEASURE
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -66,6 +71,26 @@ def test_drawn_blocks_are_what_the_code_draws(draw):
 def test_images_and_moving_pages_are_what_the_code_draws(draw):
     for name, make in draw.IMAGES.items():
         assert (DOCS / name).read_text() == make(), f"{name}: run python docs/draw.py --write"
+
+
+def command_lines(page):
+    """Every command of ours in the shell blocks of a page, as words."""
+    for block in re.findall(r"^```(?:sh|bash|console)[^\n]*\n(.*?)^```", page.read_text(), flags=re.S | re.M):
+        for line in block.replace("\\\n", " ").splitlines():
+            ours = re.match(r"(?:\$ )?(?:torchrun .*? -m |python -m )?lookahead (.*)", line)
+            if ours:
+                yield shlex.split(ours[1], comments=True)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if list(command_lines(p))], ids=name_of)
+def test_commands_have_the_options_that_pages_give_them(page):
+    """The commands are parsed and not run; scripts/test_readme.py runs those of the README."""
+    for words in command_lines(page):
+        command, rest = typer.main.get_command(app), list(words)
+        while hasattr(command, "commands"):
+            command = command.commands[rest.pop(0) if rest and rest[0] in command.commands else MEASURE]
+        if command.name != "serve":  # reads its options itself
+            command.make_context(command.name, rest)
 
 
 def anchors_of(page):

@@ -62,3 +62,14 @@ def test_curl(served):
         pytest.skip("no curl here (apt-get install curl)")
     answer = json.loads(answer_of(["bash", "-c"], served.url, "sh clients"))
     assert answer["choices"][0]["message"]["content"] == plain(served)
+
+
+def test_the_guide_to_json_answers_in_json(served):
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "json-and-tools.md").read_text()
+    (command,) = re.findall(r"^```sh\n(.*?)^```", page, re.S | re.M)
+    assert ADDRESS in command
+    done = subprocess.run(
+        ["sh", "-c", command.replace(ADDRESS, served.url)], capture_output=True, text=True, timeout=60
+    )
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"].lstrip().startswith("{")
