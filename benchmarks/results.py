@@ -17,11 +17,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from lookahead.bench.record import commit
@@ -32,7 +33,8 @@ from .convert_gguf import convert
 from .datasets import SETS
 
 ROOT = Path(__file__).parent.parent
-RESULTS, RECORDS, README = ROOT / "docs" / "results", ROOT / "build" / "results", ROOT / "README.md"
+RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
+README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
@@ -60,6 +62,19 @@ NAMES = {
     "prompt-lookup": "ours, prompt lookup",
     "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
     "adaptive": "ours, adaptive, the default",
+}
+#: Words of the README's block -> those of README.zh.md; names of data sets, machines and software stay as they are
+CHINESE = {
+    r"Prompts of each set: (\d+)\. ": r"每个数据集的提示词数：\1。",
+    r"(\d+) cores, (.*?), (\d+) threads": r"\1 核, \2, \3 线程",
+    r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
+    r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
+    r"\| equal \|": "| 一致 |",
+    r"(\d+) of (\d+)": r"\1/\2",
+    r"ours, plain decoding": "本库，普通解码",
+    r"ours, prompt lookup": "本库，prompt lookup",
+    r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
+    r"ours, adaptive, the default": "本库，自适应，默认",
 }
 
 
@@ -221,8 +236,13 @@ def speeds(facts: dict[str, Any]) -> str:
     return markdown_table(["tokens/s", *sets, "S", "equal"], rows)
 
 
-def readme(text: str) -> str:
-    """The README with its figures taken from the pages; a block without a page stays as it is."""
+def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The README with its figures taken from the pages; a block without a page stays as it is.
+
+    Args:
+        text: README.md or README.zh.md.
+        words: what to say instead of what the patterns match, in another language.
+    """
     blocks = {}
     page = RESULTS / f"{IN_README}.json"
     if page.is_file():
@@ -232,6 +252,8 @@ def readme(text: str) -> str:
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}"
     for name, block in blocks.items():
+        for english, other in words.items():
+            block = re.sub(english, other, block)
         pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
         text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)
         if count != 1:
@@ -257,6 +279,7 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         measure(given.data, given.limit, given.only)
     README.write_text(readme(README.read_text()))
+    README_ZH.write_text(readme(README_ZH.read_text(), CHINESE))
 
 
 def measure(data: Path, limit: int, only: str = "") -> None:

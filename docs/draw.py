@@ -320,6 +320,7 @@ BLOCKS = {
     "lesson/5-verify.md": {"step": draw_step},
     "adaptive.md": {"rows": draw_rows},
 }
+BLOCKS |= {f"zh/{name}": blocks for name, blocks in BLOCKS.items()}
 
 
 def page(name: str, text: str) -> str:

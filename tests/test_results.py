@@ -7,11 +7,22 @@ import pytest
 
 from benchmarks import results
 
-TEXT = results.README.read_text()
+TEXT, CHINESE = results.README.read_text(), results.README_ZH.read_text()
 
 
 def test_every_figure_of_the_readme_is_read_out_of_the_records():
     assert results.readme(TEXT) == TEXT, "run python -m benchmarks.results --readme"
+    assert results.readme(CHINESE, results.CHINESE) == CHINESE, "run python -m benchmarks.results --readme"
+
+
+def test_the_chinese_block_is_the_english_one_in_other_words():
+    """The same cells in the same order, and no English word but names of software, sets and parts of machines."""
+    english, chinese = (
+        re.search(r"<!-- measured: .*?<!-- end -->", text, re.S)[0] for text in (TEXT, CHINESE)
+    )
+    numbers = r"\d+(?:\.\d+)*"
+    assert re.findall(numbers, chinese) == re.findall(numbers, english)
+    assert not re.findall(r"\b(?:ours|prompts of|the page|the default|the paper's|equal|of)\b", chinese)
 
 
 def line(workload, method, rate, s, equal=2, compared=2):
@@ -38,11 +49,12 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     assert results.readme(text.replace("| 160 |", "| 161 |")) == text
 
 
-def test_no_measured_number_stands_outside_the_blocks():
+@pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["README.md", "README.zh.md"])
+def test_no_measured_number_stands_outside_the_blocks(text):
     """Speeds, ratios and shares; not numbers in names, versions and links, nor the size of a download."""
-    text = re.sub(r"<!-- measured: .*?<!-- end -->", "", TEXT, flags=re.S)
+    text = re.sub(r"<!-- measured: .*?<!-- end -->", "", text, flags=re.S)
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+|[\d.]+ GB", "", text, flags=re.S)
-    assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens|ms|s)\b", text)
+    assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
 
 
 def figures_of(page):
