@@ -8,13 +8,8 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-<<<<<<< HEAD
-.PHONY: help demo test test-fast test-llamacpp test-readme soak coverage lint style types suite fix bench results gpu-check
-.PHONY: docs docs-serve dist test-wheel licences clean
-=======
 .PHONY: help demo test test-fast test-llamacpp test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
-.PHONY: clean
->>>>>>> 95c6080 (Drafting on vLLM is measured and tested in vLLM itself; times of passes with prompts are not learned)
+.PHONY: docs docs-serve dist test-wheel licences clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
