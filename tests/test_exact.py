@@ -291,7 +291,7 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
                 assert torch.equal(scores.row(node), expected[slot][at[slot] + depth - starts[slot]])
             at[slot] += len(path)
         target.commit([(slot, path) for slot, (_, path) in zip(active, trees, strict=True)])
-    assert set(target.arena.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, and pages of each
+    assert set(target.graphs.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, and pages of each
     assert Recorded.replays - before > 10
 
 
@@ -300,10 +300,10 @@ def test_captured_texts_are_those_of_plain_decoding(graphs):
     target = make_target(model, path="transformers", exact=True)
     generations = assert_same_as_autoregressive(target, PROMPTS, (5, 4, 7), 40)
     assert sum(generation.stats.accepted for generation in generations) > 0
-    arena = target.arena
+    store = target.graphs
     del target
     gc.collect()
-    assert make_target(model, path="transformers", exact=True).arena is arena  # graphs outlive a text
+    assert make_target(model, path="transformers", exact=True).graphs is store  # graphs outlive a text
 
 
 def test_what_cannot_be_captured_runs_uncaptured_and_says_so(graphs, monkeypatch):

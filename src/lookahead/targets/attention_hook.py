@@ -1,9 +1,8 @@
-"""Our attention inside transformers models, through their public AttentionInterface, during a pass.
+"""Replaces the attention of a transformers model during a pass, through the public AttentionInterface.
 
-A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. What the model cannot hand
-over (where rows are stored, what they see) is set beside the call. No mask is made: transformers makes none for a
-name without a mask function. Models that ignore the setting are recognised by their class's flag and by counting the
-calls.
+A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. A context variable holds
+what the model does not pass on: where rows are stored, and what they see. transformers makes no mask for a name
+without a mask function. Models that ignore the setting are recognized by a flag of their class and by counting calls.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class TreeAttention:
 
     Attributes:
         lock: held while the attention is installed.
-        idle: arenas that targets left for the next target (``cuda_graphs``).
-        captured: for exact mode: passes are captured.
-        checked_for_host_reads: for exact mode: a pass was seen not to wait for the host.
+        idle: the ``cuda_graphs.GraphStore`` that the next target takes over, if any.
+        captured: in exact mode, whether passes are captured.
+        checked_for_host_reads: in exact mode, whether a pass was checked for reads on the host.
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.

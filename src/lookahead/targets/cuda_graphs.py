@@ -12,8 +12,8 @@ Example, a step of 3 rows (root 7, its chain 9, 4) after T = 20 tokens in the bu
     20     | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
 
 A bucket's first step runs uncaptured, because libraries are set up and kernels compiled in it; its second step is
-captured. Cache and graphs are kept in an arena that outlives its target: the next target of the same model takes it
-over, so a short text does not wait for captures. Each model keeps at most one arena that is not in use.
+captured. Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the same model
+takes it over, so a short text does not wait for captures. Each model keeps at most one store that is not in use.
 
 Only steps of one sequence are captured; several sequences share an ordinary pass. On a CPU the same code runs without
 captures, for tests.
@@ -44,7 +44,7 @@ from .tree_cache import Placement, TreeCache
 
 #: Rows of a captured pass. Padding costs little as long as reading the weights takes most of a step.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Tokens of a cache at first. When it grows, passes must be captured again.
+#: Initial capacity of a cache, in tokens. When it grows, passes must be captured again.
 CAPACITY = 1024
 
 
@@ -113,7 +113,7 @@ class CapturedPass:
         return LogitsBatch(*(result[:, : len(tree)].clone() for result in self.results))
 
     def _capture(self, target: CudaGraphTarget) -> None:
-        self.graph, self.results = target.arena.capture(lambda: self.evaluate(target))
+        self.graph, self.results = target.graphs.capture(lambda: self.evaluate(target))
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """The part that is captured, from the buffer to the argmaxes. It reads and makes no value on the host."""
@@ -127,8 +127,8 @@ class CapturedPass:
         return logits, best_tokens(logits)
 
 
-class Arena:
-    """What outlives a target: the cache and the passes captured over it. Holds no reference to the model."""
+class GraphStore:
+    """A KV cache and the passes captured over it, which outlive a target. Holds no reference to the model."""
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
@@ -157,49 +157,49 @@ class Arena:
         finally:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
 
-    def leave(self, idle: list[Arena]) -> None:
-        """Leave the arena to the next target of this attention, unless one is there already."""
+    def leave(self, idle: list[GraphStore]) -> None:
+        """Keep the store for the next target of this attention, unless another one is kept already."""
         if not idle:
             idle.append(self)
 
 
-class InArena(TransformersTarget):
-    """A target whose cache and captured passes outlive it: the next target of the same attention takes them over."""
+class GraphTarget(TransformersTarget):
+    """A target with a ``GraphStore``, which the next target of the same attention takes over."""
 
     attention: TreeAttention
 
-    def take_arena(
+    def take_graphs(
         self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
     ) -> TreeCache:
-        """Take over the arena that an earlier target left, with an empty cache, or make one. Returns the cache."""
+        """Take over the store of an earlier target, with an empty cache, or make a new one. Returns the cache."""
         # Tensors made in inference mode cannot be written outside of it, and a later target may be outside.
         with torch.inference_mode(False):
             if attention.idle:
-                self.arena: Arena = attention.idle.pop()
-                self.arena.cache.clear()
-                self.arena.reserve(1, capacity)
+                self.graphs: GraphStore = attention.idle.pop()
+                self.graphs.cache.clear()
+                self.graphs.reserve(1, capacity)
             else:
-                self.arena = Arena(model, facts, capacity)
-        weakref.finalize(self, self.arena.leave, attention.idle)
-        return self.arena.cache
+                self.graphs = GraphStore(model, facts, capacity)
+        weakref.finalize(self, self.graphs.leave, attention.idle)
+        return self.graphs.cache
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        with self.in_arena("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
+        with self.with_room("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
             return super().prefill(prompts)
 
     @contextmanager
-    def in_arena(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Ensure room for (slot, tokens) in the arena. Within the block the model's GPU is the current device."""
+    def with_room(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Ensure room in the cache for each (slot, tokens). In the block the model's GPU is the current device."""
         device = self.model.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(False), self.attention.lock, current:
             with memory_errors(what):
                 for slot, tokens in room:
-                    self.arena.reserve(slot + 1, tokens)
+                    self.graphs.reserve(slot + 1, tokens)
             yield
 
 
-class CudaGraphTarget(InArena):
+class CudaGraphTarget(GraphTarget):
     """``TransformersTarget`` with captured passes and the tree attention. Its logits are the same up to rounding.
 
     Args:
@@ -207,7 +207,7 @@ class CudaGraphTarget(InArena):
         facts: of the model.
         attention: of this model with its weights where they are now: captured passes hold their addresses.
         capacity: tokens per slot at first; when storage grows, passes are captured again.
-        reason: why this path was taken, in one line.
+        reason: why this path was chosen, in one line.
     """
 
     path = "cuda-graph"
@@ -220,20 +220,20 @@ class CudaGraphTarget(InArena):
         capacity: int = CAPACITY,
         reason: str = "",
     ) -> None:
-        super().__init__(model, facts, capacity, reason, self.take_arena(model, facts, attention, capacity))
+        super().__init__(model, facts, capacity, reason, self.take_graphs(model, facts, attention, capacity))
         self.attention = attention
 
     @property
     def passes(self) -> dict[tuple[int, int], CapturedPass]:
         """Captured passes by slot and bucket."""
-        return self.arena.passes
+        return self.graphs.passes
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         rows = max(len(tree) for _, tree in trees)
         bucket = bucket_of(rows)
         # Padding rows are written too, so there must be room for the whole bucket.
         room = [(slot, self.lengths[slot] + (bucket or rows)) for slot, _ in trees]
-        with self.in_arena(f"a step of {rows} rows for {len(trees)} sequences", room):
+        with self.with_room(f"a step of {rows} rows for {len(trees)} sequences", room):
             if len(trees) > 1 or bucket is None:
                 return super().forward(trees)
             ((slot, tree),) = trees
@@ -329,18 +329,27 @@ def host_reads(target: CudaGraphTarget) -> str:
     device = target.model.device
     if device.type == "cpu":
         return ""
-    before = torch.cuda.get_sync_debug_mode()
-    with target.in_arena("a step", [(0, BUCKETS[-1])]):
+    with target.with_room("a step", [(0, BUCKETS[-1])]):
         passes = [CapturedPass(0, bucket, device) for bucket in BUCKETS]
+        for captured_pass in passes:
+            captured_pass.evaluate(target)
         try:
-            for mode in (before, "error"):
-                torch.cuda.set_sync_debug_mode(mode)
+            with refused_host_reads():
                 for captured_pass in passes:
                     captured_pass.evaluate(target)
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
             return summary(error)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
     return ""
+
+
+@contextmanager
+def refused_host_reads() -> Iterator[None]:
+    """Within the block, an operation that waits for the GPU to read a value on the host raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

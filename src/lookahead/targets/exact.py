@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import Scores, TokenTree
 from .attention_hook import TreeAttention, implementation
-from .cuda_graphs import CAPACITY, InArena
+from .cuda_graphs import CAPACITY, GraphTarget, refused_host_reads
 from .facts import ModelFacts
 from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
@@ -137,7 +137,7 @@ def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
 
 
-class CapturedExactTarget(InArena, ExactTarget):
+class CapturedExactTarget(GraphTarget, ExactTarget):
     """``ExactTarget`` with captured passes, and the same arguments."""
 
     def __init__(
@@ -149,27 +149,25 @@ class CapturedExactTarget(InArena, ExactTarget):
         reason: str = "",
     ) -> None:
         capacity = -(-max(capacity, CAPACITY) // PAGE) * PAGE
-        cache = self.take_arena(model, facts, attention, capacity)
+        cache = self.take_graphs(model, facts, attention, capacity)
         ExactTarget.__init__(self, model, facts, attention, capacity, reason, cache)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         room = [(slot, self.lengths[slot] + len(tree)) for slot, tree in trees]
-        with self.in_arena(f"a step for {len(trees)} sequences", room):
+        with self.with_room(f"a step for {len(trees)} sequences", room):
             return super().forward(trees)
 
     def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        if (
-            self.attention.backend == "exact_triton"
-        ):  # the kernel reads positions on the device and needs no pages
+        if self.attention.backend == "exact_triton":  # the kernel reads positions on the device
             pages = []
         if count := max((number for _, number in pages), default=0):
             count = min(1 << (count - 1).bit_length(), self.cache.capacity // PAGE)
         last = max((slot for slot, number in pages if number), default=0)
         key = (min(1 << last.bit_length(), self.cache.slots), count)
-        with self.in_arena("a pass", ()):
-            if key not in self.arena.passes:
-                self.arena.passes[key] = _CapturedPass(self, numbers, *key)
-            captured: _CapturedPass = self.arena.passes[key]
+        with self.with_room("a pass", ()):
+            if key not in self.graphs.passes:
+                self.graphs.passes[key] = _CapturedPass(self, numbers, *key)
+            captured: _CapturedPass = self.graphs.passes[key]
             captured.numbers.copy_(numbers)
             captured.graph.replay()
             logits: torch.Tensor = captured.logits.clone()  # the next replay overwrites them
@@ -185,12 +183,8 @@ class _CapturedPass:
         target.evaluate(self.numbers, pages)  # libraries are set up in the first pass
         # A failed capture would leave the device's random numbers unusable, so the first pass is checked before.
         if not target.attention.checked_for_host_reads:
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with refused_host_reads():
                 target.evaluate(self.numbers, pages)
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
             target.attention.checked_for_host_reads = True
-        captured: Any = target.arena.capture(lambda: target.evaluate(self.numbers, pages))
+        captured: Any = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
         self.graph, self.logits = captured

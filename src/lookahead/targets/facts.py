@@ -1,4 +1,4 @@
-"""What targets need to know of a transformers model, read once."""
+"""Sizes and properties of a transformers model that targets use, read once."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ if TYPE_CHECKING:
 
 
 class PassFacts(Limits):
-    """What any forward pass of a model needs.
+    """What any forward pass of a model needs, beside ``Limits``.
 
     Attributes:
-        config: the text config.
-        vocabulary: V, the columns of the logits.
-        max_positions: positions that the model was made for; ``NO_LIMIT`` without a limit.
-        cache_name: of the cache among the arguments of ``forward``.
+        cache_name: the name of the cache among the arguments of ``forward``.
         accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
-        kinds: of its attention layers.
-        rope_type, rope_boundary: the rotary type whose frequencies depend on the length of the text, and the
-            position at which they change; ("", ``NO_LIMIT``) if they do not.
-        rotary: to be called before every pass.
+        kinds: the kinds of attention layers.
+        rotary: resets rotary frequencies; must be called before every pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -43,7 +38,7 @@ class PassFacts(Limits):
 
 
 class ModelFacts(PassFacts):
-    """What token trees need in addition.
+    """What token trees need, beside ``PassFacts``.
 
     Attributes:
         alibi: the bias of an ALiBi model, or None.

@@ -1,4 +1,4 @@
-"""What was found out about a model, remembered until the model changes.
+"""Results of checks of a model, remembered until the model changes.
 
 ``fingerprint`` sees cheaply where weights lie, who wrote to them, and which functions are called. It does not see
 numbers written without torch's knowledge, by ``weight.data += delta`` or through another view of the memory;
@@ -35,23 +35,22 @@ def forget(model: Any, prefix: str = "") -> None:
         del results[name]
 
 
-#: Where transformers' hooks on layers come from that capture hidden states and attentions. They stay on a model after
-#: ``output_hidden_states`` or ``output_attentions`` and do nothing unless a call asks for these again.
+#: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
+#: ``output_hidden_states`` or ``output_attentions``, and do nothing in other calls.
 CAPTURING = "transformers.utils.output_capturing"
 INSTALLED = "_output_capturing_hooks_installed"
 
 
 def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Hooks that may change or read what a module computes; those that transformers leaves behind do not count."""
+    """Hooks that may change or read what a module computes, without those that transformers leaves behind."""
     return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != CAPTURING]
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Changes when a weight or buffer is replaced or written, or a module, method, hook, attribute or setting is.
+    """A value that changes when a weight, buffer, module, method, hook, attribute or setting of the model changes.
 
-    So it does where torch.autocast begins or ends on the CPU or on a GPU.
-
-    Settings whose names begin with "_" belong to transformers; of these only the attention implementation counts.
+    It also changes when torch.autocast is switched on or off. Of the settings whose names begin with "_", which
+    belong to transformers, only the attention implementation counts.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):  # weights that nobody else can reach

@@ -1,4 +1,4 @@
-"""What decoding must know of any model, and how errors of a pass are reported. Loads no torch."""
+"""Limits of a model, and errors of its passes. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from ..core import OutOfMemory
 from ..core.errors import first_line
 
-#: Maximum positions of a model without a limit: more than any text has.
+#: The position limit of a model without one: more than any text has.
 NO_LIMIT = 1 << 30
 
 
 class Limits:
-    """What the library must know of any model to decode with it.
+    """Properties of a model that every target needs.
 
     Attributes:
         config: the text config.
-        vocabulary: V, columns of the logits.
-        max_positions: positions that the model was made for; ``NO_LIMIT`` where it has no limit.
-        rope_type, rope_boundary: the rotary type that depends on the length, and the position from which it
-            changes; ("", ``NO_LIMIT``) if none.
+        vocabulary: V, the columns of the logits.
+        max_positions: positions that the model was trained for; ``NO_LIMIT`` without a limit.
+        rope_type, rope_boundary: the rotary type whose frequencies depend on the length of the text, and the
+            position at which they change; ("", ``NO_LIMIT``) if they do not.
     """
 
     config: Any
@@ -33,7 +33,7 @@ class Limits:
 
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
-    """Raise an allocator's failure as ``OutOfMemory``, to which the decoding loop answers with fewer rows.
+    """Turn an allocation error into ``OutOfMemory``, after which the decoding loop tries fewer rows.
 
     Args:
         what: what did not fit, for the message.
@@ -52,5 +52,5 @@ def memory_errors(what: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """An error's type and first line, for a reason of one line."""
+    """An error's type and first line."""
     return f"{type(error).__name__}: {first_line(error, 160)}"

@@ -39,8 +39,11 @@ class Logits(ABC):
         """The k best tokens of every row, int32, and their logits minus the row's largest, both (B, R, min(k, V))."""
 
     def best(self, b: int, r: int) -> int:
-        """The token with the largest logit in row r of sequence b, the lowest of equals. Raises NumericalError on
-        NaN."""
+        """The token with the largest logit in row r of sequence b, the lowest of equals.
+
+        Raises:
+            NumericalError: a logit is NaN.
+        """
         token = self.argmax(b, r)
         if token < 0:
             raise NumericalError(
@@ -51,8 +54,8 @@ class Logits(ABC):
 
 
 class LogitsBatch(Logits):
-    """Logits that torch has computed. The argmaxes of all rows come to the host in one copy, and so do the k best
-    tokens.
+    """Logits that torch has computed. The argmaxes of all rows are copied to the host at once, and so are the k best
+    tokens of each.
 
     Args:
         logits: (B, R, V).

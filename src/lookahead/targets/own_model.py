@@ -1,4 +1,4 @@
-"""Models that are none of transformers' and evaluate their own passes: packed weights, and llama.cpp's."""
+"""Models that are not modules of transformers: packed weights, and models that llama.cpp evaluates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class OwnConfig(SimpleNamespace):
-    """The few fields of a transformers config that the library reads of a model."""
+    """The fields of a transformers config that this library reads."""
 
     def get_text_config(self, decoder: bool = True) -> OwnConfig:
-        """Itself: such models read text only."""
+        """The config itself, because such models read text only."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -25,10 +25,10 @@ class OwnConfig(SimpleNamespace):
 
 
 class NeedsModule(SettingsError, AttributeError):
-    """Something asks for a part of a transformers model, and there is none.
+    """A part of a transformers model was requested of an ``OwnModel``.
 
     Args:
-        name: of the part.
+        name: the missing attribute.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,16 +39,16 @@ class NeedsModule(SettingsError, AttributeError):
 
 
 class OwnModel:
-    """Stands where a transformers model does elsewhere.
+    """A model that is used in place of a transformers model.
 
     Attributes:
-        weights: the types of its numbers for people, those that take the most bytes first, as in "Q4_K + Q6_K".
-        parameter_count: how many numbers its tensors hold.
-        config, generation_config: of transformers, or as far as a file tells.
-        facts: what targets must know of it.
-        description: of the model and of what computes its passes, in one line.
-        device: where logits are read.
-        rounds_in_company: whether a row may round differently beside other rows.
+        weights: its types for display, those with the most bytes first, as in "Q4_K + Q6_K".
+        parameter_count: numbers in its tensors.
+        config, generation_config: those of transformers, or objects with the fields that a file has.
+        facts: properties that targets need.
+        description: one line on the model and on what computes its passes.
+        device: the device of the logits.
+        rows_interact: whether the rounding of a row may depend on the other rows of its pass.
     """
 
     weights: str
@@ -58,23 +58,23 @@ class OwnModel:
     facts: Limits
     description: str
     device = "cpu"
-    rounds_in_company = False
+    rows_interact = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """float16 where rows round in company, else float32."""
+        """float16 if ``rows_interact``, else float32."""
         import torch
 
-        return torch.float16 if self.rounds_in_company else torch.float32
+        return torch.float16 if self.rows_interact else torch.float32
 
     def __getattr__(self, name: str) -> Any:
-        """Reached only for attributes that are not there: ``generate``, ``parameters``, hooks and other modules' own.
+        """Called for missing attributes only: ``generate``, ``parameters``, hooks and others that a module has.
 
         Raises:
-            NeedsModule: an AttributeError that says what to do.
+            NeedsModule: always; an AttributeError that says what to do.
         """
         raise NeedsModule(name)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """A forward pass of transformers, which there is none of; raises NeedsModule."""
+        """Raises NeedsModule: there is no forward pass of transformers."""
         raise NeedsModule("forward")

@@ -18,7 +18,7 @@ from numba import njit
 from numpy.lib.stride_tricks import as_strided
 
 GROUP = 32
-#: Groups that are first compared together: most blocks of groups contain none of the best.
+#: Groups that are compared together at first, because most blocks of groups contain none of the best.
 BLOCK = 16
 LAST = 0x7FFFFFFF
 
@@ -96,11 +96,11 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
                 if value >= bound:
                     _insert(best, value, token)
         largest = np.float32(0)
-        for place in range(k):
-            value = np.int32(best[place] >> 32)
+        for index in range(k):
+            value = np.int32(best[index] >> 32)
             value ^= (value >> 31) & np.int32(rest)
             bits[0] = value << 16 if sign == 15 else value
             number = bits.view(np.float32)[0]
-            largest = number if place == 0 else largest
-            ids[row, place] = LAST - (best[place] & LAST)
-            odds[row, place] = number - largest
+            largest = number if index == 0 else largest
+            ids[row, index] = LAST - (best[index] & LAST)
+            odds[row, index] = number - largest

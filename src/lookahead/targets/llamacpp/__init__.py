@@ -1,1 +1,1 @@
-"""llama.cpp as the engine that evaluates the rows, through the low-level interface of llama-cpp-python."""
+"""Targets evaluated by llama.cpp, through the low-level interface of llama-cpp-python."""

@@ -1,4 +1,4 @@
-"""Does llama.cpp evaluate token trees of this model as it evaluates chains? The check at load."""
+"""The check at load: does llama.cpp compute the same logits for rows of a token tree as for rows of a chain?"""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
     try:
         for number in range(
             len(PROMPT_LENGTHS)
-        ):  # other texts where one fails: a control may be small by chance
-            found = compare(model, number)
-            if found.ok:
+        ):  # if a text fails, try another: a control may be small by chance
+            comparison = compare(model, number)
+            if comparison.ok:
                 break
     except EngineFailed as error:
         return False, f"it cannot evaluate a token tree ({summary(error)})", None
-    return found.ok, found.reason, found
+    return comparison.ok, comparison.reason, comparison
 
 
 class AncestorTrial(Trial):
-    """A trial without a wrong position in its negative control: llama.cpp refuses rows at any but the next one."""
+    """A trial whose negative control has no wrong position, because llama.cpp refuses rows out of order."""
 
     controls = (WRONG_ANCESTOR,)
 
@@ -60,9 +60,9 @@ class AncestorTrial(Trial):
 
 
 def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
-    """Compare a trial's trees with causal passes over the same texts, and these with steps of one row.
+    """Compare a trial's trees with causal passes over the same texts, and these passes with steps of one row.
 
-    How far llama.cpp's own rows in company are from its rows alone is the noise that a tree's rows may have.
+    The second difference is llama.cpp's own rounding error, and a tree's rows may differ by a multiple of it.
     """
     facts: Any = SimpleNamespace(
         vocabulary=model.facts.vocabulary,
@@ -88,8 +88,8 @@ def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
     difference = float(errors.max())
     ok = difference <= limit and control >= CONTROL_MARGIN * difference
     reason = (
-        f"difference {difference:.2g}, {limit:.2g} allowed; its own rows in company differ by {noise:.2g} from rows "
-        f"alone, {same} of {len(rows)} have the same bits; a wrong ancestor shows as {control:.2g}"
+        f"difference {difference:.2g}, {limit:.2g} allowed; llama.cpp's own passes differ by {noise:.2g} from steps "
+        f"of one row, {same} of {len(rows)} rows have the same bits; a wrong ancestor shows as {control:.2g}"
     )
     return Equivalence(ok, difference, control, limit, noise, reason)
 

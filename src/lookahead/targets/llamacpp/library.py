@@ -1,4 +1,4 @@
-"""The library llama.cpp: which versions, its models, contexts and batches, and its errors in one line each."""
+"""The library llama.cpp: supported versions, models, contexts, batches, and errors in one line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy as np
 from ...core import LookaheadError, OutOfMemory, SettingsError
 
 PACKAGE = "llama-cpp-python"
-#: Versions whose interface this is: from the first one on, up to but not including the second.
+#: Supported versions: from the first up to, but not including, the second.
 SUPPORTED = ((0, 3, 36), (0, 4))
 GET = f"pip install '{PACKAGE}>=0.3.36,<0.4' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
 #: Sequence ids of a context: the most that llama.cpp can be compiled for (LLAMA_MAX_SEQ).
 SEQUENCES = 256
-#: The same of models with a recurrent state, which is allocated for each of them.
+#: The same for models with a recurrent state, which llama.cpp allocates for each sequence.
 RECURRENT_SEQUENCES = 16
-#: Rows that llama.cpp takes in one call, and those that it evaluates together; its own defaults.
+#: Rows of one call, and rows that llama.cpp evaluates together; its defaults.
 BATCH_ROWS, TOGETHER = 2048, 512
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: Types of cached keys and values -> ggml's numbers.
@@ -41,15 +41,15 @@ CACHE_TYPES = {
     "q5_0": 6,
     "q5_1": 7,
 }
-#: What ``llama_decode`` answers where it found no room, and where it could not allocate.
+#: Return values of ``llama_decode``: no free cells, and no memory.
 NO_ROOM, NO_MEMORY = 1, -2
-#: Lines that llama.cpp logs at this level are errors.
+#: The level of errors in llama.cpp's log.
 ERROR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How llama.cpp lays a model out and evaluates it; the names are those of its command line."""
+    """How llama.cpp loads and evaluates a model; the names are those of its command line."""
 
     threads: int | None = None
     n_gpu_layers: int | None = None
@@ -65,24 +65,24 @@ class EngineFailed(LookaheadError):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The module with llama.cpp's functions; what these log is not shown.
+    """The module with llama.cpp's functions, whose log is not printed.
 
     Raises:
-        SettingsError: it is not installed, or not in a supported version.
+        SettingsError: it is not installed, or its version is not supported.
     """
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         raise SettingsError(f"engine='llama.cpp' needs {PACKAGE}, which is not installed; {GET}") from None
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    numbers = tuple(map(int, re.findall(r"\d+", installed)[:3]))
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
         raise SettingsError(
-            f"engine='llama.cpp' needs {PACKAGE} from 0.3.36 on and before 0.4, got {found}; {GET}"
+            f"engine='llama.cpp' needs {PACKAGE} from 0.3.36 on and before 0.4, got {installed}; {GET}"
         )
     try:
         from llama_cpp import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
-        raise SettingsError(f"{PACKAGE} {found} cannot be loaded ({error}); install it again") from None
+        raise SettingsError(f"{PACKAGE} {installed} cannot be loaded ({error}); install it again") from None
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(_log, None)
     return llama_cpp
@@ -97,26 +97,26 @@ def _keep_errors(level: int, text: bytes, _: Any) -> None:
         del _errors[:-8]
 
 
-#: llama.cpp calls it as long as the process lives.
+#: Kept alive, because llama.cpp calls it until the process ends.
 _log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_keep_errors)
 
 
 def _said() -> str:
-    """What llama.cpp has logged as errors since this was last asked, in one line."""
+    """The errors that llama.cpp has logged since the last call, in one line."""
     said = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
     _errors.clear()
     return "; ".join(dict.fromkeys(said))[:300] or "it does not say why"
 
 
 class Weights:
-    """A model as llama.cpp has loaded it. Any number of contexts evaluate it.
+    """A model that llama.cpp has loaded. Any number of contexts may evaluate it.
 
     Args:
         file: a GGUF file.
-        settings: how it is laid out.
+        settings: how it is loaded.
 
     Attributes:
-        trees: whether its memory can be cut back to a shorter text, which a rejected row needs.
+        trees: whether a sequence can be truncated, as rejected rows require. A recurrent state cannot.
 
     Raises:
         SettingsError: llama.cpp cannot load it, or it does not decode text.
@@ -152,27 +152,26 @@ class Weights:
 
     @property
     def device(self) -> str:
-        """What evaluates the model, as llama.cpp calls it."""
-        return (
-            "GPU" if self.library.llama_supports_gpu_offload() and self.settings.n_gpu_layers != 0 else "CPU"
-        )
+        """The device that evaluates the model: "GPU" or "CPU"."""
+        on_gpu = self.library.llama_supports_gpu_offload() and self.settings.n_gpu_layers != 0
+        return "GPU" if on_gpu else "CPU"
 
 
 class Context:
-    """Keys and values of sequences, in cells that they share, and the passes over them.
+    """A KV cache whose cells sequences share, and the passes over it.
 
-    A cell belongs to any number of sequences: a row sees the cells of its first sequence up to its own position.
+    A cell belongs to any number of sequences. A row sees the cells of its first sequence up to its own position.
 
     Args:
         weights: the model.
-        cells: rows that there is room for.
+        cells: smallest number of cells; each holds one row.
 
     Attributes:
-        cells: rows that there is room for, at least as many as asked for.
+        cells: number of cells.
 
     Raises:
-        OutOfMemory: there is not that much.
-        SettingsError: settings that llama.cpp refuses.
+        OutOfMemory: the cells do not fit in memory.
+        SettingsError: llama.cpp refuses the settings.
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:
@@ -182,7 +181,7 @@ class Context:
         parameters.n_seq_max = weights.sequences
         parameters.kv_unified = True  # sequences share the cells of their common prefix
         parameters.swa_full = (
-            True  # else rows that left the window are lost, and with them what a rejected row hid
+            True  # otherwise llama.cpp drops rows that left the window, which a truncation needs
         )
         parameters.no_perf = True
         parameters.n_threads = parameters.n_threads_batch = settings.threads or cpu_count() or 1

@@ -53,7 +53,7 @@ class LlamaCppModel(OwnModel):
         self.parameter_count = sum(prod(tensor.shape) for tensor in file.tensors.values())
         # Rows in company round differently where anything is shorter than float32.
         whole = set(sizes) == {"F32"} and settings.cache_type_k == settings.cache_type_v == "f32"
-        self.rounds_in_company = not whole
+        self.rows_interact = not whole
         architecture = metadata["general.architecture"]
         loaded = self.loaded
         self.config = OwnConfig(
