@@ -315,7 +315,7 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
     out.write_text(first)
     # What no result depends on may differ, and the settings of the newest run count from now on.
     assert call(*base, *other, "--threads", 1)[0] == 0
-    refused("--mix-settings goes with --resume", *base, "--mix-settings")
+    refused("--mix-settings needs --resume", *base, "--mix-settings")
 
 
 def test_results_are_not_overwritten_unasked(model, tmp_path):
@@ -390,11 +390,11 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         ([], "exactly one of --prompt, --prompt-file and --input must be given, got none"),
         (["--prompt", "x", "--prompt-file", "y"], "got --prompt and --prompt-file"),
         (["--prompt", ""], "must not be empty"),
-        (["--prompt", "x", "--output", "y"], "--output goes with --input"),
-        (["--prompt", "x", "--resume"], "--resume goes with --input"),
-        (["--prompt", "x", "--batch-size", 2], "--batch-size goes with --input"),
-        (["--input", "x", "--output", "y", "--mix-settings"], "--mix-settings goes with --resume"),
-        (["--input", "x", "--resume"], "--resume goes on with an --output"),
+        (["--prompt", "x", "--output", "y"], "--output needs --input"),
+        (["--prompt", "x", "--resume"], "--resume needs --input"),
+        (["--prompt", "x", "--batch-size", 2], "--batch-size needs --input"),
+        (["--input", "x", "--output", "y", "--mix-settings"], "--mix-settings needs --resume"),
+        (["--input", "x", "--resume"], "--resume needs --output"),
         (["--input", "x", "--output", "y", "--resume", "--overwrite"], "--resume and --overwrite"),
         (["--input", "x", "--color"], "--color and --input"),
         (["--input", "x", "--json"], "--json and --input"),

@@ -266,7 +266,7 @@ def test_every_bucket_is_compiled_and_then_watched_for_waiting(waits, monkeypatc
     target = SimpleNamespace(
         mode=0, waits=waits, seen=[], model=SimpleNamespace(device=torch.device("cuda:0"))
     )
-    target.in_arena = lambda *given: nullcontext()
+    target.with_room = lambda *given: nullcontext()
     monkeypatch.setattr(module, "CapturedPass", FakePass)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(target, "mode", mode))
@@ -300,12 +300,12 @@ def test_graphs_of_a_cache_that_moved_leave_their_pool_to_nobody(model, monkeypa
     """An allocator's pool must not be used again once all its graphs are gone."""
     handles = iter(range(1, 9))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    arena = captured(model, 16).arena
-    arena.on_gpu, arena.memory_pool = True, 0
-    arena.reserve(1, 10)
-    assert arena.memory_pool == 0
-    arena.reserve(1, 100)
-    assert (arena.memory_pool, arena.passes) == (1, {})
+    store = captured(model, 16).graphs
+    store.on_gpu, store.memory_pool = True, 0
+    store.reserve(1, 10)
+    assert store.memory_pool == 0
+    store.reserve(1, 100)
+    assert (store.memory_pool, store.passes) == (1, {})
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):

@@ -388,7 +388,7 @@ def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypat
 
 
 def test_options_of_the_engine_without_it(files):
-    with pytest.raises(SettingsError, match=r"flash_attn goes with engine='llama.cpp'"):
+    with pytest.raises(SettingsError, match=r"flash_attn needs engine='llama.cpp'"):
         lookahead.load(files(), flash_attn="on")
 
 

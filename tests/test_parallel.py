@@ -598,7 +598,7 @@ def test_the_timeout_is_the_users():
     arguments = ["generate", "tiny", "--prompt", "def f", "--max-new-tokens", "2", "--parallel-timeout"]
     for what, code, _ in launch(2, command_line, [*arguments, "0"], 0):
         assert (what, code) == ("left", 2)
-    with pytest.raises(SettingsError, match="parallel_timeout goes with parallel"):
+    with pytest.raises(SettingsError, match="parallel_timeout needs parallel"):
         lookahead.load(parallel_timeout=5)
 
 

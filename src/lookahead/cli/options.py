@@ -1,4 +1,4 @@
-"""Options of commands, made from the dataclasses of the Python API, and loading; does not import torch."""
+"""Options of commands, made from the dataclasses of the Python API, and loading. Does not import torch."""
 
 # ruff: noqa: RUF009
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
 
 R = TypeVar("R")
-#: What ``--help`` shows for the value of an option, by its type. A flag takes none.
+#: The placeholder of an option's value in ``--help``, by its type. A flag has no value.
 METAVARS: dict[Any, str] = {
     str: "TEXT",
     list[str]: "TEXT",
@@ -46,15 +46,15 @@ class Command(TyperCommand):
 
 
 def without_types(parameters: Any) -> Any:
-    """Options as typer has made them; flags, ``--help`` among them, take no value and show none."""
-    for one in parameters:
-        if getattr(one, "is_flag", False):
-            one.metavar = METAVARS[bool]
+    """The same parameters of typer; flags, such as ``--help``, show no placeholder for a value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = METAVARS[bool]
     return parameters
 
 
 def metavar_of(kind: Any) -> str | None:
-    """What the help shows for a value of this type; None leaves it to typer."""
+    """The placeholder of a value of this type; None if typer chooses it."""
     if isinstance(kind, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
     return METAVARS.get(kind)
@@ -90,9 +90,9 @@ class Task(OptionSet):
             )
         for name in ("output", "resume", "batch_size"):
             if name in given and self.input is None:
-                raise SettingsError(f"{flag_of(name)} goes with --input, which is not given")
+                raise SettingsError(f"{flag_of(name)} needs --input, which is not given")
         if self.overwrite and self.input is None and self.trace is None:
-            raise SettingsError("--overwrite goes with --input or --trace, and neither is given")
+            raise SettingsError("--overwrite needs --input or --trace, and neither is given")
         exclusive = (
             ("resume", "overwrite"),
             ("color", "input"),
@@ -104,9 +104,9 @@ class Task(OptionSet):
             if one in given and other in given:
                 raise SettingsError(f"--{one} and --{other} cannot be given together; use one of them")
         if self.mix_settings and not self.resume:
-            raise SettingsError("--mix-settings goes with --resume, which is not given")
+            raise SettingsError("--mix-settings needs --resume, which is not given")
         if self.resume and self.output is None:
-            raise SettingsError("--resume goes on with an --output, which is not given")
+            raise SettingsError("--resume needs --output, which is not given")
         if self.batch_size < 1:
             raise SettingsError(f"--batch-size must be at least 1, got {self.batch_size}")
 
@@ -116,7 +116,10 @@ def with_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator of commands: a parameter that is a dataclass of options becomes one option per field.
 
-    ``only`` these fields are offered (none named are all) and ``without`` those; ``defaults`` are the command's own.
+    Args:
+        only: the fields that are offered; empty for all.
+        without: fields that are not offered.
+        **defaults: defaults of this command.
     """
 
     def apply(command: Callable[..., R]) -> Callable[..., R]:
@@ -145,7 +148,7 @@ def with_options(
         run.__name__ = command.__name__
         # typer keeps the line ends of all paragraphs but the first.
         paragraphs = inspect.getdoc(command) or ""
-        run.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs.split("\n\n"))
+        run.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs.split("\n\n"))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -161,7 +164,7 @@ def _parameter(options: Any, field: Field[Any], kind: Any, default: Any) -> insp
         kind = kind | None
     info: Any = typer.Argument(help=metadata["help"], metavar=metavar)
     if field.kw_only:
-        # A flag that is given says yes; there is no --no-flag.
+        # There is no --no-flag.
         flag = [flag_of(field.name)] if kind is bool else []
         panel = metadata["panel"] or options.PANEL
         info = typer.Option(*flag, help=metadata["help"], metavar=metavar, rich_help_panel=panel)
@@ -177,7 +180,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         raise SettingsError(
             "--parallel-timeout is for processes that torchrun starts; leave it out without it"
         )
-    gc.disable()  # imports and metadata make a million objects that stay; to look through them takes a second
+    gc.disable()  # imports and metadata make a million objects that stay; collecting among them takes a second
     try:
         from ..engine.loading import load as load_llm
 
@@ -186,7 +189,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         return load_llm(**replace(load, drafter=drafter, parallel=parallel).keywords())
     finally:
         gc.freeze()
-        gc.unfreeze()  # both: they are old now, and are not looked through in the midst of a text
+        gc.unfreeze()  # freeze and unfreeze make these objects old, so a text is not interrupted to scan them
         gc.enable()
 
 
@@ -204,7 +207,7 @@ def quiet() -> None:
 
 @contextmanager
 def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that let adaptive continue from a file; what it has learnt is written back, also after an error."""
+    """Options with which adaptive continues from a file. What it learns is written back, also after an error."""
     if file is None:
         yield {}
         return
@@ -267,9 +270,9 @@ def read_text(path: Path, option: str) -> str:
 def numbers(text: str, option: str) -> list[int]:
     """Whole numbers separated by commas, sorted, without duplicates."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        parsed = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
+        parsed = []
+    if not parsed or parsed[0] < 1:
         raise SettingsError(f"{option} must be whole numbers of at least 1, as in 1,4,16; got {text!r}")
-    return found
+    return parsed

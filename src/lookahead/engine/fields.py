@@ -1,6 +1,6 @@
-"""Options as dataclass fields that bear their own help and rule, and functions that take them as keywords.
+"""Options as dataclass fields with their help and rule, and functions that take these fields as keywords.
 
-One field is one option everywhere: the types, signatures and docstrings of the Python API come from it, and so does
+Each field is one option everywhere: types, signatures and docstrings of the Python API are made from it, and so is
 ``--help`` (``lookahead.cli.options``). Imports no torch.
 """
 
@@ -34,18 +34,19 @@ def option(
     keyword: bool = True,
     warper: tuple[str, float] | None = None,
 ) -> Any:
-    """A dataclass field with what people are told of it, by ``--help`` and the API reference alike.
+    """A dataclass field that is an option.
 
     Args:
         default: its neutral value.
-        rule: for every other value.
+        help: its description in ``--help`` and in the API reference.
+        rule: what every other value must fulfil.
         panel, metavar: in ``--help``, the heading of its group (None for the dataclass's ``PANEL``) and the
             placeholder of its value.
-        kind: its type on a command line, where the field's own says more than text can.
-        cli: whether it can be said on a command line at all.
+        kind: its type on a command line, if that differs from the field's type.
+        cli: whether the command line offers it.
         keyword: whether Python takes it by keyword only.
-        warper: the class of transformers that applies it to the scores when sampling, and its value without effect,
-            which also gives the type.
+        warper: the class of transformers that applies it to the scores when sampling, and its neutral value, which
+            also gives the type.
     """
     metadata = {"help": help, "rule": rule, "panel": panel, "metavar": metavar, "kind": kind, "cli": cli}
     metadata["warper"] = warper
@@ -53,7 +54,7 @@ def option(
 
 
 class OptionSet:
-    """What the dataclasses of options have in common."""
+    """Base class of the dataclasses of options."""
 
     __slots__ = ()
     PANEL: ClassVar[str | None] = None
@@ -66,7 +67,7 @@ class OptionSet:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """From keywords.
+        """Make options from keywords.
 
         Raises:
             SettingsError: a name that is not an option, or a value that is not allowed.
@@ -116,7 +117,7 @@ def keywords_of(
 
 
 def _declare(function: Any, options: Any) -> Any:
-    """Write the fields into the signature, and into the docstring in place of {options}."""
+    """Add the fields to the signature, and to the docstring in place of {options}."""
     own = inspect.signature(function)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kept = [parameter for parameter in own.parameters.values() if parameter.kind not in variable]

@@ -150,7 +150,7 @@ def _read_packed(
                 "leave weights out"
             )
         if device != "cpu" or dtype != "auto":
-            raise SettingsError("weights goes with the CPU and dtype='auto'; leave out device and dtype")
+            raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
     if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:
         return None
     if chosen.parallel is not None:  # ranks compare their passes with transformers' own
@@ -186,9 +186,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
     timeout = chosen.parallel_timeout
     if chosen.parallel is None:
         if timeout is not None:
-            raise SettingsError(
-                f"parallel_timeout goes with parallel='lookahead', got {timeout!r} without it"
-            )
+            raise SettingsError(f"parallel_timeout needs parallel='lookahead', got {timeout!r} without it")
         return None, _device(chosen.device)
     import torch
 

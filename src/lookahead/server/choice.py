@@ -1,4 +1,4 @@
-"""One text of an answer, from the checked request to the last chunk: the server's own record of it."""
+"""The server's record of one text of an answer, from the checked request to the last chunk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .tools import CallReader
 
 
 class Refused(LookaheadError):
-    """A text that is not taken, or was ended by the server.
+    """The server has refused a text or ended it.
 
     Attributes:
-        status: of HTTP.
-        code: for programs.
+        status: the HTTP status.
+        code: the error code of the API.
         retry_after: seconds after which the client may try again, or None.
     """
 
@@ -36,17 +36,17 @@ class Choice:
     Attributes:
         index: in the answer.
         request, text, seed: what the engine decodes.
-        deadline: by ``time.monotonic``.
-        deliver: receives every update, on the loop's thread; it must return at once.
-        logprobs: records log-probabilities; None where none are wanted.
-        predicted: compares the text with the prediction; None without one.
-        created, first_token: by ``time.monotonic``, of the request and of the first token.
+        deadline: time at which the text is ended, by ``time.monotonic``.
+        deliver: receives every update, on the loop's thread; it must not block.
+        logprobs: records log-probabilities; None if they are not requested.
+        predicted: compares the text with the prediction; None without a prediction.
+        created, first_token: times of the request and of the first token, by ``time.monotonic``.
         sequence: the engine's handle, once the text has been submitted.
-        calls: finds calls of tools in the text; None where there are no tools.
-        shown: text that the answer has so far.
+        calls: extracts tool calls from the text; None without tools.
+        shown: the text of the answer so far.
         entries: its log-probabilities, in the form of the endpoint.
-        tool_calls: calls found at the end.
-        finish: the finish reason, in the words of the API.
+        tool_calls: the calls at the end of the text.
+        finish: the finish reason, as the API names it.
         offset: characters of the prompt and the text so far.
     """
 

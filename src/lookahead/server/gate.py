@@ -1,4 +1,4 @@
-"""Middleware for every HTTP request: its id, the key, the size of its body, and one log line at its end."""
+"""Middleware for every HTTP request: its id, the API key, the size of its body, and a log line at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import Settings
 
 log = logging.getLogger("lookahead.server")
 
-#: Paths that need neither a key nor a model that is ready.
+#: Paths that need neither the key nor a loaded model.
 OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -51,8 +51,11 @@ class Gate:
     """ASGI middleware.
 
     Args:
+        app: the application behind it.
+        settings: the server's settings.
+        metrics: counts the answers.
         ready: whether the model is loaded.
-        routes: paths that have counters of their own.
+        routes: paths with separate counters.
     """
 
     def __init__(
@@ -102,13 +105,13 @@ class Gate:
             path = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.http.labels(path, str(status or 499)).inc()
             line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
-            if path not in OPEN:  # monitoring asks for these every few seconds
+            if path not in OPEN:  # monitoring requests these every few seconds
                 log.info(
                     "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
                 )
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        """The refusal of a request whose body need not be read; None to go on."""
+        """The refusal of a request, without reading its body; None to accept it."""
         if path in OPEN:
             return None
         given = headers.get(b"authorization", b"")

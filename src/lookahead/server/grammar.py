@@ -1,4 +1,4 @@
-"""Answers in a given form: JSON, JSON of a schema, a call of a tool. Needs llguidance (the extra ``[grammar]``).
+"""Answers in a required form: JSON, JSON of a schema, or a tool call. Needs llguidance (the extra ``[grammar]``).
 
 The grammar is applied once for each emitted token, under its true prefix, before temperature and the other filters.
 It is an ordinary logits processor, so drafting works with it.
@@ -18,13 +18,13 @@ from ..core import SettingsError
 if TYPE_CHECKING:
     from ..engine.llm import LLM
 
-#: No line breaks and no runs of spaces: a small model might never stop writing them.
+#: No line breaks and no runs of spaces, which a small model might repeat forever.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 
 
 class Grammars:
-    """Grammars over one tokenizer."""
+    """Makes grammars for the tokenizer of a model."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -40,7 +40,7 @@ class Grammars:
             ) from None
         if self._llm.tokenizer is None or not self._llm.eos:
             raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
-        # A GGUF file's tokenizer is made into one of transformers', the only kind that llguidance takes.
+        # llguidance takes tokenizers of transformers only; that of a GGUF file can be converted.
         tokenizer = getattr(self._llm.tokenizer, "as_transformers", self._llm.tokenizer)
         try:
             return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
@@ -48,10 +48,10 @@ class Grammars:
             raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
 
     def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
-        """A processor that holds one text to JSON of a schema.
+        """A logits processor that restricts one text to JSON of a schema.
 
         Raises:
-            SettingsError: a schema that cannot be honoured; ``param`` names its field.
+            SettingsError: llguidance does not support the schema; ``param`` names its field.
         """
         from llguidance import LLMatcher
 
@@ -62,23 +62,23 @@ class Grammars:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise SettingsError(f"{param}: the JSON schema cannot be honoured: {problem[:200]}")
+            raise SettingsError(f"{param}: the JSON schema is not supported: {problem[:200]}")
         return JsonProcess(matcher, self._llm.vocabulary)
 
 
 class JsonProcess:
-    """A logits processor for one text, which it follows token by token."""
+    """A logits processor that follows one text token by token."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._seen: int | None = None
 
     def __call__(self, ids: Any, scores: Any) -> Any:
-        """From ids (1, L) and scores (1, V) to scores in which tokens that the grammar forbids are -inf."""
+        """Scores (1, V) after ids (1, L), with -inf for tokens that the grammar forbids."""
         if self._seen is not None:
             for token in ids[0, self._seen :].tolist():
                 if not self._matcher.consume_token(token):
-                    raise SettingsError(f"the grammar cannot go on: {self._matcher.get_error()[:200]}")
+                    raise SettingsError(f"the grammar cannot continue: {self._matcher.get_error()[:200]}")
         self._seen = ids.shape[1]
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, under the target's own logits: before temperature, penalties and grammars."""
+"""Log-probabilities of chosen tokens, from the target's own logits, before temperature, penalties and grammars."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TokenLogProb:
 
 
 class LogProbs(Choose):
-    """A chooser that records the log-probabilities of what another one chooses.
+    """A chooser that records the log-probabilities of the tokens that another chooser chooses.
 
     Attributes:
-        tokens: of the text, one for each token.
-        prompt: of the prompt's tokens, without the first one.
+        tokens: an entry for each token of the text.
+        prompt: an entry for each token of the prompt but the first.
     """
 
     def __init__(self, inner: Choose, k: int) -> None:

@@ -1,6 +1,6 @@
-"""The thread that drives the engine: it admits texts, ends late ones, and delivers what each step gives.
+"""The thread that drives the engine: it admits texts, ends late texts, and delivers the updates of each step.
 
-It knows no HTTP. ``submit`` and ``cancel`` may be called from any thread.
+This module knows nothing of HTTP. ``submit`` and ``cancel`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Loop:
     """The thread and its engine.
 
     Args:
-        load: makes the model; called on the thread.
+        load: loads the model; called on the thread.
+        settings, metrics: of the server.
         failed: called on the thread when the model cannot be loaded, or the loop fails.
         started: called on the thread when the model is ready.
     """
@@ -48,7 +49,7 @@ class Loop:
 
     @property
     def ready(self) -> bool:
-        """Whether texts are taken."""
+        """Whether texts are accepted."""
         return self.engine is not None and self._stop_at is None and self.error is None
 
     @property
@@ -61,7 +62,7 @@ class Loop:
         self._thread.start()
 
     def submit(self, choices: Sequence[Choice]) -> None:
-        """Let texts join, all of them or none.
+        """Submit texts to the engine, all of them or none.
 
         Raises:
             Refused: the queue is full, or the server is not ready or is shutting down.
@@ -85,13 +86,13 @@ class Loop:
             self._wake.notify()
 
     def cancel(self, choices: Iterable[Choice]) -> None:
-        """End texts whose client is gone; their slots are free at the next step."""
+        """End texts whose client is gone. Their slots are free at the next step."""
         for choice in choices:
             if self.engine is not None and choice.sequence is not None:
                 self.engine.cancel(choice.sequence)
 
     def stop(self, within: float = 0.0) -> None:
-        """Take no more texts. Those that run have so many seconds, and then end with an error."""
+        """Accept no more texts. Those that run end with an error after ``within`` seconds."""
         with self._wake:
             if self._stop_at is None:
                 self._stop_at = monotonic() + within
@@ -122,7 +123,7 @@ class Loop:
             self._failed()
 
     def _wait_for_work(self, engine: Engine) -> bool:
-        """Sleep until a text has come. False at the end."""
+        """Sleep until there is a text to decode. Returns False once the loop must end."""
         with self._wake:
             while not engine.busy:
                 if self._stop_at is not None:
@@ -146,7 +147,7 @@ class Loop:
         self._metrics.held(tokens, *self.load_state)
 
     def _end_late(self, engine: Engine) -> None:
-        """End texts that took too long, and all texts when the time for shutting down is over."""
+        """End texts past their deadline, and all texts when the time for shutting down is over."""
         now = monotonic()
         over = self._stop_at is not None and now >= self._stop_at
         for sequence in engine.sequences:
@@ -169,7 +170,7 @@ class Loop:
 
     @staticmethod
     def _log_failures(updates: Sequence[Update]) -> None:
-        """The traceback of what failed, once for each failure."""
+        """Log the traceback of each error once."""
         errors = {id(u.result.error): u.result.error for u in updates if u.result is not None}
         for error in errors.values():
             if error is None or error.__cause__ is None:

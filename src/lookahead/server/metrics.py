@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under vLLM's names with this library's prefix."""
+"""Metrics for Prometheus, named like vLLM's, with the prefix lookahead_."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine import results
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-#: Positions of a draft that have counters of their own.
+#: Positions of a draft with separate counters.
 POSITIONS = 16
 
 
@@ -32,15 +32,17 @@ class Metrics:
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"lookahead_{name}", help, registry=registry, buckets=buckets)
 
-        self.http = counter("http_requests", "Answers by route and status", "route", "status")
-        self.success = counter("request_success", "Texts by how they ended", "finished_reason")
+        self.http = counter("http_requests", "HTTP answers by route and status", "route", "status")
+        self.success = counter("request_success", "Texts by finish reason", "finished_reason")
         self.running = gauge("num_requests_running", "Texts being decoded")
-        self.waiting = gauge("num_requests_waiting", "Texts that wait for a slot")
+        self.waiting = gauge("num_requests_waiting", "Texts waiting for a slot")
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
-        self.each = histogram("time_per_output_token_seconds", "Mean of a text, its first left out", SECONDS)
+        self.each = histogram(
+            "time_per_output_token_seconds", "Mean time per token of a text, without the first token", SECONDS
+        )
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self.prompt = counter("prompt_tokens", "Tokens of prompts")
-        self.cached = counter("prefix_cache_hits", "Tokens of prompts that were not evaluated again")
+        self.cached = counter("prefix_cache_hits", "Tokens of prompts whose keys and values were reused")
         self.generated = counter("generation_tokens", "Tokens emitted")
         self.drafts = counter("spec_decode_num_drafts", "Steps with drafted tokens")
         self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
@@ -49,11 +51,13 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft", "position"
         )
         self.rows = histogram("rows_per_step", "Rows of all trees in a forward pass", ROWS)
-        self.step = histogram("step_seconds", "Wall time of a pass, with all that is around it", SECONDS)
-        self.cache = gauge("kv_cache_tokens", "Tokens whose keys and values are held for running texts")
+        self.step = histogram(
+            "step_seconds", "Wall time of a forward pass, including drafting and verification", SECONDS
+        )
+        self.cache = gauge("kv_cache_tokens", "Tokens of running texts whose keys and values are held")
 
     def stepped(self, steps: Sequence[Step], seconds: float) -> None:
-        """Count a forward pass, and how long it took with everything around it."""
+        """Count a forward pass and its wall time, drafting and verification included."""
         rows = sum(step.rows for step in steps)
         if rows:
             self.rows.observe(rows)
@@ -61,7 +65,7 @@ class Metrics:
         self.generated.inc(sum(len(step.tokens) for step in steps))
 
     def held(self, tokens: int, running: int, waiting: int) -> None:
-        """Set the gauges: tokens whose keys and values are held, texts that run, texts that wait."""
+        """Set the gauges: tokens whose keys and values are held, running texts, waiting texts."""
         self.cache.set(tokens)
         self.running.set(running)
         self.waiting.set(waiting)
@@ -73,7 +77,7 @@ class Metrics:
         created: float,
         first_token: float | None,
     ) -> None:
-        """Count a text that has ended; times by ``time.monotonic``."""
+        """Count a finished text; times are those of ``time.monotonic``."""
         now, stats = monotonic(), result.stats
         self.success.labels(result.finish_reason).inc()
         self.whole.observe(now - created)
@@ -93,7 +97,7 @@ class Metrics:
                 self.by_position.labels(str(position)).inc(reached)
 
     def page(self) -> bytes:
-        """The answer of /metrics."""
+        """The body of /metrics."""
         return generate_latest(self.registry)
 
 

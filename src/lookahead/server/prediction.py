@@ -8,12 +8,12 @@ from collections.abc import Sequence
 class Predicted:
     """Compares a text with its prediction.
 
-    A token counts where it was drafted, accepted, and is the next one of the prediction. Where text and prediction
-    differ, the comparison continues after the last two tokens of the text, where the prediction has these.
+    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a difference the
+    comparison continues where the prediction contains the last two tokens of the text.
 
     Attributes:
         tokens: of the prediction.
-        accepted: how many of them were accepted drafts.
+        accepted: the number of them that were accepted drafts.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -35,7 +35,7 @@ class Predicted:
                 self._next += 1
                 self.accepted += number < len(tokens) - 1 and self.accepted < len(self.tokens)
             else:
-                found = self._after.get((self._last, token), [])
-                later = next((index for index in found if index >= self._next), None)
-                self._next = later if later is not None else found[-1] if found else self._next
+                places = self._after.get((self._last, token), [])
+                later = next((index for index in places if index >= self._next), None)
+                self._next = later if later is not None else places[-1] if places else self._next
             self._last = token

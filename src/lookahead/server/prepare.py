@@ -1,4 +1,4 @@
-"""From a checked request to texts that the engine can decode: prompt, processors, chooser, drafter."""
+"""Turns a checked request into texts that the engine can decode: prompt, processors, chooser, drafter."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Preparer:
     """Turns requests into choices that the loop can decode.
 
     Attributes:
-        context: tokens of the longest text that is taken, prompt included. It is within the model's own limit and
-            ends before its rotary positions change, because sequences on both sides of that cannot share a pass.
+        context: tokens of the longest text, prompt included. It is within the model's limit and below the length at
+            which its rotary positions change, because sequences on both sides of that cannot share a pass.
     """
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
@@ -46,7 +46,7 @@ class Preparer:
         """Token ids of a prompt, with room for at least one more token.
 
         Raises:
-            SettingsError: a prompt that cannot be taken; ``param`` names its field.
+            SettingsError: the prompt is not valid; ``param`` names its field.
         """
         llm = self.llm
         ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None)
@@ -70,24 +70,27 @@ class Preparer:
         echo: bool = False,
         schema: tuple[dict[str, Any], str] | None = None,
     ) -> list[Choice]:
-        """One text for each prompt and each of n.
+        """n texts for each prompt.
 
         Args:
+            request: the checked fields.
+            prompts: token ids.
             deliver: receives every update.
-            logprobs: how many of the most likely tokens to give with each log-probability; None for none at all.
-            echo: give log-probabilities of the prompts, too.
-            schema: of the JSON to be written, and the field that asks for it.
+            max_tokens: largest number of tokens of a text; None for as many as fit.
+            logprobs: number of most likely tokens to return with each log-probability; None for no log-probabilities.
+            echo: whether to return log-probabilities of the prompts too.
+            schema: the schema of the answer, and the field that requests it.
 
         Raises:
-            SettingsError: a field that cannot be honoured.
+            SettingsError: a field that is not supported here.
         """
         n = request.n or 1
         if n * len(prompts) > self.settings.max_choices:
             raise SettingsError(
-                f"n: a request may have {self.settings.max_choices} texts, got {n * len(prompts)}"
+                f"n: a request may have at most {self.settings.max_choices} texts, got {n * len(prompts)}"
             )
         seed = random.getrandbits(62) if request.seed is None else request.seed
-        made = []
+        choices = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(n)):
             options = self._options(request, ids, max_tokens, schema)
             own_seed = seed + index if options.sampled else None
@@ -100,8 +103,8 @@ class Preparer:
             if predicted is not None:
                 decoded.predicted = predicted.tokens
             deadline = monotonic() + self.settings.request_timeout
-            made.append(Choice(index, decoded, text, own_seed, deadline, deliver, recorder, predicted))
-        return made
+            choices.append(Choice(index, decoded, text, own_seed, deadline, deliver, recorder, predicted))
+        return choices
 
     def _options(
         self,
@@ -148,32 +151,34 @@ class Preparer:
             return None
         if not drafter.uses_prediction:
             raise SettingsError(
-                f"prediction: the drafter {drafter} makes no use of it; leave it out, or ask for another drafter"
+                f"prediction: the drafter {drafter} does not use it; leave it out, or choose another drafter"
             )
         text = plain(request.prediction.content)
         if self.llm.tokenizer is None:
             raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
         return Predicted(list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else [])
 
-    def _drafting(self, asked: LookaheadFields | None) -> Drafter:
-        """How to draft for a request, within the server's limits."""
-        given = asked.model_dump(exclude_none=True, exclude={"stats", "trace"}) if asked is not None else {}
+    def _drafting(self, requested: LookaheadFields | None) -> Drafter:
+        """The drafter of a request, within the server's limits."""
+        given = {}
+        if requested is not None:
+            given = requested.model_dump(exclude_none=True, exclude={"stats", "trace"})
         if not given:
             return self.settings.drafting()
         try:
             drafter = as_drafter(given)
         except SettingsError as error:
             raise SettingsError(f"lookahead: {error}") from None
-        rows = drafter.max_step_rows  # drafters without a fixed size keep to the row budget
+        rows = drafter.max_step_rows  # None: the drafter adapts to the row budget
         if rows is not None and rows > self.settings.max_rows:
             raise SettingsError(
-                f"lookahead: a step may have {self.settings.max_rows} rows, and {drafter} has {rows}"
+                f"lookahead: a step may have at most {self.settings.max_rows} rows, and {drafter} has {rows}"
             )
         return drafter
 
 
 def penalties(prompt_length: int, presence: float, frequency: float) -> Callable[[Any, Any], Any]:
-    """OpenAI's penalties, subtracted from the logits of tokens that the text has so far, without the prompt."""
+    """OpenAI's penalties: subtracted from the logits of tokens that occur in the text, not counting the prompt."""
 
     def process(ids: Any, scores: Any) -> Any:
         counts = torch.bincount(ids[0, prompt_length:], minlength=scores.shape[1])

@@ -1,6 +1,6 @@
-"""The fields of requests: OpenAI's that work here, those that are right to ignore, and this library's.
+"""The fields of requests: those of OpenAI that work here, those that can be ignored, and those of this library.
 
-Anything else is refused by name.
+Any other field is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """No unknown fields, no NaN."""
+    """Refuses unknown fields and NaN."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -34,24 +34,24 @@ class LookaheadFields(Strict):
     guess_set_size: int | None = Field(None, description="G: candidates per step.")
     pool_from_prompt: bool | None = Field(None, description="Whether the prompt fills the n-gram pool.")
     pool_from_output: bool | None = Field(None, description="Whether the text itself fills the n-gram pool.")
-    max_pool_keys: int | None = Field(None, description="Keys of the n-gram pool at most.")
+    max_pool_keys: int | None = Field(None, description="Largest number of keys in the n-gram pool.")
     max_jacobi_iterations: int | None = Field(
-        None, description="Steps without success after which a window or a block starts anew."
+        None, description="Steps without an accepted token after which a window or a block starts again."
     )
     stats: bool = Field(False, description="Add statistics of drafting to each choice of the answer.")
     trace: bool = Field(
-        False, description="The token tree of each step, in the chunks of a stream; needs stream."
+        False, description="Add the token tree of each step to the chunks of a stream; needs stream."
     )
 
 
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: bool = Field(False, description="Send token counts in a last chunk without choices.")
+    include_usage: bool = Field(False, description="Send the token counts in a final chunk without choices.")
 
 
 class TextPart(Strict):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -75,7 +75,7 @@ class Prediction(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema for the answer, which is always held to it exactly, with ``strict`` and without."""
+    """A JSON schema for the answer, which always follows it exactly, with ``strict`` and without."""
 
     name: str
     schema_: dict[str, Any] = Field({}, alias="schema")
@@ -122,7 +122,7 @@ class ToolCall(Strict):
 
 
 class FunctionName(Strict):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
@@ -152,10 +152,12 @@ class Message(Strict):
 class Generating(Strict):
     """The fields of both endpoints."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
-    max_tokens: int | None = Field(None, ge=1, description="Limit of tokens of each text.")
-    n: int | None = Field(None, ge=1, description="Texts for each prompt; text i has seed + i.")
-    stream: bool | None = Field(None, description="Server-sent events as tokens are accepted.")
+    model: str | None = Field(None, description="The served model's name; optional.")
+    max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of each text.")
+    n: int | None = Field(None, ge=1, description="Number of texts for each prompt; text i has seed + i.")
+    stream: bool | None = Field(
+        None, description="Send the text by server-sent events as tokens are accepted."
+    )
     stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
     temperature: float | None = Field(None, ge=0, le=100, description="0 decodes greedily; the default is 1.")
     top_p: float | None = Field(
@@ -172,13 +174,13 @@ class Generating(Strict):
         None, gt=0, le=100, description="Above 1 discourages repetition."
     )
     presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Subtracted from the logits of tokens that the text has."
+        None, ge=-2, le=2, description="Subtracted from the logits of tokens that occur in the text."
     )
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Subtracted for each time that the text has the token."
+        None, ge=-2, le=2, description="Subtracted from a token's logit once for each occurrence in the text."
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024, description="By token id, a number that is added to its logit."
+        None, max_length=1024, description="Numbers that are added to logits, by token id."
     )
     seed: int | None = Field(
         None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same text under any load."
@@ -193,16 +195,16 @@ class Generating(Strict):
         None, description="A text that the answer is likely to repeat in large part; drafts come from it."
     )
     lookahead: LookaheadFields | None = Field(
-        None, description="How to draft, and what the answer shows of it."
+        None, description="How to draft, and what the answer reports about it."
     )
-    #: What clients send unasked, and what is right to ignore here.
+    #: Fields that clients send by default and that can be ignored here.
     user: str | None = Field(None, description="Accepted; has no effect.")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; has no effect.")
     store: Literal[False] | None = Field(
-        None, description="false is accepted; nothing is stored here, so true is refused."
+        None, description="false is accepted; true is refused, because nothing is stored here."
     )
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description="Accepted; has no effect, since there is one tier."
+        None, description="Accepted; has no effect, because there is only one tier."
     )
 
 
@@ -217,7 +219,7 @@ class CompletionRequest(Generating):
     ) = Field(description="A text, token ids, or a list of either.")
     echo: bool | None = Field(None, description="Put the prompt before the text.")
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log-probabilities, each with the k most likely tokens."
+        None, ge=0, le=20, description="Add the log-probability of each token, and the k most likely tokens."
     )
 
 
@@ -227,8 +229,8 @@ class ChatRequest(Generating):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] = Field(
         description="The conversation so far."
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="The same as max_tokens.")
-    logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Another name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Add the log-probability of each token.")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the k most likely tokens to each; needs logprobs."
     )
@@ -240,7 +242,7 @@ class ChatRequest(Generating):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="Accepted; has no effect on models without a setting for it."
     )
-    parallel_tool_calls: bool | None = Field(None, description="false allows one call at most.")
+    parallel_tool_calls: bool | None = Field(None, description="false allows at most one call.")
 
 
 class TokenizeRequest(Strict):

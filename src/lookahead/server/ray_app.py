@@ -1,4 +1,4 @@
-"""Several replicas by Ray Serve, one process and one model each (the extra ``[ray]``).
+"""Several replicas by Ray Serve, each with its own process and model (the extra ``[ray]``).
 
     serve run lookahead.server.ray_app:build model=DIR max_replicas=4
 
@@ -23,7 +23,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
             ``num_cpus``, ``num_gpus``, and settings of the server by name. Others are read from LOOKAHEAD_*.
 
     Raises:
-        SettingsError: an unknown setting, or one that cannot be honoured.
+        SettingsError: an unknown setting, or a value that is not allowed.
     """
     given = dict(arguments or {})
     scaling = {

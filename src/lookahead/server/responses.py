@@ -1,6 +1,6 @@
-"""Updates of the engine turned into the API's objects: one whole answer, or chunks of a stream.
+"""Turns updates of the engine into the API's objects: a whole answer, or the chunks of a stream.
 
-A stream has the role, text as tokens are accepted, the finish reason, usage where it is asked for, and [DONE].
+A stream consists of the role, text as tokens are accepted, the finish reason, usage if requested, and [DONE].
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .tools import CallReader
 
 
 class Answer:
-    """What the two endpoints have in common.
+    """Base class of the answers of the two endpoints.
 
     Args:
-        request: as it came.
+        request: the checked fields.
         model: its name in the API.
-        choices: its texts.
-        tokenizer: for the text of single tokens.
+        choices: the texts.
+        tokenizer: decodes single tokens.
+        fingerprint: of the model and this library, for the field system_fingerprint.
     """
 
     object = chunk_object = prefix = ""
@@ -49,11 +50,11 @@ class Answer:
         self.usage_asked = bool(request.stream_options and request.stream_options.include_usage)
 
     def call_reader(self) -> CallReader | None:
-        """What finds calls in a text."""
+        """Extracts tool calls from a text; None without tools."""
         return None
 
     def take(self, update: Update) -> dict[str, Any] | None:
-        """Take in one update. Returns the choice of the chunk that it makes; None where there is nothing to send."""
+        """Take in an update. Returns the choice of a chunk; None if there is nothing to send."""
         choice: Choice = update.sequence.tag
         finish = update.result.finish_reason if update.result is not None else None
         if choice.predicted is not None:
@@ -85,7 +86,7 @@ class Answer:
             return []
         end = len(choice.entries) + len(update.tokens)
         fresh = logprobs.tokens[len(choice.entries) : end]
-        ends = choice.request.eos  # no part of the text
+        ends = choice.request.eos  # not part of the text
         return [self.entry(choice, entry) for entry in fresh if entry.token not in ends]
 
     def _statistics(self, choice: Choice, into: dict[str, Any]) -> None:
@@ -102,28 +103,28 @@ class Answer:
         return shown
 
     def token_text(self, token: int) -> str:
-        """One token by itself."""
+        """The text of a single token."""
         return str(self.tokenizer.decode([token])) if self.tokenizer is not None else f"token_id:{token}"
 
     def whole(self) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The whole answer, without streaming."""
         choices = []
         for choice in self.choices:
-            made = self.complete(choice)
-            self._statistics(choice, made)
-            choices.append(made)
+            completed = self.complete(choice)
+            self._statistics(choice, completed)
+            choices.append(completed)
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens in and out; a prompt counts once, however many texts follow it."""
-        # The texts of one prompt follow one another.
+        """Token counts. A prompt counts once, however many texts it has."""
+        # The texts of a prompt are adjacent.
         prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.request.n or 1])
         sequences = [choice.sequence for choice in self.choices if choice.sequence is not None]
         completion = sum(len(sequence.tokens) for sequence in sequences)
         predicted = [choice.predicted for choice in self.choices if choice.predicted is not None]
         details = {
-            "accepted_prediction_tokens": sum(one.accepted for one in predicted),
-            "rejected_prediction_tokens": sum(one.rejected for one in predicted),
+            "accepted_prediction_tokens": sum(prediction.accepted for prediction in predicted),
+            "rejected_prediction_tokens": sum(prediction.rejected for prediction in predicted),
         }
         return {
             "prompt_tokens": prompt,
@@ -145,7 +146,7 @@ class Answer:
         return []
 
     def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
-        """One token's log-probabilities."""
+        """The log-probabilities of a token, in the form of the endpoint."""
         raise NotImplementedError
 
     def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def sse(body: Any) -> bytes:
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """The answer of /v1/completions."""
 
     object = chunk_object = "text_completion"
     prefix = "cmpl"
@@ -219,7 +220,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -238,7 +239,7 @@ class ChatAnswer(Answer):
         ]
 
     def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """Calls go before the finish reason: clients' helpers end a call by the chunk after it."""
+        """Send calls before the finish reason, because helpers of clients end a call at the next chunk."""
         calls = b""
         for choice in choices:
             if choice["delta"].get("tool_calls"):

@@ -1,4 +1,4 @@
-"""What the routes do: prepare texts in a worker thread, submit them to the loop, and answer as updates come."""
+"""The work of the routes: prepare texts in a worker thread, submit them to the loop, and answer as updates come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .responses import Answer, ChatAnswer, CompletionAnswer, sse
 from .settings import Settings
 from .tools import demanded, messages_of, offered, with_tools
 
-#: For the log, of a request whose client went away (nginx's number).
+#: Status in the log of a request whose client went away (as in nginx).
 GONE = 499
 
 
@@ -57,7 +57,7 @@ def load_model(settings: Settings) -> LLM:
 
 
 class Server:
-    """One model behind HTTP: its loop, its metrics, and what its routes do."""
+    """One model behind HTTP: its loop, its metrics, and the work of the routes."""
 
     def __init__(self, settings: Settings, load: Callable[[], LLM] | None = None) -> None:
         self.settings, self.metrics = settings, Metrics()
@@ -65,7 +65,7 @@ class Server:
         self.preparer: Preparer | None = None
         self.name = settings.served_model_name or ""
         self.failed: Callable[[], None] = lambda: None
-        #: Receives one line when the model is loaded and ready.
+        #: Receives a line when the model is ready.
         self.say: Callable[[str], None] = lambda line: None
         self.loop = Loop(
             self._prepare, settings, self.metrics, lambda: self.failed(), lambda: self._say_ready()
@@ -85,7 +85,7 @@ class Server:
 
     @property
     def ready(self) -> Preparer:
-        """What prepares requests. The gate refuses requests until it is there."""
+        """The preparer of requests. The gate refuses requests until there is one."""
         assert self.preparer is not None
         return self.preparer
 
@@ -102,12 +102,12 @@ class Server:
         body: Generating,
         make: Callable[[Callable[[Update], None]], tuple[list[Choice], Answer]],
     ) -> Response:
-        """Decode what ``make`` prepares and answer. ``make`` runs in a worker thread and is given ``deliver``."""
+        """Decode the texts that ``make(deliver)`` prepares in a worker thread, and answer the request."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise SettingsError("stream_options: goes with stream")
+            raise SettingsError("stream_options: needs stream")
         if body.lookahead is not None and body.lookahead.trace and not body.stream:
-            raise SettingsError("lookahead.trace: goes with stream, whose chunks show the trees")
+            raise SettingsError("lookahead.trace: needs stream, whose chunks show the trees")
         queue: asyncio.Queue[Update] = asyncio.Queue()
         here = asyncio.get_running_loop()
 
@@ -168,9 +168,9 @@ class Server:
             for chunk in answer.opening():
                 yield chunk
             async for update in self._updates(queue, choices):
-                made = answer.take(update)
-                if made is not None:
-                    yield answer.chunk(made)
+                choice = answer.take(update)
+                if choice is not None:
+                    yield answer.chunk(choice)
             if answer.usage_asked:
                 yield answer.chunk(usage=answer.usage())
             yield sse(b"[DONE]")
@@ -183,16 +183,13 @@ class Server:
     def _close(self, choices: list[Choice], answer: Answer, record: dict[str, Any]) -> None:
         self.loop.cancel(choices)
         usage = answer.usage()
-        record["prompt_tokens"], record["completion_tokens"] = (
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-        )
+        record |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         record["finish"] = [choice.finish for choice in choices]
         if self.settings.log_text:
             record["texts"] = [choice.shown for choice in choices]
 
     def fingerprint(self) -> str:
-        """What the text may depend on beside the request: version, dtype, device."""
+        """The properties of the server that a text may depend on: version, dtype, type of device."""
         llm = self.ready.llm
         device = str(llm.model.device).partition(":")[0]
         return f"lookahead-{__version__}-{llm.dtype}-{device}"
@@ -205,7 +202,7 @@ class Server:
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if body.echo and body.stream and body.logprobs is not None:
             raise SettingsError("echo: with logprobs it cannot be streamed; leave out one of the three")
-        prompts = [self.ready.encode(one, "prompt") for one in (prompt if several else [prompt])]
+        prompts = [self.ready.encode(text, "prompt") for text in (prompt if several else [prompt])]
         choices = self.ready.choices(
             body,
             prompts,
@@ -223,11 +220,9 @@ class Server:
         """The texts of /v1/chat/completions, and their answer."""
         if body.top_logprobs is not None and not body.logprobs:
             raise SettingsError("top_logprobs: needs logprobs")
-        schema, asked = self._schema(body), demanded(body)
-        if schema is not None and asked is not None:
-            raise SettingsError(
-                "tool_choice: a tool that must be called and a response_format exclude each other"
-            )
+        schema, call = self._schema(body), demanded(body)
+        if schema is not None and call is not None:
+            raise SettingsError("tool_choice: a required tool and a response_format exclude each other")
         ids = self.chat_tokens(messages_of(body.messages), offered(body))
         choices = self.ready.choices(
             body,
@@ -235,7 +230,7 @@ class Server:
             deliver,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            schema=schema or asked,
+            schema=schema or call,
         )
         return choices, ChatAnswer(body, self.name, choices, self.ready.llm.tokenizer, self.fingerprint())
 
@@ -260,6 +255,8 @@ class Server:
         if form is None or form.type == "text":
             return None
         if (form.json_schema is None) == (form.type == "json_schema"):
-            raise SettingsError("response_format: json_schema goes with type json_schema, and only with it")
+            raise SettingsError(
+                "response_format: json_schema must be given if, and only if, the type is json_schema"
+            )
         schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
         return schema, "response_format"

@@ -14,77 +14,92 @@ from ..drafters import Adaptive, as_drafter, known_names
 
 
 class Settings(BaseSettings):
-    """The settings of ``lookahead serve``: each field is an option, a key of the YAML file and a variable."""
+    """The settings of ``lookahead serve``; each is an option, a key of the YAML file and an environment variable."""
 
     model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid", validate_default=True)
 
-    model: str | None = Field(None, description="A directory or a hub id; by default SmolLM2-135M-Instruct.")
+    model: str | None = Field(
+        None, description="A directory or a hub id; the default is SmolLM2-135M-Instruct."
+    )
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
     api_key: SecretStr | None = Field(
-        None, description="Requests must bring this key. By default none is asked for."
+        None, description="API key that every request must have; by default none is required."
     )
-    served_model_name: str | None = Field(None, description="The model's name in the API; by default MODEL.")
+    served_model_name: str | None = Field(
+        None, description="The model's name in the API; the default is MODEL."
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Longest text in tokens, prompt included; at most 4096 of the model's context.",
+        description="Tokens of the longest text, prompt included; the default is the model's context, up to 4096.",
     )
-    max_concurrent: int = Field(64, ge=1, le=4096, description="Texts that are decoded together.")
-    max_queue: int = Field(256, ge=0, description="Texts that may wait; further requests get 429.")
+    max_concurrent: int = Field(
+        64, ge=1, le=4096, description="Largest number of texts that are decoded together."
+    )
+    max_queue: int = Field(
+        256, ge=0, description="Largest number of texts that wait; further requests get status 429."
+    )
     dtype: str = Field("auto", description="auto (the checkpoint's), float32, bfloat16 or float16.")
-    device: str | None = Field(None, description="cpu, cuda, ...; by default a GPU where there is one.")
+    device: str | None = Field(None, description="cpu, cuda, ...; the default is a GPU if there is one.")
     threads: int | None = Field(None, ge=1, description="Threads of torch on the CPU.")
     engine: str | None = Field(
         None,
-        description="llama.cpp evaluates a GGUF file, by the package llama-cpp-python; by default our own.",
+        description="llama.cpp evaluates a GGUF file, by the package llama-cpp-python; by default this library does.",
     )
     n_gpu_layers: int | None = Field(None, description="llama.cpp: layers on the GPU; by default all.")
     flash_attn: str | None = Field(None, description="llama.cpp: flash attention, auto, on or off.")
-    cache_type_k: str | None = Field(None, description="llama.cpp: type of cached keys; by default f16.")
-    cache_type_v: str | None = Field(None, description="llama.cpp: type of cached values; by default f16.")
+    cache_type_k: str | None = Field(None, description="llama.cpp: type of cached keys; the default is f16.")
+    cache_type_v: str | None = Field(
+        None, description="llama.cpp: type of cached values; the default is f16."
+    )
     ctx_size: int | None = Field(
-        None, description="llama.cpp: tokens that all texts together have room for at first."
+        None, description="llama.cpp: initial capacity for all texts together, in tokens."
     )
     drafter: str | None = Field(
         None,
-        description=f"How to draft unless a request says otherwise: {', '.join(known_names())}, or W,N,G; "
+        description=f"The drafter of requests that name none: {', '.join(known_names())}, or W,N,G; "
         "settings may follow, as in 15,5,15:pool_from_prompt=false.",
     )
     pool_from_prompt: bool | None = Field(None, description="Whether prompts fill the pool of lookahead.")
     pool_from_output: bool | None = Field(None, description="Whether the text itself fills the pool.")
-    max_pool_keys: int | None = Field(None, ge=1, description="Keys of the pool at most.")
+    max_pool_keys: int | None = Field(None, ge=1, description="Largest number of keys in the pool.")
     method: str | None = Field(None, description="Deprecated: use drafter.")
     lookahead: str | None = Field(None, description="Deprecated: use drafter.")
     max_rows: int = Field(
-        256, ge=1, le=4096, description="Most rows of a step that a request's W,N,G may ask for."
+        256,
+        ge=1,
+        le=4096,
+        description="Largest number of rows of a step that a request may ask for by W,N,G.",
     )
     row_budget: int = Field(
-        64, ge=1, description="Rows of all trees in one pass; drafting scales back as more texts are decoded."
+        64, ge=1, description="Rows of all trees in one pass; with more texts, each drafts fewer rows."
     )
     prompt_rows: int = Field(
         256,
         ge=1,
-        description="Rows of prompts in one pass; longer prompts are evaluated in turns with the steps.",
+        description="Rows of prompts in one pass; longer prompts are evaluated in chunks, in turn with steps.",
     )
     prefix_cache: int = Field(
         8,
         ge=0,
         le=1024,
-        description="Finished texts whose keys and values are kept for prompts that begin like them; 0 for none.",
+        description="Number of finished texts whose keys and values are kept for prompts with the same beginning.",
     )
-    max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
-    max_choices: int = Field(16, ge=1, description="Limit of texts in one request: prompts times n.")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="Bytes of the largest request body.")
+    max_choices: int = Field(16, ge=1, description="Largest number of texts of a request: prompts times n.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds until a request is ended.")
     shutdown_timeout: float = Field(
-        20.0, ge=0, description="Seconds that running requests have after SIGTERM."
+        20.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
-    cors_origins: list[str] = Field([], description="Origins that browsers may call from; none by default.")
-    log_text: bool = Field(False, description="Write prompts and texts to the log, too.")
+    cors_origins: list[str] = Field(
+        [], description="Origins whose pages may call the server; none by default."
+    )
+    log_text: bool = Field(False, description="Also log prompts and texts.")
 
     @classmethod
     def read(cls, given: dict[str, Any] | None = None, config: Path | None = None) -> Self:
-        """From options that were given, the environment and a YAML file.
+        """Read the settings from given options, the environment and a YAML file.
 
         Raises:
             SettingsError: an unknown key, a value that is not allowed, or no such file.
@@ -116,7 +131,7 @@ class Settings(BaseSettings):
         return settings
 
     def drafting(self) -> Drafter:
-        """How to draft where a request does not say."""
+        """The drafter of requests that name none."""
         names = ("drafter", "method", "lookahead", "pool_from_prompt", "pool_from_output", "max_pool_keys")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return as_drafter(given) if given else Adaptive()

@@ -1,7 +1,7 @@
-"""Function calls: the chat template describes them to the model, and calls are found in the text that it writes.
+"""Function calls: the chat template describes the tools to the model, and calls are extracted from its text.
 
-Where a template knows no tools, a system message describes them in the form that most open models were trained on: a
-call is a JSON object {"name", "arguments"} between <tool_call> tags. A call that must be made is held to its schema.
+If a template does not support tools, a system message describes them in the form that most open models were trained
+on: a call is a JSON object {"name", "arguments"} between <tool_call> tags. A required call must follow its schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREAMBLE = (
 
 
 def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
+    """Messages in the form of chat templates."""
     messages = []
     for message in chat:
         role = "system" if message.role == "developer" else message.role
@@ -40,25 +40,25 @@ def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
 
 
 def offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that may be called, as templates take them."""
+    """The tools that may be called, in the form of chat templates."""
     if not request.tools or request.tool_choice == "none":
         return []
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
 def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
-    """(schema of the call that must be made, the field that says so), or None where none must.
+    """(schema of a required call, the field that requires it); None if no call is required.
 
     Raises:
-        SettingsError: a tool that is not among ``tools``, or no tools at all.
+        SettingsError: the required tool is not among ``tools``, or there are none.
     """
     choice = request.tool_choice
     strict = [tool.function.name for tool in request.tools or [] if tool.function.strict]
     if choice in (None, "none", "auto"):
         if strict and choice != "none":
             raise SettingsError(
-                f"tools.function.strict: the arguments of {strict[0]} are held to their schema only where the call "
-                'must be made; leave strict out, or set tool_choice to "required" or to the function'
+                f"tools.function.strict: the arguments of {strict[0]} follow their schema only if the call is "
+                'required; leave strict out, or set tool_choice to "required" or to the function'
             )
         return None
     functions = {tool.function.name: tool.function for tool in request.tools or []}
@@ -70,7 +70,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
             )
         functions = {choice.function.name: functions[choice.function.name]}
     if not functions:
-        raise SettingsError("tool_choice: a tool must be called, and tools names none")
+        raise SettingsError("tool_choice: a tool must be called, but tools is empty")
     calls = [
         {
             "type": "object",
@@ -86,14 +86,14 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
 ) -> list[dict[str, Any]]:
-    """The messages, with tools told in a system message where the template does not say them itself."""
+    """The messages; a system message describes the tools if the template does not."""
     if not tools or "tools" in template:
         return messages
     preamble = PREAMBLE.format(
         tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
     )
     rewritten = []
-    for message in messages:  # such templates know neither calls nor their results
+    for message in messages:  # such templates support neither calls nor their results
         calls = message.get("tool_calls")
         if calls:
             text = "".join(f"{OPEN}{json.dumps(_plain_call(call))}{CLOSE}" for call in calls)
@@ -116,18 +116,18 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallReader:
-    """Takes a text in pieces, passes on its content, and holds back what may be a call.
+    """Takes a text in pieces, passes on its content, and holds back text that may be a call.
 
     Args:
-        names: of the tools.
-        first_only: keep the first call only.
+        names: the names of the tools.
+        first_only: whether only the first call counts.
     """
 
     def __init__(self, names: set[str], first_only: bool) -> None:
         self._names, self._first_only, self._text, self._shown = names, first_only, "", 0
 
     def push(self, piece: str) -> str:
-        """The content that is safe to show."""
+        """Take a piece. Returns the content that is safe to show."""
         self._text += piece
         start = self._text.lstrip()
         if not start or start[0] == "{" or start[: len(OPEN)] == OPEN[: len(start)]:
@@ -142,7 +142,7 @@ class CallReader:
         return piece
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """(what is left of the content, the calls), at the end of the text."""
+        """At the end of the text: (the rest of the content, the calls)."""
         parts = self._text.split(OPEN)
         bodies = [part.partition(CLOSE)[0] for part in parts[1:]] or [self._text]
         calls = [call for body in bodies if (call := self._call(body)) is not None]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import OutOfMemory, SettingsError, Target
+from . import certificate
 from .attention_hook import mask_compatible_attention
 from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
-from .certificate import exact_attention, exact_target_class, on_gpu
+from .certificate import exact_attention, exact_target_class
 from .cpu.blueprint import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
 from .cpu.target import CpuTarget
@@ -120,7 +121,11 @@ def make_module_target(model: PreTrainedModel, capacity: int, path: str, exact: 
         return PlainTarget(model, reason)
     if exact and path in ("cuda-graph", "batch-rows"):
         raise SettingsError(f"exact=True is not available on the path {path!r}; use path='auto'")
-    if facts is not None and not exact and (path == "cuda-graph" or (path == "auto" and on_gpu(model))):
+    if (
+        facts is not None
+        and not exact
+        and (path == "cuda-graph" or (path == "auto" and certificate.on_gpu(model)))
+    ):
         from .cuda_graphs import CAPACITY, CudaGraphTarget, captured_attention
 
         attention, reason = captured_attention(model, facts, warn=path == "auto")
