@@ -737,7 +737,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     call("chat", model, "--warm", file, "--max-new-tokens", 5, stdin="hello\n")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("warm")] == ["warm"]
     file.write_bytes(b"no archive")
-    refused("no saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
+    refused("not a saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
     refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
     refused(
         "--warm keeps what adaptive learns",

@@ -1,10 +1,10 @@
-"""From a model to text: the engine, loading, options, text and stop strings, streaming.
+"""From a model to text: the engine, loading, options, stop strings, streaming.
 
 ``loading.load`` makes an ``llm.LLM``. ``LLM.prepare`` turns a prompt into a request, ``engine.Engine`` decodes
 requests together, and ``text.TextStream`` turns their tokens into text that is safe to show.
 
-``options`` and ``fields`` load no torch, and names here are imported when they are first used, so that ``--help``
-loads none either.
+``options`` and ``fields`` load no torch, and the names of this package are imported on first use, so ``--help`` does
+not load it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a text with plain decoding: equal or not, and how close the logits were where the two differ."""
+"""Compares a text with plain decoding: are they equal, and if not, how close were the logits at the difference?"""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Comparison:
     """One prompt, decoded twice.
 
     Attributes:
-        ours: by the drafter under test.
-        plain: by plain decoding.
-        first_divergence: index of the first token that differs; None where the texts are equal.
-        gap: logit of the most likely token minus that of the second one, from one causal pass over the common
-            text. Rounding decides where the gap is near 0. None where the texts are equal.
+        ours: the result with the drafter under test.
+        plain: the result of plain decoding.
+        first_divergence: index of the first different token; None if the texts are equal.
+        gap: difference of the two largest logits there, from a causal pass over the common text. If it is near 0,
+            rounding decided. None if the texts are equal.
     """
 
     ours: Result
@@ -36,7 +36,7 @@ class Comparison:
         return self.first_divergence is None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """The comparison as values for JSON."""
         ours, plain = self.ours, self.plain
         return {
             "equal": self.equal,
@@ -50,31 +50,31 @@ class Comparison:
 
 
 def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of plain decoding that give the text which ``options`` gave with this seed."""
+    """The options of plain decoding that must give the same text as ``options`` with this seed."""
     same = {name: value for name, value in options.items() if name not in ("pool", "config", "method")}
     return same | {"drafter": Plain(), "seed": seed}
 
 
 def decode_plainly(llm: LLM, prompt: Prompt, seed: int | None, options: dict[str, Any]) -> Result:
-    """What plain decoding gives with the options that gave a text with this seed."""
+    """The result of plain decoding for the options and the seed of a text."""
     plain: Result = llm.generate(prompt, **plainly(seed, options))
     return plain
 
 
 def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
     """Compare two results of one prompt."""
-    place = first_divergence(ours.tokens, plain.tokens)
-    if place is None:
+    index = first_divergence(ours.tokens, plain.tokens)
+    if index is None:
         return Comparison(ours, plain, None, None)
     target = llm.target()
-    (scores,) = target.prefill([(0, plain.prompt_tokens + plain.tokens[:place])])
+    (scores,) = target.prefill([(0, plain.prompt_tokens + plain.tokens[:index])])
     _, log_odds = scores.top([0], 2)
     target.release(0)
-    return Comparison(ours, plain, place, -float(log_odds[0][1]))
+    return Comparison(ours, plain, index, -float(log_odds[0][1]))
 
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What ``model.generate`` of transformers itself gives greedily, as a reference from outside."""
+    """The greedy text of transformers' own ``model.generate``, as an independent reference."""
     import torch
     from transformers import GenerationConfig
 

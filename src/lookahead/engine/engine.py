@@ -1,17 +1,17 @@
-"""The engine: every sequence on one model, from the queue to the last token.
+"""The engine: decodes all sequences on one model, from the queue to the last token.
 
     engine = Engine(make_target)
     sequence = engine.add(Request(prompt, drafter, max_new_tokens=64))
     while engine.busy:
-        for update in engine.step():        one forward pass, and what it gave each sequence
+        for update in engine.step():        one forward pass, and an update for each sequence
             print(update.piece)
 
-``LLM``, the server, the benchmark and ``model.generate(custom_generate=...)`` all drive this class. It alone
-    queues sequences (``max_sequences`` of them run, the others wait in order),
-    decodes plainly where the model cannot evaluate drafts, whatever drafter a request has,
-    measures the step times that drafters choose their rows by, where no text can depend on them,
-    ends a sequence, and no other, when its own code raises (drafter, chooser, logits processor, grammar, stop
-    function, text), and goes on with a fresh target after a forward pass that failed.
+``LLM``, the server, the benchmark and ``model.generate(custom_generate=...)`` all drive this class. It
+    queues sequences: at most ``max_sequences`` run, the others wait in order;
+    decodes plainly if the model cannot evaluate drafts, whatever drafter a request has;
+    measures step times for drafters that choose their rows by them, if no text can depend on the choice;
+    ends only the sequence whose own code raises (drafter, chooser, logits processor, grammar, stop function, text);
+    continues with a new target after a forward pass that failed.
 
 The loop over the running sequences is ``lookahead.core.Decoder``.
 """
@@ -52,14 +52,14 @@ class Engine:
 
     Args:
         make_target: makes a target. Called at once, and again after a forward pass that failed.
-        model: the transformers model that the targets evaluate; None where there is only a target, as in tests. It
-            is probed for whether it can evaluate drafts, and its step times are measured.
-        found: the result of ``probe`` for the model; None probes it here.
-        target: a target to begin with, which an earlier engine's ``close`` returned.
-        max_sequences: sequences that run together; the others wait.
-        prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in pieces, in turns with steps.
-        row_budget: rows of all trees of one forward pass together; every tree has its root at least.
-        prefix_cache: finished sequences whose keys and values are kept for prompts that begin like them.
+        model: the model that the targets evaluate; None if there is only a target, as in tests. The engine probes
+            whether it can evaluate drafts, and measures its step times.
+        probed: the result of ``probe`` for the model; None: the engine probes it.
+        target: the first target, which an earlier engine's ``close`` returned.
+        max_sequences: largest number of sequences that run together.
+        prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks, in turn with steps.
+        row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
+        prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same beginning.
 
     Raises:
         SettingsError, OutOfMemory: as ``make_target`` does.
@@ -70,7 +70,7 @@ class Engine:
         make_target: Callable[[], Target],
         model: Any = None,
         *,
-        found: Probe | None = None,
+        probed: Probe | None = None,
         target: Target | None = None,
         max_sequences: int = UNLIMITED_SEQUENCES,
         prompt_rows: int = UNLIMITED_ROWS,
@@ -78,12 +78,12 @@ class Engine:
         prefix_cache: int = 0,
     ) -> None:
         self._make_target, self._model, self._prefix_cache = make_target, model, prefix_cache
-        if found is None and model is not None:
-            found = probe(model)
-        self._drafts = found is None or found.mode != "plain"
-        # Only trees can hold a piece of a prompt.
-        pieces = found is None or found.facts is not None
-        self._limits = prompt_rows if pieces else UNLIMITED_ROWS, row_budget
+        if probed is None and model is not None:
+            probed = probe(model)
+        self._drafts = probed is None or probed.mode != "plain"
+        # A chunk of a prompt is evaluated as a tree.
+        chunked = probed is None or probed.facts is not None
+        self._limits = prompt_rows if chunked else UNLIMITED_ROWS, row_budget
         self.max_sequences = max_sequences
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -93,12 +93,12 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """How many sequences run."""
+        """The number of running sequences."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many sequences wait."""
+        """The number of waiting sequences."""
         return len(self._waiting)
 
     @property
@@ -108,18 +108,18 @@ class Engine:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that run, then those that wait."""
+        """The running sequences, then the waiting ones."""
         return [*self._running, *self._waiting]
 
     def add(
         self, request: Request, text: TextStream | None = None, *, seed: int | None = None, tag: Any = None
     ) -> Sequence:
-        """Let a request join, and return its handle.
+        """Add a request. Returns its handle.
 
         Args:
             request: what to decode.
             text: turns its tokens into text and finds stop strings; None for token ids only.
-            seed: of the draws, for the result.
+            seed: of the random numbers, for the result.
             tag: the caller's own value; see ``Sequence``.
         """
         if text is not None and text.stops and request.finished is None:
@@ -129,12 +129,12 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence, error: LookaheadError | None = None) -> None:
-        """End a sequence before the next forward pass: as "cancelled", or with an error. Its tokens stay."""
+        """End a sequence before the next forward pass, as "cancelled" or with an error. Its tokens are kept."""
         if sequence.result is None:
             self._cancelled.append((sequence, error))
 
     def step(self) -> list[Update]:
-        """One forward pass over all that run; sequences that wait join first while there is room."""
+        """Run one forward pass over all running sequences. Waiting sequences join first while there is room."""
         updates = list(self._end_cancelled())
         while self._waiting and len(self._running) < self.max_sequences:
             updates += self._start(self._waiting.popleft())
@@ -148,8 +148,8 @@ class Engine:
         """End all sequences without an update.
 
         Returns:
-            The target, for another engine; None where an exception such as KeyboardInterrupt has interrupted a step,
-            which leaves it in an unknown state.
+            The target, for another engine; None if its state is unknown, because an exception such as
+            KeyboardInterrupt interrupted a step.
         """
         if self._decoder is None:
             return None
@@ -192,18 +192,18 @@ class Engine:
         return []
 
     def _drafter(self, given: Drafter) -> Drafter:
-        """What drafts for a request: as given, as far as the target allows."""
+        """The drafter of a request, within what the target allows."""
         if not self._drafts:
             return Plain()
         assert self._decoder is not None
         path = self._decoder.target.path
-        # Rows are so dear on llama.cpp's CPU kernels that steps of a fixed size would take several times a plain one.
+        # On llama.cpp rows cost so much that steps of a fixed size would take several times as long as a plain step.
         rounds = PROMISES.get(path) == UP_TO_ROUNDING and path != LlamaCppTarget.path
         dtype = getattr(self._model, "dtype", None) if rounds else None
         return given.untimed() if dtype is not None and dtype.itemsize == 2 else given
 
     def _step_times(self, path: str) -> StepTimes | None:
-        """Step times of the model on this machine: known ones, or measured now."""
+        """Step times of the model on this machine, read from disk or measured now; None without a model."""
         if self._model is None:
             return None
         from ..drafters.adaptive.measure import times_for  # loads numba
@@ -217,7 +217,7 @@ class Engine:
         try:
             steps = {id(step.generation): step for step in decoder.step()}
         except Exception as error:
-            # What the target holds is unknown now, so all its sequences end. Those that wait go on with another one.
+            # The state of the target is unknown now, so its sequences end. Waiting sequences will use a new target.
             self._decoder = None
             failed: LookaheadError
             if isinstance(error, LookaheadError):
@@ -236,7 +236,7 @@ class Engine:
         return updates
 
     def _update(self, sequence: Sequence, generation: Generation, step: Step | None) -> Update:
-        """What a step gave a sequence."""
+        """The update of a sequence after a step."""
         text, piece, target = sequence.text, "", self._decoder and self._decoder.target
         if step is not None and step.tree is None and isinstance(target, PrefixTarget):
             sequence.cached = target.reused.get(generation.slot, 0)

@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, its tokenizer, and how to draft for it. Made by ``lookahead.load``, or from a model in hand.
+    """A model, its tokenizer and its default drafter. ``lookahead.load`` makes it.
 
     Args:
         model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
-        tokenizer: None where there is none; prompts are then token ids.
-        drafter: how to draft unless a call names a drafter; what ``as_drafter`` takes, or None for ``Adaptive()``.
+        tokenizer: None if there is none; then prompts are token ids.
+        drafter: the drafter of calls that name none; what ``as_drafter`` takes, or None for ``Adaptive()``.
         method, config: deprecated, use drafter.
         exact: allow only paths on which drafting changes no bit of a text.
-        name: shown to people.
+        name: for display.
         tokenizer_error: why there is no tokenizer, for error messages.
-        prefix_cache: finished texts whose keys and values are kept for prompts that begin like them.
+        prefix_cache: number of finished texts whose keys and values are kept for prompts with the same beginning.
 
     Attributes:
         probe: the result of ``lookahead.targets.factory.probe``.
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: a drafter that cannot be read; no exact path.
+        SettingsError: a drafter that is not valid; ``exact`` without an exact path.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LLM:
         self.probe = probe(model)
         self.exact = exact
         self._prefix_cache, self._lent = prefix_cache, Lock()
-        #: What the last call's engine left for the next one, and the model's fingerprint then.
+        #: The target of the last call's engine, for the next call, and the model's fingerprint at that time.
         self._kept: tuple[Target, Any] | None = None
         if exact:
             self.target()
@@ -87,14 +87,14 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """Of the weights, as in "float32", or the types of packed ones, as in "Q4_K + Q6_K"."""
+        """The dtype of the weights, such as "float32", or the types of packed weights, such as "Q4_K + Q6_K"."""
         if isinstance(self.model, OwnModel):
             return self.model.weights
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the weights are; tied ones count once."""
+        """The number of weights; tied weights count once."""
         if isinstance(self.model, OwnModel):
             return self.model.parameter_count
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -106,7 +106,7 @@ class LLM:
 
     @property
     def context(self) -> int | None:
-        """The longest text in tokens, prompt included; None where the model names no limit."""
+        """Tokens of the longest text, prompt included; None if the model has no limit."""
         limit = getattr(self._text_config, "max_position_embeddings", None)
         return int(limit) if limit else None
 
@@ -116,7 +116,7 @@ class LLM:
 
     @property
     def eos(self) -> frozenset[int]:
-        """End tokens: those of the generation config; where it names none, the tokenizer's."""
+        """End tokens: those of the generation config, or else that of the tokenizer."""
         given = getattr(self.model.generation_config, "eos_token_id", None)
         if given is None:
             given = getattr(self.tokenizer, "eos_token_id", None)
@@ -148,7 +148,7 @@ class LLM:
         return Engine(
             lambda: self.target(),
             self.model,
-            found=self.probe,
+            probed=self.probe,
             target=target,
             max_sequences=max_sequences,
             prefix_cache=prefix_cache,
@@ -157,7 +157,7 @@ class LLM:
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
-        """An engine for one call. One caller at a time goes on with the finished texts that the last call kept."""
+        """An engine for one call. One caller at a time may use the finished texts that the last call kept."""
         if not self._prefix_cache or not self._lent.acquire(blocking=False):
             engine = self.engine(max_sequences=max_sequences)
             try:
@@ -182,7 +182,7 @@ class LLM:
             self._lent.release()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt (text, chat messages or token ids); SettingsError where it cannot be taken."""
+        """Token ids of one prompt: a text, chat messages or token ids. Raises SettingsError if it is not valid."""
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
     @overload
@@ -209,8 +209,8 @@ class LLM:
             A ``Result``, or a list of them in the order of the prompts.
 
         Raises:
-            SettingsError: an option or a prompt that cannot be honoured; nothing has been decoded then.
-            NumericalError, OutOfMemory: decoding failed. ``run`` keeps what was done until then.
+            SettingsError: an option or a prompt is not valid; nothing was decoded.
+            NumericalError, OutOfMemory: decoding failed. ``run`` yields the steps until then.
         """
         prompts, several = as_list(prompt)
         if options.get("batch_size") is None:
@@ -249,8 +249,8 @@ class LLM:
             {options}
 
         Raises:
-            SettingsError: at once, if an option or any prompt cannot be honoured.
-            RankError: one of the ranks that decode together is gone; no prompt can be decoded any more.
+            SettingsError: at once, if an option or a prompt is not valid.
+            RankError: a rank of the group is gone, so no further prompt can be decoded.
         """
         chosen = BatchOptions.of(options)
         drafter = chosen.drafting(self.drafter)
@@ -287,11 +287,11 @@ class LLM:
         """A state for ``Adaptive(state=...)``, which keeps what adaptive learns from call to call.
 
         Args:
-            file: what ``state.save`` wrote for such a model; where it does not exist the state begins empty.
-            settings: sizes of its tables; None for those of ``load``, or else the defaults.
+            file: a file that ``state.save`` wrote for this model. If it does not exist, the state starts empty.
+            settings: give the sizes of the tables; None for the drafter of ``load``, or else the defaults.
 
         Raises:
-            SettingsError: the file is of another model, or no such file.
+            SettingsError: the file belongs to another model, or is not such a file.
         """
         from ..drafters.adaptive.state import AdaptiveState
 
@@ -311,17 +311,17 @@ class LLM:
         repeats: int,
         progress: Callable[[int, int, int, float], None],
     ) -> Path | None:
-        """Measure the times of steps of all these sizes and keep them for adaptive, this machine and this model.
+        """Measure the times of steps of all these sizes, and keep them for adaptive on this machine and model.
 
         Args:
-            rows: per sequence; must contain 1, which is plain decoding.
-            contexts: committed tokens; what does not fit the model is left out.
-            batches: sequences in one pass.
+            rows: rows per sequence; must contain 1, which is plain decoding.
+            contexts: numbers of committed tokens; those that do not fit the model are skipped.
+            batches: numbers of sequences in a pass.
             repeats: measurements of each size, at least 1.
-            progress: told (batch, context, rows, seconds) of each size.
+            progress: called with (batch, context, rows, seconds) for each size.
 
         Returns:
-            The file that holds the times; None where no context fits.
+            The file with the times; None if no context fits.
         """
         from ..drafters.adaptive.measure import measure_times, model_key
         from ..drafters.adaptive.step_times import save_times
@@ -333,15 +333,15 @@ class LLM:
     def prepare(
         self, prompt: Prompt, options: Options, seed: int | None = None
     ) -> tuple[Request, TextStream]:
-        """What an engine needs to decode one prompt: ``engine.add(*llm.prepare(prompt, options))``.
+        """The request and the text of one prompt, for an engine: ``engine.add(*llm.prepare(prompt, options))``.
 
         Args:
             prompt: a text, chat messages or token ids.
             options: of the generation.
-            seed: of the draws; None for greedy decoding.
+            seed: of the random numbers; None for greedy decoding.
 
         Raises:
-            SettingsError: a prompt or an option that cannot be honoured.
+            SettingsError: the prompt or an option is not valid.
         """
         ids, device = self.encode(prompt), self.model.device
         length = options.max_new_tokens

@@ -1,4 +1,4 @@
-"""Prefix caching: keys and values of finished texts are kept, and a prompt that begins like one of them reuses them.
+"""Prefix caching: a prompt reuses the keys and values of a finished text with the same beginning.
 
 So earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path the rows have
 the same bits as without the cache; on other paths they are equal up to rounding.
@@ -24,7 +24,7 @@ class ReusingTarget(Target, Protocol):
     keeps_prefixes: bool
 
     def reuse(self, slot: int, source: int, length: int) -> None:
-        """Start a slot with the first ``length`` tokens of another one; cut it to them where both are the same.
+        """Start a slot with the first ``length`` tokens of another slot; if both are the same, truncate it.
 
         The next ``prefill`` of the slot evaluates only the tokens after these.
         """
@@ -36,10 +36,10 @@ class PrefixTarget:
 
     Args:
         target: evaluates the rows; its ``keeps_prefixes`` must be true.
-        kept: how many finished sequences to keep.
+        kept: number of finished sequences to keep.
 
     Attributes:
-        reused: by slot in use, how many tokens of its prompt were not evaluated again.
+        reused: by slot in use, the number of tokens of its prompt that were reused.
     """
 
     def __init__(self, target: ReusingTarget, kept: int) -> None:
@@ -54,7 +54,7 @@ class PrefixTarget:
         self._trees: dict[int, TokenTree] = {}
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Evaluate each prompt from where it differs from all earlier texts, those of this call included."""
+        """Evaluate each prompt after its longest prefix in an earlier text, including the prompts of this call."""
         scores: list[Scores] = []
         for slot, prompt in prompts:
             inner = self._slots[slot] = self._choose_slot(slot, prompt)
@@ -64,16 +64,18 @@ class PrefixTarget:
         return scores
 
     def known(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt would not be evaluated again."""
+        """The number of tokens of a prompt that would be reused."""
         return max((common_prefix(text, prompt[:-1]) for text in self._texts.values()), default=0)
 
     def _choose_slot(self, slot: int, prompt: Sequence[int]) -> int:
-        """The inner target's slot for a prompt, filled with what can be reused, but for the prompt's last token."""
+        """The inner target's slot for a prompt, filled with the longest reusable prefix, without the last token."""
         lengths = {inner: common_prefix(text, prompt[:-1]) for inner, text in self._texts.items()}
         source = max(lengths, key=lengths.__getitem__, default=0)
         self.reused[slot] = length = lengths.get(source, 0)
         if length and source in self._idle and 2 * length >= len(self._texts[source]):
-            self._idle.remove(source)  # most of the finished text is reused: the prompt takes its slot over
+            self._idle.remove(
+                source
+            )  # most of the finished text is reused, so the prompt takes over its slot
             inner = source
         else:
             inner = self._free.pop() if self._free else next(self._new)
@@ -92,7 +94,7 @@ class PrefixTarget:
             self._texts[self._slots[slot]] += [tokens[node] for node in path]
 
     def release(self, slot: int) -> None:
-        """Keep the sequence for later prompts; drop the least recently used where there are too many."""
+        """Keep the sequence for later prompts; if there are too many, drop the least recently used."""
         self.reused.pop(slot, None)
         if slot in self._slots:
             inner = self._slots.pop(slot)
@@ -108,7 +110,7 @@ class PrefixTarget:
 
 
 def with_prefixes(target: Target, kept: int) -> Target:
-    """The target with prefix caching; the target itself where its rows cannot be reused or ``kept`` is 0."""
+    """The target with prefix caching; the target itself if its rows cannot be reused or ``kept`` is 0."""
     if kept and isinstance(target, ReusingTarget) and target.keeps_prefixes:
         return PrefixTarget(target, kept)
     return target

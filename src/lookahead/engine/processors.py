@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 def make_process(
     options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
 ) -> Process | None:
-    """The function that is applied to the scores before a token is chosen; None where there is nothing to apply.
+    """The function that is applied to the scores before a token is chosen; None if there is nothing to apply.
 
     Args:
-        prompt_length: tokens in the prompt.
+        options: of the generation.
+        prompt_length: tokens of the prompt.
         eos: end tokens.
         tokenizer: for bad words given as text.
-        device: where the scores are.
+        device: of the scores.
 
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.

@@ -1,4 +1,4 @@
-"""Lines about the preparation of a model, where it takes long."""
+"""Messages about steps of preparation that take long."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 @contextmanager
 def notice_if_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
-    """Print a line to stderr once the block has taken this long, and another one when it is done.
+    """Print a line to stderr if the block takes long, and another one when it has finished.
 
     Args:
-        text: what is being done.
-        seconds: a quicker block prints nothing.
-        always: print also where stderr is not a terminal.
+        text: the work of the block.
+        seconds: time after which the first line is printed.
+        always: whether to print even if stderr is not a terminal.
     """
     console = Console(stderr=True, highlight=False)
     begin, printed = monotonic(), []

@@ -33,19 +33,19 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
 
     Args:
         prompt: a text, a list of chat messages {"role", "content"}, or a list of token ids.
-        tokenizer: None where there is none; ``missing`` then says why.
+        tokenizer: None if there is none; ``missing`` says why.
         vocabulary: V.
-        context: the model's longest text in tokens, None without a limit.
+        context: tokens of the model's longest text; None without a limit.
 
     Raises:
-        SettingsError: empty, too long, of another type, without the tokenizer or chat template it needs, or
-            with token ids outside the vocabulary.
+        SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
+            missing, or has token ids outside the vocabulary.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise SettingsError("the prompt must not be empty, got an empty text")
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise SettingsError("the prompt must be whole characters, got half a surrogate pair")
+            raise SettingsError("the prompt must be valid Unicode, got half a surrogate pair")
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
         ids = list(tokenizer(prompt).input_ids)
@@ -64,7 +64,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
     if outside is not None:
         raise SettingsError(
             f"token ids must be between 0 and {vocabulary - 1}, got {outside}; "
-            "do the tokenizer and the model belong together?"
+            "is this the tokenizer of the model?"
         )
     if context is not None and len(ids) >= context:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""What decoding gives: an update for each step of each sequence, and a result at its end."""
+"""The results of decoding: an update for each step of each sequence, and a result at its end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Result:
     """One finished text.
 
     Attributes:
-        text: without stop strings and special tokens; "" where there is no tokenizer.
-        tokens: token ids as emitted, an end token or the tokens of a stop string included.
+        text: without stop strings and special tokens; "" without a tokenizer.
+        tokens: the emitted token ids, including an end token or the tokens of a stop string.
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
         prompt_tokens: token ids of the prompt.
-        seed: a seed that gives these tokens again; None for greedy decoding.
-        stopped: the stop string that was found, or None.
-        error: the error that ended the text, where ``finish_reason`` is "error".
+        seed: the seed that reproduces these tokens; None for greedy decoding.
+        stopped: the stop string that ended the text, or None.
+        error: the error that ended the text, if ``finish_reason`` is "error".
     """
 
     text: str
@@ -35,7 +35,7 @@ class Result:
     error: LookaheadError | None = None
 
     def checked(self) -> Result:
-        """This result; raises the error that ended it."""
+        """Return this result, or raise the error that ended it."""
         if self.error is not None:
             raise self.error
         return self
@@ -48,15 +48,15 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in an engine: the handle that ``Engine.add`` returns.
+    """The handle of a request in an engine, which ``Engine.add`` returns.
 
     Attributes:
-        request: what is decoded.
-        text: turns tokens into text; None where only token ids are wanted.
-        seed: of the draws, for the result; None for greedy decoding.
-        tag: the caller's own value, to tell sequences apart. ``LLM.run`` numbers its prompts.
+        request: the request.
+        text: turns tokens into text; None for token ids only.
+        seed: of the random numbers, for the result; None for greedy decoding.
+        tag: the caller's own value. ``LLM.run`` numbers its prompts.
         generation: tokens and statistics so far; None while the sequence waits.
-        cached: tokens of the prompt whose keys and values did not have to be computed again.
+        cached: number of tokens of the prompt whose keys and values were reused.
         result: set by the last update.
     """
 
@@ -76,13 +76,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one forward pass gave one sequence.
+    """The result of one forward pass for one sequence.
 
     Attributes:
         sequence: the handle.
-        step: the core's step; None where the sequence ended without one.
-        piece: text that has become safe to show, perhaps "".
-        result: on the last update of a sequence.
+        step: the step; None if the sequence ended without one.
+        piece: text that has become safe to show, possibly "".
+        result: set in the last update of a sequence.
     """
 
     sequence: Sequence
@@ -105,9 +105,9 @@ Updates = Generator[Update, None, None]
 
 
 class Stream:
-    """Pieces of text; iterate once. ``result`` is set when the iteration is over.
+    """An iterator over pieces of text. ``result`` is set at the end of the iteration.
 
-    Closing it (or leaving a ``with`` block) ends the generation.
+    Closing it, or leaving a ``with`` block, ends the generation.
     """
 
     def __init__(self, updates: Updates) -> None:
@@ -133,5 +133,5 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the generation. Text that has been shown stays."""
+        """End the generation."""
         self._updates.close()

@@ -1,6 +1,6 @@
-"""Turns tokens into text that is safe to show: whole characters, and never a part of a stop string.
+"""Turns tokens into text that is safe to show: complete characters, and no part of a stop string.
 
-A token may hold a part of a character, and its text may depend on the token before it (leading spaces). So the new
+A token may contain a part of a character, and its text may depend on the token before it (leading spaces). So the new
 text is the difference between two decodings of a short window of tokens.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"
-#: A character has at most 4 bytes. A longer run without a whole character is not text and is released as it is.
+#: A character has at most 4 bytes. A longer run without a complete character is not text and is released unchanged.
 LONGEST_WINDOW = 32
 CONTEXT = 6
 
@@ -20,13 +20,13 @@ class TextStream:
 
     Args:
         tokenizer: an object with ``decode`` as in transformers; None gives no text.
-        prompt: token ids before the text; the last few decide how the text begins.
+        prompt: token ids before the text; the last few affect the beginning of the text.
         stop: strings that end the text. They are not part of it.
 
     Attributes:
         stops: the stop strings.
         text: all text that has been released.
-        stopped: the stop string that was found, or None.
+        stopped: the stop string that ended the text, or None.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
@@ -34,13 +34,13 @@ class TextStream:
         self.stops = stop
         self._window = list(prompt[-CONTEXT:])
         self._known = len(self._window)
-        # A prompt may end inside a character. Then the text begins with that character.
+        # If the prompt ends inside a character, the text begins with that character.
         self._shown = self._decode().rstrip(INCOMPLETE)
         self._held = self._ready = self.text = ""
         self.stopped: str | None = None
 
     def push(self, token: int) -> bool:
-        """Take one token. True once a stop string is complete."""
+        """Take a token. Returns whether a stop string is complete."""
         self._window.append(token)
         text = self._decode()
         if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
@@ -70,23 +70,23 @@ class TextStream:
         return text
 
     def _take(self, text: str) -> None:
-        """Release ``text``, that of the window. Its newest tokens stay as context for the tokens that follow."""
+        """Release the window's ``text``. The newest tokens stay in the window as context for the following tokens."""
         held = self._held + text[len(self._shown) :]
         self._window = self._window[-CONTEXT:]
         self._known = len(self._window)
         self._shown = self._decode()
         if self.stopped is not None:
             return
-        found = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
-        if found:  # the one that begins first; the longest of those that begin together
-            safe, _, self.stopped = min(found)
+        matches = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
+        if matches:  # the first match; the longest of those that begin at the same character
+            safe, _, self.stopped = min(matches)
         else:
             safe = len(held) - self._possible_start(held)
         self._ready += held[:safe]
         self._held = held[safe:]
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that may turn out to begin a stop string."""
+        """Length of the longest suffix of ``text`` that may be the beginning of a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)

@@ -1,16 +1,15 @@
-"""The tokenizer that a GGUF file describes, built from its metadata straight into the library ``tokenizers``.
+"""The tokenizer of a GGUF file, built from its metadata with the library ``tokenizers``.
 
-transformers reads the same metadata, and takes seconds for it: it parses the file again, converts the vocabulary
-through several classes, and is itself slow to import. ``GGUFTokenizer`` answers what this library asks of a tokenizer
-and makes transformers' class only for the rest.
+transformers takes seconds to read the same metadata: it parses the file again, converts the vocabulary through
+several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and makes
+transformers' class only for others.
 
-Two kinds of vocabulary are built here. For any other ``build_tokenizer`` returns None, and transformers' reader
-serves.
+Two kinds of vocabulary are supported. For others ``build_tokenizer`` returns None, and transformers reads the file.
 
-- "gpt2": byte-level BPE. Bytes are spelled in 256 printable characters (``byte_alphabet``), the file lists the
-  merges, and ``tokenizer.ggml.pre`` names the regular expression that cuts a text into pieces before they are merged.
-- "llama": SentencePiece BPE. A space is spelled "▁", unknown characters fall back to bytes, and the merges follow
-  from the vocabulary: every way to cut a token into two tokens, the best token first.
+- "gpt2": byte-level BPE. Bytes are written as 256 printable characters (``byte_alphabet``), the file lists the
+  merges, and ``tokenizer.ggml.pre`` names the regular expression that splits a text into pieces before merging.
+- "llama": SentencePiece BPE. A space is written as "▁", unknown characters fall back to bytes, and the merges follow
+  from the vocabulary: every split of a token into two tokens, the best token first.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 #: Types of tokens in ``tokenizer.ggml.token_type``.
 CONTROL, USER_DEFINED = 3, 4
 
-# Regular expressions that cut a text into pieces. A merge never crosses the border of a piece.
+# Regular expressions that split a text into pieces. A merge never crosses the border of a piece.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-#: ``tokenizer.ggml.pre`` -> the expression. "" is GPT-2's own, which ``tokenizers`` has built in.
+#: ``tokenizer.ggml.pre`` -> the expression. "" stands for that of GPT-2, which is built into ``tokenizers``.
 PIECES = {
     "": "",
     "default": "",
@@ -48,13 +47,13 @@ PIECES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-#: Vocabularies in which every digit is a piece. transformers' reader leaves this out; llama.cpp and the models' own
-#: tokenizer.json have it. It shows where spaces stand before a digit.
+#: Vocabularies in which every digit is a piece, as in llama.cpp and in the models' own tokenizer.json. transformers'
+#: reader lacks this; the difference shows in spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte -> its character in a byte-level vocabulary (GPT-2): itself where it is printable, else one from 256 on.
+    """Byte -> its character in a byte-level vocabulary (GPT-2): itself if it is printable, else one from 256 on.
 
     65 -> "A", 32 (a space) -> "Ġ", 10 (a line break) -> "Ċ".
     """
@@ -64,7 +63,7 @@ def byte_alphabet() -> dict[int, str]:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a file; None where this module does not know its kind."""
+    """The tokenizer of a file; None if its kind is not supported here."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
     architecture = metadata.get("general.architecture", "")
     if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
@@ -154,10 +153,10 @@ def _given_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that a vocabulary without any implies: each token's cuts into two tokens, the best token first.
+    """The merges of a vocabulary that lists none: each split of a token into two tokens, the best token first.
 
-    Of tokens "a", "b", "c", "ab", "bc", "abc" with scores falling in this order: a+b, b+c, then ab+c before a+bc (the
-    longer left part first).
+    For the tokens "a", "b", "c", "ab", "bc", "abc" with falling scores: a+b, b+c, then ab+c before a+bc (the longer
+    left part first).
 
     Args:
         tokens: the vocabulary.
@@ -174,15 +173,16 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
             for at in range(len(token) - 1, 0, -1):
                 if token[:at] in known and token[at:] in known:
                     merges.append((token[:at], token[at:]))
-        if several:  # tokens of equal score are cut in turn by the lengths of the parts
+        if several:  # splits of tokens of equal score are sorted by the lengths of their parts
             merges[start:] = sorted(merges[start:], key=lambda pair: (-len(pair[0]), -len(pair[1])))
     return merges
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_level: bool) -> None:
-    """Tokens that a text may contain whole: control tokens, which decoding can leave out, and user-defined ones.
+    """Add tokens that are never split: control tokens, which decoding may skip, and user-defined tokens.
 
-    In a byte-level vocabulary every token is spelled in the byte alphabet; one that is not was marked by mistake.
+    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token that is not was marked by
+    mistake.
     """
     from tokenizers import AddedToken
 
@@ -205,10 +205,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_le
 
 
 def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Put the beginning-of-sequence token before each text where the file says so.
-
-    SentencePiece files do so unless they say no.
-    """
+    """Put the beginning-of-sequence token before each text if the file says so, or by default for SentencePiece."""
     bos = _token(metadata, "bos")
     by_default = metadata["tokenizer.ggml.model"] == "llama"
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_default):
@@ -222,26 +219,25 @@ def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
 
 def _token(metadata: Mapping[str, Any], name: str) -> str | None:
-    """The token that the file gives a part to: "bos", "eos", "unknown" or "padding"."""
+    """The token of a role: "bos", "eos", "unknown" or "padding"."""
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = metadata["tokenizer.ggml.tokens"]
     return tokens[index] if index is not None and 0 <= index < len(tokens) else None
 
 
 class GGUFTokenizer:
-    """A tokenizer with the methods of transformers' that this library calls.
+    """A tokenizer with those methods of transformers' class that this library calls.
 
-    Whatever else is asked of it is answered by transformers' class around the same backend, made when it is first
-    needed; ``as_transformers`` is that object.
+    All others come from ``as_transformers``, transformers' class around the same backend, which is made on first use.
 
     Args:
-        backend: what ``build_tokenizer`` returned.
+        backend: the result of ``build_tokenizer``.
         metadata: of the file.
 
     Attributes:
         backend_tokenizer: the tokenizer of the library ``tokenizers``.
-        chat_template: in Jinja; None where the file has none.
-        bos_token, eos_token, unk_token, pad_token: texts of tokens, None where there is none.
+        chat_template: in Jinja; None if the file has none.
+        bos_token, eos_token, unk_token, pad_token: texts of tokens; None for a missing token.
         eos_token_id: the token that ends a text, or None.
     """
 
@@ -254,7 +250,7 @@ class GGUFTokenizer:
         self._add_bos_token = backend.post_processor is not None
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
-        """Token ids of one text, as ``input_ids`` of the answer."""
+        """Encode a text; the token ids are ``input_ids`` of the result."""
         if options or not isinstance(text, str):
             return self.as_transformers(text, add_special_tokens=add_special_tokens, **options)
         ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -264,7 +260,7 @@ class GGUFTokenizer:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of token ids; special tokens are part of it unless they are to be left out."""
+        """The text of token ids, with special tokens unless they are skipped."""
         if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(token_ids, list):
             return self.as_transformers.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -286,7 +282,7 @@ class GGUFTokenizer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copying and pickling ask for these
+        if name.startswith("_"):  # copying and pickling look for these
             raise AttributeError(name)
         return getattr(self.as_transformers, name)
 

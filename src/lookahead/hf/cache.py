@@ -1,4 +1,4 @@
-"""The keys and values of one sequence, handed back in transformers' own cache (``past_key_values``)."""
+"""Returns the keys and values of a sequence in transformers' own cache (``past_key_values``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core import Target
 
 
 class KeepingTarget:
-    """A target for one sequence that keeps it after its end, so that its cache can be read."""
+    """A target for one sequence that is kept after its end, so that its cache can be read."""
 
     def __init__(self, target: Target) -> None:
         self._target: Any = target
@@ -23,7 +23,7 @@ class KeepingTarget:
 
 
 def fill_cache(target: Any, given: Any, config: Any) -> DynamicCache:
-    """The keys and values of slot 0 of a target in a ``DynamicCache``: in ``given`` where that is an empty one."""
+    """Copy the keys and values of slot 0 into a ``DynamicCache``: ``given`` if it is an empty one, else a new one."""
     cache = given
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
         cache = DynamicCache(config=config)

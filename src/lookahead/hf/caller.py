@@ -1,7 +1,7 @@
-"""Arguments of ``model.generate`` that transformers keeps from a callable: streamer, assistant_model, tokenizer.
+"""Arguments of ``model.generate`` that transformers does not pass on: streamer, assistant_model, tokenizer.
 
-They are read from the frames of the running call. Where another version of transformers has no such frames, they are
-missing, and transformers' own behaviour remains.
+They are read from the frames of the running call. In a version of transformers without such frames they are missing,
+and transformers' own behaviour remains.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ R = TypeVar("R")
 
 
 def caller_arguments() -> dict[str, Any]:
-    """``streamer`` and ``assistant_model`` of the running ``model.generate``; {} outside of one.
+    """``streamer`` and ``assistant_model`` of the running ``model.generate``; {} if none is running.
 
-    A streamer that is ignored silently would leave its reader waiting for ever.
+    If a streamer were ignored silently, its reader would wait forever.
     """
     frame = _frame_of("generate")
     if frame is None:
@@ -30,11 +30,11 @@ def caller_arguments() -> dict[str, Any]:
 
 
 class CustomGenerate(Generic[P, R]):
-    """A function for ``custom_generate`` that may have a parameter ``tokenizer``; ``stop_strings`` need it.
+    """A function for ``custom_generate`` that may have a parameter ``tokenizer``, which ``stop_strings`` need.
 
-    ``model.generate`` removes ``tokenizer`` from its keywords, reads the signature of the callable to find the
-    keywords that are meant for it, and makes the stopping criteria from those. By then the tokenizer is lost, and
-    the call fails with the advice to pass a tokenizer. So it is put back when the signature is read.
+    ``model.generate`` removes ``tokenizer`` from its keywords, then reads the signature of the callable to select its
+    keywords, and then makes the stopping criteria, for which the tokenizer is missing. So the tokenizer is put back
+    when the signature is read.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:

@@ -1,9 +1,9 @@
 """``model.generate(custom_generate=lookahead.generate)``: the same output, in fewer forward passes.
 
-transformers prepares inputs, logits processors and stopping criteria, and then calls ``generate`` below in place of
-its own loop. Each token is chosen as that loop would choose it: processors see the token's true prefix, stopping
-criteria are called after every token, and sampling uses the same random numbers in the same order. Options that
-cannot be honoured are refused by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
+transformers prepares inputs, logits processors and stopping criteria, and then calls ``generate`` below instead of
+its own loop. Each token is chosen as in that loop: processors see the token's true prefix, stopping criteria are
+called after every token, and sampling uses the same random numbers in the same order. Options that are not supported
+are refused by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def generate(
         ``GenerateDecoderOnlyOutput`` if return_dict_in_generate is set.
 
     Raises:
-        SettingsError: an option that cannot be honoured, by name.
+        SettingsError: an option is not supported; the message names it.
     """
     given = caller_arguments()
     streamer = streamer if streamer is not None else given.get("streamer")
     config = generation_config if generation_config is not None else model.generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
-    found = probe(model)  # refuses what is no decoder-only language model
+    probed = probe(model)  # refuses models other than decoder-only language models
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
     sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     chosen = with_old_keywords(
@@ -114,9 +114,9 @@ def generate(
         chosen.precompile()
     target = fresh()
     warn_about_slow_path(model, target)
-    facts = found.facts
+    facts = probed.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
-    engine = Engine(fresh, model, found=found, target=keeping if keeping is not None else target)
+    engine = Engine(fresh, model, probed=probed, target=keeping if keeping is not None else target)
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
@@ -137,11 +137,11 @@ def generate(
         for b in range(batch)
     ]
 
-    def run(some: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
+    def run(subset: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
         """Decode rows together; ``texts`` are their tokens so far, without padding."""
         sequences = []
-        for row, text, left in zip(some, texts, limits, strict=True):
-            # A row that has ended is carried on over end tokens, one of which may be the padding token itself.
+        for row, text, left in zip(subset, texts, limits, strict=True):
+            # A row that has ended continues past end tokens, one of which may be the padding token.
             eos = frozenset[int]() if row.ended else criteria.eos
             row_noise = row.noise() if ahead else None
             request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
@@ -161,8 +161,8 @@ def generate(
         stats.extend(all_stats)
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
-    # Rows that ended early go on as in transformers: with padding, or, where nothing pads, with their text.
-    # Padding alone needs no model, but the scores of padded positions do.
+    # Rows that ended early continue as in transformers: with padding or, if nothing pads, with their text.
+    # Padding needs no model, but the scores at padded positions do.
     early = [
         row for row in rows if row.emitted < longest and (row.records or pad is None or not criteria.pads)
     ]
@@ -199,7 +199,7 @@ def _of_generation_config(config: GenerationConfig) -> Drafter | None:
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-    """Each row's own tokens. Left padding is dropped, since padded places are never seen by attention."""
+    """Each row's own tokens. Left padding is dropped, because attention never sees padded positions."""
     if mask is None:
         return input_ids.tolist()
     if not bool((mask[:, -1] == 1).all()):
@@ -217,12 +217,12 @@ def _pad_token(config: GenerationConfig, criteria: Criteria) -> int | None:
 
 
 def _by_time(rows: list[list[torch.Tensor] | None]) -> Any:
-    """From (1, V) per row and time step to a tuple of (B, V) per time step; None where nothing was kept."""
+    """From (1, V) per row and time step to a tuple of (B, V) per time step; None if nothing was kept."""
     kept = [row for row in rows if row is not None]
     return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 
 
 def _raise(error: LookaheadError | None) -> None:
-    """Raise what ended a row: the exception of the model, a processor or a criterion as it was raised."""
+    """Raise the error that ended a row: the original exception of the model, a processor or a criterion."""
     if error is not None:
         raise error.__cause__ or error

@@ -1,4 +1,4 @@
-"""Options of ``model.generate`` that cannot be honoured here: each is refused by name, with what to do."""
+"""Options of ``model.generate`` that are not supported here: each is refused by name, with what to do instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from ..core import SettingsError, Target
 from ..targets.cpu.architectures import REGISTRY
 
-#: Model inputs that transformers prepares for its own loop; they are not needed here.
+#: Model inputs that transformers prepares for its own loop. They are not needed here.
 PREPARED = {
     "attention_mask",
     "position_ids",
@@ -24,7 +24,7 @@ PREPARED = {
     "logits_to_keep",
     "cache_params",
 }
-#: Options that are refused by their own name alone.
+#: Options that are refused whatever their value is.
 UNSUPPORTED = (
     "dola_layers",
     "constraints",
@@ -44,9 +44,9 @@ def refuse(
     model_kwargs: dict[str, Any],
     given: dict[str, Any],
 ) -> None:
-    """Raise SettingsError for the first option that cannot be honoured.
+    """Raise SettingsError for the first option that is not supported.
 
-    The arguments are those of ``generate``; ``given`` is what ``caller_arguments`` returned.
+    The arguments are those of ``generate``; ``given`` is the result of ``caller_arguments``.
     """
     batch = input_ids.shape[0]
     plain = "leave it out, or call model.generate without custom_generate"
@@ -59,17 +59,17 @@ def refuse(
         (
             config.cache_implementation in ("quantized", "offloaded", "offloaded_static", "paged"),
             f"cache_implementation={config.cache_implementation!r}",
-            "lookahead keeps a cache of its own; leave it out",
+            "lookahead has its own cache; leave it out",
         ),
         (bool(synced_gpus), "synced_gpus", plain),
         (streamer is not None and batch > 1, f"streamer with {batch} sequences", "stream one sequence"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds", "pass input_ids"),
         (input_ids.shape[1] == 0, "an empty prompt", "pass at least one token"),
     ]
-    for one in processors:
-        if isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    for processor in processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             refused.append((True, "guidance_scale", plain))
-        if isinstance(one, SynthIDTextWatermarkLogitsProcessor) and batch > 1:
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor) and batch > 1:
             refused.append((True, "a SynthID watermark for several sequences", "pass one sequence"))
     cache = model_kwargs.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
@@ -84,15 +84,15 @@ def refuse(
         refused.append((key not in PREPARED and value is not None, f"the model input {key}", supported))
     for condition, what, cure in refused:
         if condition:
-            raise SettingsError(f"lookahead.generate cannot honour {what}; {cure}")
+            raise SettingsError(f"lookahead.generate does not support {what}; {cure}")
 
 
-#: What has been warned about: (type of the model, reason).
+#: Warnings that were given: (type of the model, reason).
 _warned: set[tuple[str, str]] = set()
 
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
-    """Warn, once for each reason, of a model that does not draft or leaves its architecture's compiled path."""
+    """Warn, once for each reason, about a model that does not draft or that leaves its class's compiled path."""
     name = type(model).__name__
     left = model.device.type == "cpu" and target.path == "transformers" and name in REGISTRY
     if not left and target.path != "plain":

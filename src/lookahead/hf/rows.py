@@ -1,4 +1,4 @@
-"""One sequence of a batch, whose tokens are chosen exactly as transformers' own loop would choose them.
+"""A sequence of a batch, whose tokens are chosen exactly as in transformers' own loop.
 
 This module knows logits processors and stopping criteria, but no trees and no models.
 """
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: what it has emitted, what is recorded of it, and when it ends.
+    """A sequence of the batch: its emitted tokens, its records, and its stopping criteria.
 
     Attributes:
         index: of the row in the batch.
-        prompt: token ids as transformers sees them, padding included, shape (L,).
-        length: limit of the tokens that may be emitted.
+        prompt: token ids as transformers has them, padding included, shape (L,).
+        length: largest number of tokens to emit.
         processors: applied to the logits with the true prefix; None for none.
         criteria: end the sequence.
-        stream: the noise of the batch, for sampling; None for greedy.
+        stream: the noise of the batch, for sampling; None for greedy decoding.
         temperature: of the sampling.
-        scores, logits: collect what output_scores and output_logits return; None where these are not set.
+        scores, logits: collect the results of output_scores and output_logits; None if these are not set.
         streamer: receives every token; None for none.
-        ended: whether a criterion has ended the sequence. It may be carried on to the length of the longest row.
-        fill: the padding token with which it is carried on, for the scores; None to go on with its own text.
+        ended: whether a criterion has ended the sequence. It may continue to the length of the longest row.
+        fill: the padding token with which it continues, for the scores; None to continue its own text.
     """
 
     index: int
@@ -77,13 +77,13 @@ class Row:
         return self._ids[0, len(self.prompt) : self._end]
 
     def noise(self) -> RowNoise | None:
-        """The noise of the tokens from here on; None where the sequence is greedy or only padded."""
+        """The noise of the tokens from here on; None if the sequence is greedy or only padded."""
         if self.stream is None or self.fill is not None:
             return None
         return RowNoise(self.stream, self.index, self.emitted, self.temperature)
 
     def choose(self) -> Choose:
-        """What chooses the tokens from here on, by the processors, the noise and the true prefix."""
+        """The chooser of the tokens from here on."""
         process = self._process if self.records or self.processors is not None else None
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
 
@@ -98,12 +98,12 @@ class Row:
         if self.fill is not None:
             values = torch.full_like(values, float("-inf"))
             values[0, self.fill] = 0
-        elif self.stream is None:  # transformers takes the first token where all are excluded
+        elif self.stream is None:  # if all tokens are excluded, transformers takes the first
             values = values.clamp(min=torch.finfo(values.dtype).min)
         return values
 
     def finished(self, token: int) -> str | None:
-        """Take an emitted token. Returns a finish reason where a criterion ends the sequence after it."""
+        """Take an emitted token. Returns the finish reason if a criterion ends the sequence after it."""
         self._ids[0, self._end] = token
         self._end += 1
         if self.streamer is not None:
@@ -123,33 +123,33 @@ class Criteria:
         self.eos: frozenset[int] = frozenset()
         self.max_length = 1 << 60
         self._others = StoppingCriteriaList()
-        for one in criteria:
-            if type(one) is EosTokenCriteria:
-                self.eos |= frozenset(int(t) for t in one.eos_token_id.flatten())
-            elif type(one) is MaxLengthCriteria:
-                self.max_length = min(self.max_length, one.max_length)
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos |= frozenset(int(t) for t in criterion.eos_token_id.flatten())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = min(self.max_length, criterion.max_length)
             else:
-                self._others.append(one)
-        #: transformers pads rows that have ended only where such a criterion is present.
-        self.pads = any(hasattr(one, "eos_token_id") for one in criteria)
+                self._others.append(criterion)
+        #: transformers pads rows that have ended only if there is such a criterion.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def reason(self, ids: torch.Tensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> str | None:
-        """A finish reason, or None to go on. Every criterion is called for every token, as in plain decoding."""
-        stop = any([bool(torch.as_tensor(one(ids, scores)).any()) for one in self._others])
+        """A finish reason, or None to continue. Every criterion is called for every token, as in plain decoding."""
+        stop = any([bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self._others])
         if stop or token in self.eos:
             return "stop"
         return "length" if ids.shape[1] >= self.max_length else None
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
-    """Processors for one row: they see one row at a time, and get the row's number where they need it."""
+    """Processors for one row. They see a single row, and get its number if they need it."""
     if batch == 1 or not processors:
         return processors or None
-    return LogitsProcessorList(_row_processor(one, row, batch) for one in processors)
+    return LogitsProcessorList(_row_processor(processor, row, batch) for processor in processors)
 
 
 def _row_processor(processor: Any, row: int, batch: int) -> Any:
-    """A copy with what ``processor`` holds for this row; ``processor`` itself where it holds nothing by row."""
+    """A copy with the processor's data of this row; the processor itself if it has no data by row."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
@@ -157,8 +157,8 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
         kept = getattr(processor, name, None)
         if kept is not None and not isinstance(kept, int):
             own = copy.copy(processor)
-            place = row * len(kept) // batch  # with num_return_sequences there are fewer entries than rows
-            setattr(own, name, kept[place : place + 1])
+            index = row * len(kept) // batch  # with num_return_sequences there are fewer entries than rows
+            setattr(own, name, kept[index : index + 1])
             if hasattr(own, "batch_size"):
                 own.batch_size = 1
             return own
@@ -166,5 +166,5 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
 
 
 def may_draw_ahead(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Whether only sampling itself uses the random generator; a caller's own class might use it, too."""
-    return all(type(one).__module__.startswith("transformers.") for one in [*processors, *criteria])
+    """Whether only sampling uses the random generator. A class that is not transformers' own might use it too."""
+    return all(type(used).__module__.startswith("transformers.") for used in [*processors, *criteria])
