@@ -56,7 +56,7 @@ SLOW = [
     "test_attention::test_windows_over_long*",
     "test_attention::test_rows?triton-120?",
     "test_attention::test_rows?triton-256?",
-    "test_exact::test_the_option_everywhere",
+    "test_exact::test_the_option_exact_works_on_every_surface",
     "test_exact::test_rows_have*",
     "test_paper::test_a_command_writes*",
     "test_paper::test_rouge*",

@@ -95,14 +95,14 @@ def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
     assert [g.tokens for g in adaptive(target, {"budget": False})] != plain(target)
 
 
-def test_it_drafts_something():
+def test_drafts_are_accepted_on_repetitive_text():
     target = FakeTarget(32)
     for generation in adaptive(target, {"budget": False}, new=100):
         assert generation.stats.compression_ratio > 1.5
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 8, 1000])
-def test_any_vocabulary(vocabulary):
+def test_texts_equal_plain_decoding_for_any_vocabulary(vocabulary):
     target = FakeTarget(vocabulary)
     prompts = [[0, 1, 1, 0], [1]]
     generations = adaptive(target, {"budget": False}, prompts, vocabulary=vocabulary)
@@ -182,7 +182,7 @@ def test_sampling_is_equal_and_noise_helps(model, temperature):
     assert accepted[True] > accepted[False]
 
 
-def test_settings_are_checked():
+def test_settings_out_of_range_are_refused():
     with pytest.raises(SettingsError, match="unknown sources magic"):
         Adaptive(sources=("magic",))
     with pytest.raises(SettingsError, match="max_rows must be"):
@@ -349,7 +349,7 @@ def test_a_source_that_is_off_has_no_credit(name):
     assert sum(g.stats.drafter[f"accepted_by_{name}"] for g in others) == 0
 
 
-def test_credit_adds_up():
+def test_credits_sum_to_the_accepted_tokens():
     for generation in adaptive(FakeTarget(32), {"budget": False}):
         figures = generation.stats.drafter
         credit = sum(value for key, value in figures.items() if key.startswith("accepted_by_"))
@@ -428,7 +428,7 @@ def rows_of(generations):
     return [g.stats.rows_per_step for g in generations]
 
 
-def test_cold_means_cold():
+def test_nothing_is_kept_between_texts_without_a_state():
     config = {"budget": False}
     target = FakeTarget(32)
     drafter = adaptive_of(config)
@@ -491,7 +491,7 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
         AdaptiveState.load(path)
 
 
-def test_states_do_not_mix():
+def test_a_state_learns_nothing_from_another_one():
     one, two = AdaptiveState(scope="alice"), AdaptiveState(scope="bob")
     adaptive(FakeTarget(32), {"budget": False}, state=one)
     assert one.tables(False).logits.size(0) > 0

@@ -93,7 +93,7 @@ def test_the_example_in_the_module_is_right(monkeypatch):
     assert controller.prices(16)[8] == pytest.approx(0.115)
 
 
-def test_the_knee_is_found():
+def test_the_controller_chooses_the_rows_before_steps_become_slow():
     controller = controller_of(KNEE)
     for step in range(200):  # lambda settles at what 16 rows bring
         controller.learn(16, 4.5, 4 + step % 2, KNEE[menu_index(16)])
@@ -261,7 +261,7 @@ def test_a_machine_that_becomes_slower_is_no_price_of_drafts():
         assert (controller.times.after.value > 0) is charged
 
 
-def test_bins_of_context_and_batch():
+def test_step_times_are_kept_by_context_and_batch():
     times = times_of(FLAT)
     far = times.table(1, 5000)
     assert far == FLAT
@@ -353,7 +353,7 @@ def test_a_pass_in_which_others_draft_is_no_plain_step(clock):
     assert times.table(1, 3)[0] == pytest.approx(1.0)
 
 
-def test_points_become_a_table():
+def test_measured_points_are_interpolated_to_a_table():
     table = from_points({1: 0.01, 16: 0.012, 64: 0.03})
     assert table[menu_index(1)] == 0.01
     assert table[menu_index(64)] == pytest.approx(0.03)

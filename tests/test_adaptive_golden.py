@@ -185,7 +185,7 @@ def test_with_the_jit_off_it_drafts_the_same():
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_full_tables_forget(sampled):
+def test_full_tables_drop_their_oldest_entries(sampled):
     """Small enough that the cache evicts and the corpus starts afresh, also between two sequences' steps."""
     rng = random.Random(1)
     prompts = [[rng.randrange(400) for _ in range(250)] for _ in range(4)]

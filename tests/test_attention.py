@@ -79,7 +79,7 @@ def assert_matches(attend, given, tolerance=1.0, **options):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
-def test_head_sizes_and_dtypes(attend, size, dtype):
+def test_head_sizes_and_dtypes_equal_the_reference(attend, size, dtype):
     assert_matches(attend, problem(size=size, dtype=dtype, seed=size))
 
 
@@ -90,7 +90,7 @@ def test_rows(attend, rows):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 4), (14, 2), (9, 3)], ids=str)
-def test_grouped_heads(attend, heads):
+def test_grouped_heads_equal_the_reference(attend, heads):
     assert_matches(attend, problem(rows=7, heads=heads[0], kv_heads=heads[1], size=80))
 
 
@@ -120,7 +120,7 @@ def test_windows_over_long_contexts(attend, window):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", [80, 256])
-def test_everything_at_once(attend, size, dtype):
+def test_backends_equal_the_reference_with_all_options_together(attend, size, dtype):
     given = problem(34, (150,), 2, 1, size, dtype=dtype, seed=size)
     sinks = torch.tensor([-2.0, 3.0], device=DEVICE)
     assert_matches(attend, given, window=90, softcap=20.0, sinks=sinks, scale=0.11)
@@ -146,19 +146,19 @@ def test_tile_sizes_change_nothing(tuning, monkeypatch):
 
 @pytest.mark.parametrize("window", [1, 2, 3, 17, 32, 64, 500])
 @pytest.mark.parametrize("lengths", [(3,), (90, 20)], ids=str)
-def test_sliding_windows(attend, window, lengths):
+def test_sliding_windows_equal_the_reference(attend, window, lengths):
     assert_matches(attend, problem(rows=9, lengths=lengths, seed=window), window=window)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_soft_capping(attend, softcap):
+def test_soft_capping_equals_the_reference(attend, softcap):
     given = problem(rows=5, lengths=(50,))
     assert_matches(attend, given, softcap=softcap)
     assert_matches(attend, given, softcap=softcap, window=11, scale=0.7)
 
 
 @pytest.mark.parametrize("window", [0, 9])
-def test_sinks(attend, window):
+def test_sinks_equal_the_reference(attend, window):
     given = problem(rows=5, lengths=(50, 2))
     assert_matches(attend, given, sinks=torch.tensor([-3.0, 0.0, 2.0, 9.0], device=DEVICE), window=window)
 
@@ -179,7 +179,7 @@ def test_large_scores_do_not_overflow(attend):
     assert_matches(attend, given, tolerance=10)
 
 
-def test_the_comparison_can_fail(attend):
+def test_the_comparison_finds_a_wrong_mask(attend):
     given = problem(rows=6, lengths=(40,))
     wrong = dict(given, words=given["words"].clone())
     wrong["words"][0, 5, 0] ^= 2  # one row sees another row more, or less

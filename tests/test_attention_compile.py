@@ -73,7 +73,7 @@ def main(case):
 
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
-def test_it_compiles(tmp_path):
+def test_the_kernels_compile_with_triton(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled each time, or nothing would be tested
     run = subprocess.run(

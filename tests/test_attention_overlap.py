@@ -113,7 +113,7 @@ class Tensors(FakeTarget):
         return scores
 
 
-def test_the_device_decides():
+def test_noise_is_computed_ahead_only_on_a_gpu():
     assert SeededNoise(1, 2, 8, device="meta").overlaps
     with pytest.raises(TypeError):
         SeededNoise()

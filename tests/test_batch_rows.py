@@ -158,7 +158,7 @@ def test_the_text_of_a_batch_is_that_of_generate(family, drafter, sampled):
 
 
 @pytest.mark.parametrize("family", [name for name in DRAFTED if name not in FAMILIES])
-def test_further_families(family):
+def test_further_families_draft_by_batch_rows(family):
     text, _, stats = drafted(family, False, ADAPTIVE)
     assert text == reference(family, False)[0]
     assert {one.path for one in stats} == {"batch-rows"}
@@ -294,7 +294,7 @@ def test_models_that_keep_their_state_elsewhere_are_refused(family):
         probe(build(family))
 
 
-def test_half_precision():
+def test_a_model_in_bfloat16_drafts_by_batch_rows():
     model = build("lfm2").to(torch.bfloat16)
     assert probe(model).mode == "batch-rows"
     (one,) = run(make_target(model), [Request([5, 6, 7] * 4, as_drafter(ROWS), 20)])

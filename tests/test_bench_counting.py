@@ -234,7 +234,7 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
     assert [line.all.texts for line in summary.lines] == [1, 1]
 
 
-def test_method_names():
+def test_names_are_split_into_methods():
     assert split_methods(["hf-greedy,lookahead:15,5,15 jacobi", "jacobi"]) == [
         "hf-greedy",
         "lookahead:15,5,15",

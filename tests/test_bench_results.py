@@ -82,7 +82,7 @@ def test_colours_can_be_told_apart():
 
 
 @pytest.mark.parametrize("path", ["auto", "transformers"])
-def test_step_costs(path, tmp_path):
+def test_step_costs_are_a_table_and_a_plot(path, tmp_path):
     model = ModelUnderTest.of(LLM(tiny_model()), path=path)
     records = step_cost.measure(model, (16, 32, 100_000), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]

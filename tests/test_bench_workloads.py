@@ -32,7 +32,7 @@ def test_every_known_data_set_has_a_loader_and_a_row_here():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_loaders(name, tmp_path):
+def test_every_data_set_becomes_prompts(name, tmp_path):
     path = lines(tmp_path / "file.jsonl", ROWS[name])
     (prompt,) = load_workload(f"{name}={path}")
     assert prompt.workload == name

@@ -125,7 +125,7 @@ def test_sampling_options_reach_the_engine(model, llm):
     assert record["seed"] == 3
 
 
-def test_json(model, llm):
+def test_generate_prints_one_json_object(model, llm):
     code, out, err = call(
         "generate", model, "--prompt", PROMPT, "--json", "--compare", "--max-new-tokens", 20
     )
@@ -148,7 +148,7 @@ def test_prompt_from_a_file_and_from_stdin(model, llm, tmp_path):
     assert call(*args, "-", stdin="für 東京\n")[1] == expected
 
 
-def test_compare(model, accept_a_wrong_node):
+def test_generate_reports_a_text_that_differs(model, accept_a_wrong_node):
     code, _, err = call(
         "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--drafter", "5,4,7"
     )
@@ -178,7 +178,7 @@ def test_tokens_of_a_step_share_a_colour(model, llm):
     assert len(set(colours)) > 1
 
 
-def test_demo(model, llm, tmp_path):
+def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
     """Every text of the folder, then a table of which no cell is empty."""
     for name, text in (("1-one", PROMPT), ("2-two", "hello\nyou")):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -209,7 +209,7 @@ def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, mo
 # ---------------------------------------------------------------- many prompts
 
 
-def test_batch(model, llm, tmp_path):
+def test_a_file_of_prompts_gives_a_json_line_each(model, llm, tmp_path):
     source = prompts(
         tmp_path / "in.jsonl",
         {"id": "a", "prompt": PROMPT},
@@ -323,7 +323,7 @@ def test_results_are_not_overwritten_unasked(model, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
     base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 3)
-    refused("already holds results; give --resume .* or --overwrite", *base)
+    refused("already has results; give --resume .* or --overwrite", *base)
     refused("line 1 of .* is not a record", *base, "--resume")
     assert out.read_text() == "precious\n"
     assert call(*base, "--overwrite")[0] == 0
@@ -441,7 +441,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
 )
-def test_mistakes_are_one_line(model, options, match):
+def test_wrong_options_are_one_red_line(model, options, match):
     refused(match, "generate", model, *options)
 
 
@@ -458,7 +458,7 @@ def test_mistakes_with_files(model, tmp_path):
     assert len(lines(source)) == 1
 
 
-def test_models_that_cannot_be_used(tmp_path):
+def test_unusable_models_are_refused_in_one_line(tmp_path):
     ask = ("--prompt", "x")
     refused("a directory that exists", "generate", tmp_path / "none", *ask)
     refused("has no config.json", "generate", tmp_path, *ask)
@@ -537,7 +537,7 @@ def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, status):
     assert run["gap"] > 0
 
 
-def test_doctor(model):
+def test_doctor_describes_machine_and_model(model):
     code, out, _ = call("doctor", model, "--json")
     report = json.loads(out)
     assert code == 0
@@ -591,7 +591,7 @@ def test_chat_goes_on_after_a_prompt_that_is_too_long(model):
     assert out.strip("\n")
 
 
-def test_help_and_version():
+def test_help_and_version_exit_with_0():
     code, out, _ = call("--help")
     assert code == 0
     assert all(name in out for name in ("generate", "chat", "verify", "doctor"))

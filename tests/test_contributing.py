@@ -61,6 +61,6 @@ def test_the_example_drafter_passes_the_linters_as_a_file_of_the_library(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name):
+def test_links_point_to_existing_files(name):
     for link in re.findall(r"\]\(([^)#\s]+)\)", (ROOT / name).read_text()):
         assert link.startswith("http") or (ROOT / link).exists(), f"{name} links to {link}"

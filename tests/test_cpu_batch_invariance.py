@@ -133,7 +133,9 @@ def test_every_kind_of_product_has_these_bits(kind: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(174, 720, 80), (24, 40, 8), (576, 1536, 64)], ids=str)
-def test_odd_sizes_too(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+def test_rows_of_odd_sizes_have_the_same_bits_in_any_tree(
+    shape: tuple[int, int, int], dtype: torch.dtype, threads: int
+) -> None:
     """Inner sizes, head sizes and a vocabulary that fill no tile; threads that share heads."""
     hidden, inner, head = shape
     changes = {

@@ -499,7 +499,7 @@ def test_a_slot_that_grows_moves_no_other() -> None:
     assert torch.equal(first.row(0), second.row(0))  # what it held has moved along
 
 
-def test_memory_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_errors_say_what_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(tiny())
     assert isinstance(target, CpuTarget)
     target.prefill([(0, prompt(9))])

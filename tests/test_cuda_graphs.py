@@ -39,7 +39,7 @@ def captured(model, capacity=64, tree_attention=None):
     return CudaGraphTarget(model, probe(model).facts, own, capacity)
 
 
-def test_buckets():
+def test_a_step_takes_the_smallest_bucket_that_holds_it():
     assert [bucket_of(rows) for rows in (1, 2, 4, 9, 64, 65, 256, 257)] == [1, 4, 4, 16, 64, 128, 256, None]
     assert list(BUCKETS) == sorted(set(BUCKETS))
 
@@ -59,7 +59,7 @@ def test_a_step_in_one_buffer():
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "several"])
-def test_same_text(model, prompts):
+def test_captured_passes_give_the_text_of_plain_decoding(model, prompts):
     target = captured(model, 16)  # so that it grows several times
     generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 60)
     assert sum(g.stats.accepted for g in generations) > 0
@@ -358,7 +358,7 @@ def test_logits_outlive_the_next_step(model):
     assert torch.equal(row, best)
 
 
-def test_nan_is_named(model):
+def test_nan_logits_of_a_captured_pass_are_an_error(model):
     from lookahead.core import NumericalError
 
     target = captured(model)

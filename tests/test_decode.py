@@ -201,7 +201,7 @@ def test_a_pool_can_be_kept_across_calls():
     assert warm.stats.steps < cold.stats.steps
 
 
-def test_statistics_add_up():
+def test_statistics_sum_to_the_emitted_tokens():
     (ours,) = run(FakeTarget(40), [Request([1, 2, 3], Lookahead(5, 4, 5), 80)])
     stats = ours.stats
     assert sum(k * v for k, v in stats.tokens_per_step.items()) == stats.new_tokens - 1 == 79

@@ -82,7 +82,7 @@ def test_every_method_gives_the_plain_text(llm, method, kind):
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled-penalties"])
-def test_the_comparison_can_fail(llm, accept_a_wrong_node, kind):
+def test_the_comparison_finds_a_wrong_token(llm, accept_a_wrong_node, kind):
     ours = llm.generate(PROMPT, max_new_tokens=60, **KINDS[kind])
     plain = llm.generate(PROMPT, drafter="autoregressive", max_new_tokens=60, **KINDS[kind])
     assert ours.tokens != plain.tokens
@@ -204,7 +204,7 @@ def test_a_kept_pool_changes_steps_and_not_the_text(llm):
 # ---------------------------------------------------------------- ends
 
 
-def test_end_tokens(llm):
+def test_end_tokens_end_a_text_unless_they_are_ignored(llm):
     tokens = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
     end = tokens[12]
     llm.model.generation_config.eos_token_id = [2, end]
@@ -389,7 +389,7 @@ def test_without_a_chat_template_messages_are_refused(llm):
         ({"role": "user"}, "got dict"),
     ],
 )
-def test_bad_prompts(llm, prompt, match):
+def test_invalid_prompts_are_refused(llm, prompt, match):
     refused(match, llm.generate, prompt)
 
 
@@ -429,11 +429,11 @@ def test_bad_prompts(llm, prompt, match):
     ],
     ids=str,
 )
-def test_bad_options(llm, options, match):
+def test_invalid_options_are_refused(llm, options, match):
     refused(match, llm.generate, "x", **options)
 
 
-def test_bad_uses(llm):
+def test_wrong_calls_are_refused(llm):
     refused("stream takes one prompt", llm.stream, ["a", "b"])
     refused("one prompt at a time", llm.generate, ["a", "b"], drafter=Lookahead(pool=NGramPool(15)))
     refused("seeds must be one per prompt", llm.run, ["a", "b"], seeds=[1])
@@ -546,7 +546,7 @@ def test_a_directory_without_config(copy):
     refused("has no config.json", lookahead.load, copy)
 
 
-def test_a_broken_config(copy):
+def test_a_broken_config_is_refused(copy):
     (copy / "config.json").write_text("{")
     refused("config.json must be JSON", lookahead.load, copy)
 
@@ -658,7 +658,7 @@ def test_a_recurrent_model_says_once_that_it_decodes_plainly(tmp_path):
     assert set(result.stats.rows_per_step) <= {1}
 
 
-def test_attention_as_asked(tmp_path, folder):
+def test_the_requested_attention_is_used(tmp_path, folder):
     tiny_model("gptj").save_pretrained(tmp_path)
     assert lookahead.load(tmp_path).probe.mode == "tree"
     assert lookahead.load(folder, attention="eager").model.config._attn_implementation == "eager"

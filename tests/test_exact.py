@@ -142,7 +142,7 @@ def same_text(family, dtype):
 
 
 @pytest.mark.parametrize(("family", "dtype"), zip(QUICK, DTYPES, strict=True), ids=str)
-def test_same_text(family, dtype):
+def test_exact_mode_gives_the_text_of_plain_decoding(family, dtype):
     same_text(family, dtype)
 
 
@@ -200,7 +200,7 @@ def test_trees_stay_within_the_depth_that_the_cut_allows():
     assert target.depth_limit(0) == attention.DEPTH
 
 
-def test_the_option_everywhere():
+def test_the_option_exact_works_on_every_surface():
     import lookahead
 
     model = tiny_model("gpt-neox", initializer_range=0.1).to(torch.bfloat16)  # has no compiled path

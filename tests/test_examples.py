@@ -34,7 +34,7 @@ def test_a_comparison_with_plain_decoding_says_equal(name, run):
     assert "equal: True" in run(name, *MODEL[name == "drop_in.py" :])
 
 
-def test_the_own_drafter_pays(run):
+def test_the_example_drafter_accepts_tokens(run):
     assert float(run("own_drafter.py", *MODEL).split()[0]) > 1.1
 
 

@@ -175,12 +175,12 @@ def test_metadata_is_what_transformers_reads_without_us(plain):
 def test_a_file_that_ends_early(plain, tmp_path, left):
     data = plain.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: int(len(data) * left)])
-    refused("GGUF file must be whole.*copy or download it again", tmp_path / "cut.gguf")
+    refused("GGUF file must be complete.*copy or download it again", tmp_path / "cut.gguf")
 
 
 def test_what_is_no_gguf(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"PK\3\4" * 100)
-    refused("must be whole.*magic", tmp_path / "x.gguf")
+    refused("must be complete.*magic", tmp_path / "x.gguf")
     refused(r"a \.gguf file or a hub id, got .*none.gguf", tmp_path / "none.gguf")
     refused(r"a \.gguf file or a hub id, got 'none.gguf'", "none.gguf")
 

@@ -41,7 +41,7 @@ def test_transformers_reads_the_same_model(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", KNOWN_TO_TRANSFORMERS)
-def test_text_drafted_is_text_plain(architecture, tmp_path):
+def test_drafted_texts_equal_plain_decoding(architecture, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", architecture, MIXED)
     llm = lookahead.load(tmp_path / "tiny.gguf", dtype="float32")
     drafted, plain = (
@@ -122,7 +122,7 @@ def test_the_rows_of_queries_are_permuted(tmp_path):
     assert np.array_equal(rows[:, 1::2], query[:, 64:])
 
 
-def test_files_repeat(tmp_path):
+def test_the_same_seed_writes_the_same_file(tmp_path):
     for name in ("a", "b"):
         write_gguf(tmp_path / f"{name}.gguf", "qwen2", ("Q4_K", "Q6_K"), seed=3)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()

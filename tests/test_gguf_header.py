@@ -94,7 +94,7 @@ def test_every_shorter_file_is_refused(small, tmp_path):
     header = min(tensor.offset for tensor in GGUFFile(small).tensors.values())
     for length in [*range(header), len(whole) - 1]:
         cut.write_bytes(whole[:length])
-        with pytest.raises(SettingsError, match=r"must be whole.*copy or download it again"):
+        with pytest.raises(SettingsError, match=r"must be complete.*copy or download it again"):
             GGUFFile(cut)
 
 
@@ -142,18 +142,18 @@ U32, TEXT, ARRAY = 4, 8, 9
         (b"GGUF" + struct.pack(">I", 3) + bytes(64), "little-endian"),
         (
             b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60) + bytes(64),
-            "promises 1,152,921,504,606,846,976 metadata",
+            "claims 1,152,921,504,606,846,976 metadata",
         ),
         (
             b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0) + bytes(64),
-            "promises 1,152,921,504,606,846,976 tensors",
+            "claims 1,152,921,504,606,846,976 tensors",
         ),
         (header(entry(b"a", U32, bytes(4)), entry(b"a", U32, bytes(4))), "key 'a' must occur once"),
         (header(entry(b"a", 77, bytes(64))), "value of 'a' has type 77"),
         (header(entry(b"a", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(64))), "an array of arrays"),
         (header(entry(b"a", ARRAY, struct.pack("<IQ", TEXT, 2**50) + bytes(64))), "strings in 'a', and 64"),
         (header(entry(b"a", ARRAY, struct.pack("<IQ", U32, 2**50) + bytes(64))), "numbers in 'a', and 64"),
-        (header(entry(b"a", TEXT, struct.pack("<Q", 99) + bytes(64))), "promises 99 bytes, and 64 are left"),
+        (header(entry(b"a", TEXT, struct.pack("<Q", 99) + bytes(64))), "claims 99 bytes, but 64 are left"),
         (header(entry(b"a", TEXT, text(b"\xff"))), "must be UTF-8"),
         (header(entry(b"general.alignment", U32, struct.pack("<I", 24))), "power of two, got 24"),
         (header(tensors=line(b"t", (4,), 0, 0) * 2 + bytes(64), tensor_count=2), "'t' must occur once"),

@@ -81,7 +81,7 @@ def digits_apart(tokenizer):
     return tokenizer
 
 
-def test_smollm2():
+def test_tokens_of_smollm2_equal_those_of_transformers():
     ours = tokenizer_of(smollm())
     theirs = digits_apart(AutoTokenizer.from_pretrained(smollm().parent, gguf_file=smollm().name))
     same(ours, theirs, lines())
@@ -185,7 +185,7 @@ def test_sentencepiece_texts_begin_with_bos_unless_the_file_says_no():
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", None])
-def test_byte_level(pre):
+def test_byte_level_tokens_equal_those_of_transformers(pre):
     alphabet = list(byte_alphabet().values())
     tokens = [*alphabet, "Ġt", "he", "Ġthe", "12", "123", "ĠĠ", "<|endoftext|>", "<think>", "größe"]
     metadata = {

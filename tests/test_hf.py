@@ -115,7 +115,7 @@ OPTIONS = {
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "phi"])  # the compiled path and the transformers path
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equal_output(name, family, batch):
+def test_the_output_equals_that_of_model_generate(name, family, batch):
     plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])
     assert ours.tolist() == plain.tolist()
 
@@ -440,7 +440,7 @@ def test_prefix_allowed_tokens_knows_the_row():
     assert results[0] == results[1]
 
 
-def test_max_time_works():
+def test_max_time_ends_a_text():
     out = model_of().generate(
         **prompts(1),
         max_new_tokens=20,
@@ -533,7 +533,7 @@ def test_what_cannot_work_is_refused_by_name(what):
         model_of().generate(**prompts(2), max_new_tokens=5, custom_generate=generate, **REFUSED[what])
 
 
-def test_other_refusals():
+def test_unsupported_arguments_are_refused_by_name():
     model, inputs = model_of(), prompts(2)
     with pytest.raises(SettingsError, match="assistant_model"):
         model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate, assistant_model=model)

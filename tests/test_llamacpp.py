@@ -410,7 +410,7 @@ def test_an_unsupported_version(monkeypatch, found):
     library.library.cache_clear()
 
 
-def test_not_installed(monkeypatch):
+def test_a_missing_package_is_named_with_its_pip_line(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
@@ -450,7 +450,7 @@ def test_the_server_decodes_texts_together(files):
     assert len(set(texts)) > 1
 
 
-def test_a_conversation(files):
+def test_chat_answers_with_llama_cpp(files):
     command = ["chat", str(files()), "--engine", "llama.cpp", "--threads", "1", "--max-new-tokens", "6"]
     found = CliRunner().invoke(app, command, input="hello\nagain\n")
     assert found.exit_code == 0, found.output

@@ -55,7 +55,7 @@ def test_a_model_is_found_by_its_path_and_streams(folders):
     assert model.prompt(QUESTION, system="be brief", max_tokens=60, stream=False).text() == plain.text
 
 
-def test_options_arrive(folders):
+def test_options_of_llm_reach_the_engine(folders):
     model, ours = llm.get_model(f"lookahead/{folders[0]}"), lookahead.load(folders[0])
     turns = [{"role": "user", "content": QUESTION}]
     sampled = {"temperature": 1.3, "top_k": 50, "seed": 7, "stop": "a", "min_new_tokens": 4}

@@ -129,7 +129,7 @@ def loaded(files):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
-def test_text_drafted_is_text_plain(architecture, drafter, loaded):
+def test_drafted_texts_equal_plain_decoding(architecture, drafter, loaded):
     llm, (how, options) = loaded(architecture), DRAFTERS[drafter]
     assert llm.path == "cpu"
     assert len(llm.dtype.split(" + ")) >= 10
@@ -176,7 +176,7 @@ def test_what_needs_a_module_says_what_to_do(use, loaded):
         use(loaded("llama"))
 
 
-def test_other_paths_say_what_to_do(loaded):
+def test_other_paths_are_refused_with_what_to_do(loaded):
     with pytest.raises(SettingsError, match=r"cpu path only, got path='transformers'.*dtype='bfloat16'"):
         loaded("llama").target("transformers")
 
@@ -209,7 +209,7 @@ def test_verify_finds_a_wrong_token(files, accept_a_wrong_node):
 def test_a_file_that_ends_early(files, tmp_path):
     data = files("llama", MIXED).read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) * 3 // 4])
-    with pytest.raises(SettingsError, match=r"must be whole.*copy or download it again"):
+    with pytest.raises(SettingsError, match=r"must be complete.*copy or download it again"):
         lookahead.load(tmp_path / "cut.gguf")
 
 

@@ -305,7 +305,7 @@ def test_settings_are_compared_one_at_a_time(tiny, capsys):
         (["--workload", "nothing"], "unknown workload 'nothing'"),
     ],
 )
-def test_a_mistake_is_one_line(words, message, tiny, capsys):
+def test_wrong_arguments_are_one_line(words, message, tiny, capsys):
     assert paper.main(["ablation", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 

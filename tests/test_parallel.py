@@ -516,7 +516,7 @@ def test_an_unequal_model_is_refused_on_every_rank(what, named):
         assert f"rank 1 differs from rank 0 in: {named}" in text
 
 
-def test_an_idle_group_stays():
+def test_an_idle_group_stays_connected():
     assert [outcome[0] for outcome in launch(2, patient)] == ["done", "left"]
 
 

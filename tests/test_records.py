@@ -179,4 +179,4 @@ def test_an_id_that_is_no_json(name, model, tmp_path):
     assert generate(model, "--input", source, "--output", out).exit_code == 1
     (record,) = lines(out)
     assert record["id"] is None
-    assert f"{name} is no JSON" in record["error"]
+    assert f"{name} is not JSON" in record["error"]

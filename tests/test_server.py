@@ -397,7 +397,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(served, body, said):
     assert said in error["message"] or said in (error["param"] or "")
 
 
-def test_other_refusals(served):
+def test_unsupported_fields_are_refused_by_name(served):
     assert chat(served, status=400, top_logprobs=2)["error"]["param"] == "top_logprobs"
     assert chat(served, status=400, tool_choice="required")["error"]["param"] == "tool_choice"
     assert post(served, "/v1/chat/completions", 400, messages=[])["error"]["param"] == "messages"

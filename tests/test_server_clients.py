@@ -57,7 +57,7 @@ def test_a_client_in_python(served, package):
     assert shown == f"{plain(served)}\n"
 
 
-def test_curl(served):
+def test_the_curl_example_is_answered(served):
     if shutil.which("curl") is None:
         pytest.skip("no curl here (apt-get install curl)")
     answer = json.loads(answer_of(["bash", "-c"], served.url, "sh clients"))

@@ -40,7 +40,7 @@ def stress(llm, seconds, clients):
     return crowd
 
 
-def test_stress(llm):
+def test_random_requests_leave_the_server_consistent(llm):
     crowd = stress(llm, 8, 64)
     assert len(crowd.texts) > 5
 

@@ -1,8 +1,7 @@
-"""The command line: one file per command. A new one is a file and a line at the end of this one.
+"""The command line: one file per command. A new command is a file, and a line at the end of this one.
 
-A user's mistake is one red line, ``error: ...``, on stderr and exit status 2; what fails without being one
-(NaN logits, memory) is such a line and exit status 1; Ctrl-C is exit status 130. There is no traceback for
-any of them.
+A wrong option or input gives one red line, ``error: ...``, on stderr and exit status 2. Other errors (NaN logits,
+memory) give such a line and exit status 1; Ctrl-C gives exit status 130. None of them shows a traceback.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from .verify import verify
 
 __all__ = ["app", "main"]
 
-#: Commands that torchrun may start on several ranks.
+#: Commands that torchrun may start.
 PARALLEL = ("generate",)
 
 
 class Commands(TyperGroup):
-    """Says errors in one line."""
+    """Reports errors in one line."""
 
     def get_params(self, ctx: Any) -> Any:
         return without_types(super().get_params(ctx))
@@ -53,37 +52,37 @@ class Commands(TyperGroup):
         extra["standalone_mode"] = False
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: note(f"note: {message}", "yellow")
-            for category in (UserWarning, RuntimeWarning):  # a line for people, whatever -W says
+            for category in (UserWarning, RuntimeWarning):  # shown whatever -W says
                 warnings.simplefilter("default", category)
             sys.exit(self._guarded(*args, **extra))
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
         """The exit status; errors are reported on stderr."""
         if sys.stdout is None:  # closed: files opened from here on would get its number
-            problem("stdout must be open, and it is closed; redirect it to a file or to /dev/null")
+            problem("stdout must be open, but it is closed; redirect it to a file or to /dev/null")
             return 2
         try:
             status = super().main(*args, **extra)
             sys.stdout.flush()
         except LookaheadError as error:
-            if not (isinstance(error, SettingsError) and is_follower()):  # rank 0 says the same
+            if not (isinstance(error, SettingsError) and is_follower()):  # rank 0 reports the same error
                 problem(str(error))
             return 2 if isinstance(error, SettingsError) else 1
         except (Interrupted, KeyboardInterrupt) as error:
             note(str(error) or "interrupted", "yellow")
             return 130
-        except OSError as error:  # stdout: what has a file name is refused where it is opened
+        except OSError as error:  # of stdout: errors of named files are reported where they are opened
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the flush at exit would fail again
-            if isinstance(error, BrokenPipeError):  # the reader of our output has left
+            if isinstance(error, BrokenPipeError):  # the reader of the output has closed it
                 return 1
             problem(f"the output must be writable: {error.strerror or error}")
             return 2
         except Exception as error:
-            # Wrong usage: every version of typer has its own class for it, all with these two.
+            # Wrong usage: its class differs between versions of typer, but always has these two attributes.
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
                 raise
             if error.format_message():
-                problem(f"{error.format_message()} (--help shows what there is)")
+                problem(f"{error.format_message()} (see --help)")
             return int(error.exit_code)
         return status if isinstance(status, int) else 0
 
@@ -112,7 +111,7 @@ def _root(
         typer.echo(ctx.get_help())
     elif ranks() > 1 and ctx.invoked_subcommand not in PARALLEL:
         raise SettingsError(
-            f"torchrun can start {', '.join(PARALLEL)}, got {ctx.invoked_subcommand}; start it without torchrun"
+            f"torchrun can start only {', '.join(PARALLEL)}, got {ctx.invoked_subcommand}; start it without torchrun"
         )
 
 

@@ -1,6 +1,6 @@
-"""``lookahead bench [MODEL]``: does it pay on this machine, with this model? And the cost of a step by its rows.
+"""``lookahead bench [MODEL]``: is drafting faster on this machine, with this model? And step times by rows.
 
-The first word after ``bench`` is a command below or a model: what is not a command is a model.
+The first word after ``bench`` is a command below, or else a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEASURE = "run"
 
 
 class ModelOrCommand(TyperGroup):
-    """Without a command, the measurement runs."""
+    """Runs the measurement if no command is given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
@@ -39,18 +39,21 @@ app = typer.Typer(
     cls=ModelOrCommand,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure decoding methods side by side: does it pay here? Also: bench step-cost.",
+    help="Measure decoding methods side by side: is drafting faster here? Also: bench step-cost.",
 )
 
 Out = Annotated[Path, typer.Option(help="Folder for records, tables and plots.", metavar="DIR")]
 Steps = Annotated[
     str,
     typer.Option(
-        "--path", help="What evaluates the steps.", metavar="auto|cpu|transformers", rich_help_panel=MACHINE
+        "--path",
+        help="The path that evaluates steps.",
+        metavar="auto|cpu|transformers",
+        rich_help_panel=MACHINE,
     ),
 ]
 MORE = (
-    "Also: lookahead bench step-cost [MODEL]. Records are written at once; "
+    "Also: lookahead bench step-cost [MODEL]. Each record is written when it is measured; "
     "after an interrupt the same command continues."
 )
 WORKLOADS = (
@@ -69,7 +72,7 @@ def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
 
 
 def command_line(words: list[str] | None = None, program: str = "lookahead") -> str:
-    """The command as it was typed, for pages: an absolute path is shortened to its last part."""
+    """The command as typed, for pages, with absolute paths shortened to their last part."""
     shown = [program]
     for word in sys.argv[1:] if words is None else words:
         name, equals, value = word.rpartition("=")
@@ -79,7 +82,7 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
 
 
 def can_draw() -> bool:
-    """Whether plots can be drawn; says so before anything is measured if they cannot."""
+    """Whether plots can be drawn; if not, a line says so before anything is measured."""
     from ..bench import plots
 
     drawable = plots.can_draw()
@@ -116,7 +119,7 @@ def measure(
     load: LoadOptions,
     path: Steps = "auto",
 ) -> None:
-    """Measure decoding methods side by side on the same prompts: does it pay on this machine, with this model?"""
+    """Measure decoding methods on the same prompts: is drafting faster on this machine, with this model?"""
     from ..bench import Records, RunOptions, default_methods, load_workload, make_methods, run, split_methods
     from ..bench.report import write_report
 
@@ -134,7 +137,7 @@ def measure(
         with progress() as show:
             result = run(names, prompts, loaded, run_options, records, show)
     except KeyboardInterrupt:
-        note(f"{len(records.read())} finished records are in {records.path}; the same command continues")
+        note(f"{records.path} has {len(records.read())} finished records; the same command continues")
         raise
     write_report(result, out, command_line(), draw)
 

@@ -1,4 +1,4 @@
-"""``lookahead chat``: a conversation on the terminal, streamed. The model's chat template makes the prompts."""
+"""``lookahead chat``: a streamed conversation on the terminal. The model's chat template makes the prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from ..engine.results import Result
 
 HELP = (
-    "/reset forgets the conversation, /stats shows the last answer's figures, /help shows these commands, "
-    "/exit or Ctrl-D ends"
+    "/reset forgets the conversation, /stats shows the statistics of the last answer, /help shows these commands, "
+    "/exit or Ctrl-D ends the chat"
 )
 
 
 class Conversation:
-    """What was said so far. A model without a chat template continues it as one text instead.
+    """The messages so far. A model without a chat template continues them as a single text instead.
 
     Args:
-        llm: who answers.
-        system: a system message to begin with.
+        llm: the model.
+        system: the system message, or None.
 
     Attributes:
         templated: whether the model has a chat template.
@@ -45,10 +45,14 @@ class Conversation:
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
-        """Yield the answer in pieces (see ``Options``); both sides join the conversation once it has begun.
+        """Yield the answer in pieces. Message and answer join the conversation once the answer has begun.
+
+        Args:
+            line: the user's message.
+            **options: see ``Options``.
 
         Raises:
-            LookaheadError: the prompt cannot be taken, or decoding failed.
+            LookaheadError: the prompt is not valid, or decoding failed.
         """
         message = {"role": "user", "content": line}
         answer = ""
@@ -76,7 +80,7 @@ def chat(
     """Talk with a model; answers stream as tokens are accepted."""
     llm = load_model(load, draft.resolve())
     with warm_pool(llm, draft.warm) as kept:
-        if not kept and isinstance(llm.drafter, Adaptive):  # one conversation is one text, whoever keeps it
+        if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share a state
             kept = {"drafter": replace(llm.drafter, state=llm.warm_state())}
         _converse(llm, system, options.keywords() | kept)
 
@@ -117,7 +121,7 @@ def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> N
             sys.stdout.flush()
         typer.echo()
         if not answered:
-            note("the answer is empty: the model ended it with the first token")
+            note("the answer is empty: its first token was an end token")
     except KeyboardInterrupt:  # ends the answer, not the conversation
         typer.echo()
         note("interrupted; the conversation keeps the answer so far", "yellow")

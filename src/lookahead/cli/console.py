@@ -1,4 +1,4 @@
-"""Output of commands: lines for people on stderr, records for machines, and the exit status of a comparison."""
+"""Output of commands: lines on stderr, records as JSON, and the exit status of a comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stderr() -> Console:
 
 
 def is_follower() -> bool:
-    """Whether torchrun started this process to work for rank 0."""
+    """Whether torchrun started this process as a rank other than 0."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -43,8 +43,8 @@ def problem(text: str) -> None:
 
 def progress_bar() -> Progress:
     """A bar with the remaining time and the next item, if stderr is a terminal."""
-    what = TextColumn("{task.description}", markup=False)
-    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), what
+    item = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), item
     return Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
 
 
@@ -79,12 +79,12 @@ def summary(llm: LLM, result: Result) -> str:
 
 
 def _steps(stats: Stats) -> str:
-    """Tokens and forward passes. The first token comes from the prefill, so it belongs to no step."""
+    """Tokens and steps. The first token comes from the prefill and belongs to no step."""
     if not stats.steps:
         return f"{stats.new_tokens} tokens"
     return (
         f"{stats.new_tokens} tokens, {stats.new_tokens - 1} of them in {stats.steps} steps "
-        f"({stats.compression_ratio:.2f} a step)"
+        f"({stats.compression_ratio:.2f} per step)"
     )
 
 
@@ -104,5 +104,5 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 if the texts of a run in full precision differ; in 16 bits near ties may flip."""
+    """Exit status: 1 if texts differ in 32 bits or more. In 16 bits rounding may decide near ties differently."""
     return int(not all(equal) and llm.model.dtype.itemsize >= 4)

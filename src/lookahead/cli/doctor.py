@@ -1,4 +1,4 @@
-"""``lookahead doctor``: this machine, this installation, a model, and what a start of it takes."""
+"""``lookahead doctor``: this machine, this installation, a model, and the time that its start takes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PACKAGES = (
 
 @with_options()
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
-    """Show versions, devices, instruction sets, whether a model can evaluate token trees, and what a start costs."""
+    """Show versions, devices, instruction sets, whether a model can evaluate token trees, and the time of a start."""
     llm, seconds = timed_start(load)
     report: dict[str, dict[str, Any]] = {
         "versions": versions(),
@@ -71,11 +71,11 @@ def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
 
 
 def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
-    """Load a model and write a few tokens, as ``lookahead generate`` does.
+    """Load a model and generate a few tokens, as ``lookahead generate`` does.
 
     Returns:
-        The model, and the seconds of each part of it in order. The first tokens include what happens once for each
-        process: kernels are compiled or read from their cache, and steps are timed.
+        The model, and the seconds of each part of the start, in order. The first tokens include the work that is done
+        once per process: kernels are compiled or read from their cache, and steps are timed.
     """
     seconds: dict[str, float] = {}
     since_start = _process_seconds()
@@ -109,7 +109,7 @@ def _process_seconds() -> float | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None for an optional package that is not installed."""
+    """Installed versions; None for a package that is not installed."""
     there = {package.name.lower().replace("_", "-"): package.version for package in metadata.distributions()}
     own = {"lookahead": __version__, "python": platform.python_version()}
     return own | {name: there.get(name) for name in PACKAGES}

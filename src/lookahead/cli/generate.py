@@ -1,4 +1,4 @@
-"""``lookahead generate``: one prompt, streamed, or a file of prompts, one JSON line each."""
+"""``lookahead generate``: completes a prompt, streamed, or a file of prompts, with a JSON line for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..engine.results import Result, Updates
 
-#: Foreground colours in rotation, for the tokens of one step each (readable on dark and light ground).
+#: Foreground colours, one per step in rotation (readable on dark and light backgrounds).
 COLORS = ("\x1b[34m", "\x1b[33m", "\x1b[36m", "\x1b[35m", "\x1b[32m")
 RESET = "\x1b[0m"
 
@@ -40,7 +40,7 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     drafter = draft.resolve()
     if task.trace is not None:
         check_trace(task.trace, task.overwrite)
-    if is_follower():  # rank 0 alone reads and writes; the others work for it from here on
+    if is_follower():  # only rank 0 reads and writes; the others work for it from here on
         load_model(load, drafter)
     if task.input is not None:
         start = partial(load_model, load, drafter)
@@ -62,12 +62,12 @@ def check_trace(path: Path, overwrite: bool) -> None:
         raise SettingsError(f"--trace must be a file in a folder that exists, got {path}")
     if path.is_file() and path.stat().st_size and not overwrite:
         raise SettingsError(
-            f"--trace must not replace {path}, which holds something; give --overwrite to replace it"
+            f"--trace must not replace {path}, which is not empty; give --overwrite to replace it"
         )
 
 
 def recorded(updates: Updates, path: Path | None, llm: LLM) -> Updates:
-    """The same updates, each written to a trace before it is handed on."""
+    """Yield the same updates, after writing each to a trace."""
     if path is None:
         yield from updates
         return
@@ -80,10 +80,10 @@ def recorded(updates: Updates, path: Path | None, llm: LLM) -> Updates:
 
 
 def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Result:
-    """Stream one text to a file or to stdout, the tokens of one step in one colour if so asked.
+    """Stream one text to a file or to stdout; with ``color``, the tokens of each step in one colour.
 
     Raises:
-        LookaheadError: what ended it early; what was there is shown.
+        LookaheadError: the error that ended the text early; the text until then is shown.
     """
     result: Result | None = None
     for number, update in enumerate(updates):
@@ -102,7 +102,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     """Stream one text to stdout; the exit status."""
     from ..engine import compare as comparing
 
-    if task.compare:  # neither of the two is to pay for what happens once in a process
+    if task.compare:  # so that neither measurement includes work that is done once per process
         for drafter in (None, Plain()):
             llm.generate(prompt, max_new_tokens=8, drafter=drafter)
     updates = recorded(llm.run([prompt], **options), task.trace, llm)
@@ -117,7 +117,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         again = comparing.plainly(result.seed, options)
         if task.json:
             plain = llm.generate(prompt, **again)
-        else:  # as streamed as the other: what is printed between two steps leaves cold caches to the next one
+        else:  # streamed like the other, because printing between steps leaves cold caches
             with open(os.devnull, "w") as nowhere:
                 plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
@@ -135,11 +135,11 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
 
 # ------------------------------------------------------------------------------- a file of prompts
 
-#: What a line of the input can hold its prompt as.
+#: Keys of a prompt in a line of the input, and their types.
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
 
 
-#: Options that no result depends on.
+#: Options that do not affect results.
 WITHOUT_EFFECT = (
     "--device",
     "--device-map",
@@ -156,7 +156,7 @@ class Job:
     """One line of the input."""
 
     line: int  # its number, from 1
-    id: Any  # as given; the line's number where none is; None where the line is no JSON object
+    id: Any  # as given, or else the line's number; None if the line is not a JSON object
     prompt: Any  # text, token ids or chat messages
     error: str | None = None  # why the line cannot be used
 
@@ -175,20 +175,20 @@ def _text(value: Any) -> str:
 
 
 def read_jobs(data: bytes) -> list[Job]:
-    """Every line that is not blank."""
+    """The jobs of all lines that are not blank."""
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _job(number: int, line: bytes) -> Job:
     try:
         value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        return Job(number, None, None, f"line {number} must be JSON in UTF-8 and is not: {error}")
+        return Job(number, None, None, f"line {number} must be JSON in UTF-8, and is not: {error}")
     if not isinstance(value, dict):
         return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
     name, given = value.get("id", number), [key for key in KINDS if key in value]
@@ -202,12 +202,12 @@ def _job(number: int, line: bytes) -> Job:
 
 
 def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
-    """Jobs without a record. A record belongs to the job of its line and id.
+    """The jobs without a record. A record belongs to the job with the same line and id.
 
-    Where the input has changed since, the id alone decides.
+    If the input has changed, only the ids are compared.
 
     Raises:
-        SettingsError: the input has changed, and not every prompt has an id of its own.
+        SettingsError: the input has changed, and ids are missing or not unique.
     """
     done = {(record.get("line"), _text(record["id"])) for record in records}
     if done <= {job.key for job in jobs}:
@@ -219,8 +219,8 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
         if len(lines) > 1 or name == "null":
             raise SettingsError(
                 f"--resume cannot tell which of the prompts with id {name} (lines {', '.join(map(str, lines))}) "
-                f"have their results in {output}, whose records are of other lines; "
-                "give every prompt an id of its own, or use --overwrite"
+                f"have results in {output}, whose records belong to other lines; "
+                "give every prompt a unique id, or use --overwrite"
             )
     return [job for job in jobs if job.key[1] not in {name for _, name in done}]
 
@@ -241,11 +241,13 @@ def settings_of(*groups: OptionSet) -> dict[str, Any]:
 
 
 def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bool) -> None:
-    """Write the settings of a run beside its output, or compare them with those of the run that it goes on with.
+    """Write the settings of a run beside its output, after comparing them with those of the run that it continues.
 
     Args:
-        earlier: whether the output holds results of an earlier run.
-        mix: go on with other settings too; the file then holds the newest.
+        output: the file of the results.
+        settings: those of this run.
+        earlier: whether the output has results of an earlier run.
+        mix: whether to continue even if the settings differ; the file then has the newest.
 
     Raises:
         SettingsError: the earlier run had other settings.
@@ -262,13 +264,13 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
             if changed:
                 raise SettingsError(
                     f"--resume needs the settings of the earlier run: {', '.join(changed)}; give the same, or "
-                    "--mix-settings to go on with others, or --overwrite to begin anew"
+                    "--mix-settings to continue with others, or --overwrite to replace the results"
                 )
         path.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, SettingsError):
             raise
-        raise SettingsError(f"the settings of {output} cannot be kept in {path} ({error})") from None
+        raise SettingsError(f"the settings of {output} cannot be written to {path} ({error})") from None
 
 
 def run_batch(
@@ -277,10 +279,11 @@ def run_batch(
     """Complete every prompt of the input that has no result yet.
 
     Args:
-        load: loads the model; called only where something is left to do.
+        task: input and output.
+        load: loads the model; called only if there is something to do.
         options: of each text.
-        warm: a file in which adaptive keeps what it learns.
-        settings: what the results depend on, kept beside the output.
+        warm: the file in which adaptive keeps what it learns, or None.
+        settings: the settings that the results depend on, written beside the output.
 
     Returns:
         The exit status.
@@ -293,7 +296,7 @@ def run_batch(
     todo = jobs if output is None else still_to_do(jobs, earlier, output)
     done = len(jobs) - len(todo)
     if earlier:
-        note(f"{done} of {len(jobs)} prompts have results; going on with {len(todo)}")
+        note(f"{done} of {len(jobs)} prompts have results; continuing with {len(todo)}")
     if not todo:
         dismiss()
         if output is not None:
@@ -313,9 +316,9 @@ def run_batch(
                     done += output is None
         except KeyboardInterrupt:
             where = ""
-            if output is not None:  # the file knows of a record whose writing was interrupted at its end
+            if output is not None:  # count the file's records: the last one may be complete or not
                 done += len(read_records(output, "id", "this run")) - len(earlier)
-                where = f" in {output}; the same command with --resume goes on"
+                where = f" in {output}; the same command with --resume continues"
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         if equal:
             note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
@@ -325,9 +328,9 @@ def run_batch(
 
 
 def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
-    """Prepare the output for appending; the records that it already has."""
+    """Prepare the output for appending. Returns the records that it already has."""
     if not output.parent.is_dir():
-        raise SettingsError(f"--output must lie in a folder that exists, got {output}")
+        raise SettingsError(f"--output must be in a folder that exists, got {output}")
     if output.is_dir():
         raise SettingsError(f"--output must be a file, got the folder {output}")
     if output.exists() and source.exists() and output.samefile(source):
@@ -339,7 +342,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
     if output.is_file() and output.stat().st_size:
         if not task.overwrite:
             raise SettingsError(
-                f"{output} already holds results; give --resume to go on with it or --overwrite to begin anew"
+                f"{output} already has results; give --resume to continue, or --overwrite to replace them"
             )
         output.write_bytes(b"")
     return []

@@ -16,9 +16,9 @@ from ..engine.trace import Trace, read_trace
 from .console import note
 
 PAGE = Path(__file__).with_name("trace.html")
-#: Where the page takes its trace from.
-PLACE = '<script type="application/jsonl" id="trace">'
-#: From here on a browser takes seconds to open the page, and the user should know why.
+#: The element of the page that contains the trace.
+TRACE_TAG = '<script type="application/jsonl" id="trace">'
+#: A browser takes seconds to open a larger page, and the user should know why.
 LARGE = 50_000_000
 
 
@@ -56,8 +56,8 @@ def show(
 
 
 def page_of(trace: Trace) -> str:
-    """The page with a trace in it."""
-    before, place, after = PAGE.read_text(encoding="utf-8").partition(PLACE)
-    # Of what can stand in JSON, only these end a script early; both are escaped as JSON knows it.
+    """The page that replays a trace."""
+    before, tag, after = PAGE.read_text(encoding="utf-8").partition(TRACE_TAG)
+    # Of all text in JSON only these two would end a script early; both are escaped in JSON's way.
     lines = "\n".join(trace.lines).replace("</", "<\\/").replace("<!--", "<\\u0021--")
-    return f"{before}{place}{lines}{after}"
+    return f"{before}{tag}{lines}{after}"

@@ -18,15 +18,15 @@ from .options import Json, load_model, numbers, with_options
 def tune(
     *,
     rows: Annotated[str, typer.Option(help="Numbers of rows to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",
-    contexts: Annotated[str, typer.Option(help="Lengths of the text before the step.")] = "64,512,1536",
+    contexts: Annotated[str, typer.Option(help="Numbers of tokens before the step.")] = "64,512,1536",
     batches: Annotated[str, typer.Option(help="Numbers of sequences that share the step.")] = "1,2,4",
-    repeats: Annotated[int, typer.Option(help="Steps per point; the quickest counts.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Steps per point; the fastest counts.")] = 7,
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
     """Time steps of many sizes and keep the times, for --drafter adaptive.
 
-    Without it the method measures a few points when it is used first, and goes on learning either way.
+    Without this command, adaptive measures a few points when it is first used. In both cases it continues to learn.
     """
     counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     sequences = numbers(batches, "--batches")
@@ -40,21 +40,21 @@ def tune(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
 
-    found: dict[tuple[int, int, int], float] = {}
+    measured: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
-        found[batch, context, count] = round(seconds * 1e3, 3)
+        measured[batch, context, count] = round(seconds * 1e3, 3)
 
     path = llm.tune(counts, lengths, sequences, repeats, keep)
     if path is None:
-        raise SettingsError(f"--contexts must hold a length that the model can take, got {contexts}")
+        raise SettingsError(f"--contexts must have a length that fits the model, got {contexts}")
     if as_json:
         names = ("batch", "context", "rows", "ms")
-        points = [dict(zip(names, (*place, ms), strict=True)) for place, ms in found.items()]
+        points = [dict(zip(names, (*sizes, ms), strict=True)) for sizes, ms in measured.items()]
         typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
         return
     table = Table("sequences", "context", *map(str, counts), title=f"{llm.name}: ms per step, by rows")
-    for batch, context in sorted({place[:2] for place in found}):
-        table.add_row(str(batch), str(context), *(f"{found[batch, context, n]:.2f}" for n in counts))
+    for batch, context in sorted({sizes[:2] for sizes in measured}):
+        table.add_row(str(batch), str(context), *(f"{measured[batch, context, n]:.2f}" for n in counts))
     Console().print(table)
     typer.echo(f"kept in {path}")

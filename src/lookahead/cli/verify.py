@@ -1,4 +1,4 @@
-"""``lookahead verify``: is the output exact, here, with this model and this dtype?"""
+"""``lookahead verify``: is the output exact on this machine, with this model and dtype?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .options import Json, load_model, with_options
 if TYPE_CHECKING:
     from ..engine.llm import LLM
 
-#: Built-in prompts: code, sums, prose, lists, other scripts, and text that invites loops.
+#: Built-in prompts: code, arithmetic, prose, lists, other scripts, and text that often makes models loop.
 PROMPTS = [
     'def quicksort(items):\n    """Return the items in ascending order."""\n    if',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
@@ -32,7 +32,7 @@ PROMPTS = [
     "Größe, café, naïve, 東京, Привет",
     "for i in range(10):\n    print(i)\nfor j in range(10):",
 ]
-REFERENCE = "Compare with our own plain decoding, or with model.generate of transformers (greedy)."
+REFERENCE = "Compare with this library's plain decoding, or with model.generate of transformers (greedy)."
 
 
 @with_options(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
@@ -40,7 +40,7 @@ def verify(
     *,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Prompt instead of the built-in ones; can be repeated."),
+        typer.Option(help="A prompt instead of the built-in ones; can be repeated."),
     ] = None,
     reference: Annotated[str, typer.Option(help=REFERENCE, metavar="plain|generate")] = "plain",
     as_json: Json = False,
@@ -48,23 +48,23 @@ def verify(
     draft: DraftOptions,
     load: LoadOptions,
 ) -> None:
-    """Decode prompts by a method and plainly, and compare token for token.
+    """Decode prompts with a drafter and plainly, and compare the texts token for token.
 
-    Exit status 1 where float32 or float64 differs. In shorter formats rounding may flip near ties: the gap
-    between the two best logits says whether it was one.
+    Exit status 1 if texts in float32 or float64 differ. In shorter formats rounding may decide near ties differently:
+    the gap between the two largest logits shows whether it was a near tie.
     """
     if reference not in ("plain", "generate"):
         raise SettingsError(f"--reference must be plain or generate, got {reference!r}")
     others = options.keywords().keys() - {"max_new_tokens", "seed"}
     if reference == "generate" and others:
         raise SettingsError(
-            "--reference generate is for greedy decoding as it comes; leave "
+            "--reference generate is for greedy decoding without other options; leave "
             f"{', '.join(sorted(map(flag_of, others)))} out, or use --reference plain"
         )
     if draft.plain and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     drafter = draft.resolve() or Adaptive()
-    if isinstance(drafter, Adaptive):  # the most drafting, not what pays: it is the drafts that are examined
+    if isinstance(drafter, Adaptive):  # draft as much as possible, because drafts are what is tested
         drafter = replace(drafter, budget=False)
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
@@ -98,7 +98,7 @@ def verify(
 
 
 def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[str, Any]:
-    """One prompt decoded by the method and by the reference."""
+    """Decode a prompt with the drafter and with the reference, and compare."""
     from ..engine.compare import compare, decode_plainly, reference_tokens
 
     ids, given = llm.encode(prompt), options.keywords()
@@ -107,8 +107,8 @@ def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[st
         other = decode_plainly(llm, ids, ours.seed, given)
     else:
         other = replace(ours, tokens=reference_tokens(llm, ids, options.max_new_tokens))
-    found = compare(llm, ours, other).as_dict()
-    kept = {key: found[key] for key in ("equal", "first_divergence", "gap", "steps")}
+    comparison = compare(llm, ours, other).as_dict()
+    kept = {key: comparison[key] for key in ("equal", "first_divergence", "gap", "steps")}
     return kept | {"new_tokens": len(ours.tokens)}
 
 

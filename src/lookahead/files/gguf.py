@@ -1,4 +1,4 @@
-"""GGUF files: the header, the metadata and the table of tensors, read in one pass over a mapped file.
+"""Reads GGUF files: header, metadata and the table of tensors, in one pass over a mapped file.
 
 Layout of a file (versions 2 and 3, little-endian; the specification is docs/gguf.md in ggml-org/ggml):
 
@@ -10,8 +10,8 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
 
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
 
-Every count and length is compared with the bytes that are left before anything is made of it, so a wrong number in a
-header is an error and never a large allocation.
+Every count and length is compared with the remaining bytes before it is used, so a wrong number in a header is an
+error and never a large allocation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BLOCK_TYPES = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-#: Value type number -> numpy's name of it. 8 is a string and 9 an array.
+#: Value type number -> numpy's name. 8 is a string and 9 an array.
 NUMBERS = {
     0: "u1",
     1: "i1",
@@ -78,14 +78,14 @@ NUMBERS = {
     12: "<f8",
 }
 STRING, ARRAY = 8, 9
-#: Dimensions that ggml's tensors can have.
+#: Largest number of dimensions of a tensor in ggml.
 MOST_DIMENSIONS = 4
 #: Bytes of the smallest entry of each table: an empty name and one value or dimension.
 SMALLEST_ENTRY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies in its file."""
+    """The type, shape and position of a tensor in its file."""
 
     type: str
     """The block type, as in "Q4_K"."""
@@ -97,7 +97,7 @@ class Tensor(NamedTuple):
 
 
 class _Damaged(Exception):
-    """What is wrong with a file, for the error that names the file."""
+    """The file is damaged; the message says how, and the caller adds the file's name."""
 
 
 class GGUFFile:
@@ -112,7 +112,7 @@ class GGUFFile:
         tensors: name -> ``Tensor``, in the file's order.
 
     Raises:
-        SettingsError: the file cannot be read, is not whole, or holds something that the format does not have.
+        SettingsError: the file cannot be read, is incomplete, or violates the format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -127,35 +127,35 @@ class GGUFFile:
             self.metadata, self.tensors = _Reader(self._map).read()
         except _Damaged as error:
             raise SettingsError(
-                f"a GGUF file must be whole; {self.path} ({len(self._map):,} bytes) cannot be read ({error}); "
+                f"a GGUF file must be complete; {self.path} ({len(self._map):,} bytes) cannot be read ({error}); "
                 "copy or download it again"
             ) from None
 
     def bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a tensor as they lie in the file, [nbytes], mapped and read-only."""
+        """The bytes of a tensor, (nbytes,), mapped and read-only."""
         tensor = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self) -> None:
-        """Give the mapped pages that were read back to the system; they are read anew where they are needed again."""
+        """Release the mapped pages that were read. The system reads them again if they are used again."""
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Raise SettingsError if the file was written to since it was opened: what was read of it may be mixed.
+        """Raise SettingsError if the file was written to since it was opened, because the data read may be mixed.
 
-        A file that another one replaced under the same name is not an error: the old one stays mapped.
+        Replacing the file by another one of the same name is not an error: the old file stays mapped.
         """
         try:
             now = _state(os.stat(self.path))
         except FileNotFoundError:
             return
         if now[0] == self._state[0] and now != self._state:
-            raise SettingsError(f"{self.path} must not change while it is read, and it did; load it again")
+            raise SettingsError(f"{self.path} must not change while it is read, but it did; load it again")
 
 
 def _state(stat: os.stat_result) -> tuple[int, int, int]:
-    """(which file, when it was last written, its bytes)."""
+    """(inode, time of the last change, size in bytes)."""
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
@@ -180,7 +180,7 @@ class _Reader:
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
             raise _Damaged(
-                "its numbers must be little-endian, and they are big-endian"
+                "its numbers must be little-endian, but they are big-endian"
                 if big
                 else f"its version must be 2 or 3, got {version}"
             )
@@ -191,7 +191,7 @@ class _Reader:
         for _ in range(entry_count):
             key = self.string()
             if key in metadata:
-                raise _Damaged(f"the key {key!r} must occur once, and occurs again at byte {self.at:,}")
+                raise _Damaged(f"the key {key!r} must occur once, but occurs again at byte {self.at:,}")
             metadata[key] = self.value(self.number("<I"), key)
         table = [self.tensor_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
@@ -201,16 +201,14 @@ class _Reader:
         tensors: dict[str, Tensor] = {}
         for name, kind, shape, offset in table:
             if name in tensors:
-                raise _Damaged(f"the tensor {name!r} must occur once, and occurs twice")
+                raise _Damaged(f"the tensor {name!r} must occur once, but occurs twice")
             tensors[name] = self.tensor(name, kind, shape, start + offset)
         return metadata, tensors
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
-        """A count of things of at least ``smallest`` bytes each must fit into the rest of the file."""
+        """Check that ``count`` items of at least ``smallest`` bytes fit into the rest of the file."""
         if count * smallest > self.size - self.at:
-            raise _Damaged(
-                f"its header promises {count:,} {what}, and {self.size - self.at:,} bytes are left"
-            )
+            raise _Damaged(f"its header claims {count:,} {what}, but {self.size - self.at:,} bytes are left")
 
     def number(self, form: str) -> Any:
         """One number in a format of ``struct``."""
@@ -226,26 +224,26 @@ class _Reader:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Strings that follow each other: 100,000 and more in a tokenizer, so this loop calls nothing of ours."""
+        """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no other method."""
         data, at, size = self.data, self.at, self.size
         length_at = struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         try:
             for _ in range(count):
                 (length,) = length_at(data, at)
                 at += 8
                 if length > size - at:
                     raise _Damaged(
-                        f"the string at byte {at:,} promises {length:,} bytes, and {size - at:,} are left"
+                        f"the string at byte {at:,} claims {length:,} bytes, but {size - at:,} are left"
                     )
-                found.append(data[at : at + length].decode())
+                texts.append(data[at : at + length].decode())
                 at += length
         except struct.error:
             raise _Damaged(f"it ends at byte {size:,}, within its header") from None
         except UnicodeDecodeError as error:
             raise _Damaged(f"the string at byte {at:,} must be UTF-8: {error.reason}") from None
         self.at = at
-        return found
+        return texts
 
     def value(self, kind: int, key: str) -> Any:
         """One value of an entry."""
@@ -264,7 +262,7 @@ class _Reader:
         return self.numbers(kind, count, key)
 
     def numbers(self, kind: int, count: int, key: str) -> np.ndarray[Any, Any]:
-        """Numbers of one type that follow each other, [count]."""
+        """Consecutive numbers of one type, (count,)."""
         if kind not in NUMBERS:
             nested = " (an array of arrays)" if kind == ARRAY else ""
             raise _Damaged(f"the value of {key!r} has type {kind}{nested}, which cannot be read")
@@ -275,7 +273,7 @@ class _Reader:
         return values
 
     def tensor_entry(self) -> tuple[str, int, tuple[int, ...], int]:
-        """(name, block type, shape with rows first, offset from the first tensor) of one line of the table."""
+        """An entry of the table: name, block type, shape with rows first, offset from the first tensor."""
         name, dimensions = self.string(), self.number("<I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise _Damaged(
@@ -285,11 +283,9 @@ class _Reader:
         return name, self.number("<I"), shape, self.number("<Q")
 
     def tensor(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> Tensor:
-        """A tensor that lies within the file."""
+        """A tensor; checks that it lies within the file."""
         if kind not in BLOCK_TYPES:
-            raise _Damaged(
-                f"the tensor {name!r} has block type {kind}, which is none that this version knows"
-            )
+            raise _Damaged(f"the tensor {name!r} has block type {kind}, which this version does not support")
         type_name, elements, size = BLOCK_TYPES[kind]
         if shape[-1] % elements:
             raise _Damaged(
@@ -301,6 +297,6 @@ class _Reader:
             nbytes *= length
         if offset + nbytes > self.size:
             raise _Damaged(
-                f"the tensor {name!r} must end within the file, and it ends at byte {offset + nbytes:,}"
+                f"the tensor {name!r} must end within the file, but it ends at byte {offset + nbytes:,}"
             )
         return Tensor(type_name, shape, offset, nbytes)

@@ -1,8 +1,8 @@
 """Records of a run as JSON lines: a run appends them, and the next run continues after them.
 
-A record is one line. It is written by one unbuffered call and synchronised to disk, so that a process which is
-killed leaves whole lines and at most one torn line at the end. Readers pass over a torn line, and the next
-writer removes it.
+A record is one line. It is written by one unbuffered call and synchronized to disk, so a process that is killed
+leaves complete lines and at most one incomplete line at the end. Readers skip that line, and the next writer removes
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.errors import SettingsError
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for NaN and the infinities, which JSON has not."""
+    """The same value with None for NaN and the infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -32,17 +32,17 @@ def as_line(record: Mapping[str, Any]) -> bytes:
     """One line of JSON in UTF-8, with its line break."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except ValueError:  # NaN, an infinity, or half a surrogate pair, which only escapes can say
+    except ValueError:  # NaN, an infinity, or half a surrogate pair, which must be escaped
         return json.dumps(finite(record)).encode() + b"\n"
 
 
 class RecordWriter(AbstractContextManager["RecordWriter"]):
-    """Appends records to a file, each for good; a context that closes it.
+    """Appends records to a file, as a context that closes it.
 
     Args:
-        path: a file, made if need be; its folder must be there.
-        append: keep what the file holds, without a torn last line; False begins anew.
-        durable: synchronise every record to disk, so that it outlives a power failure too.
+        path: the file, in a folder that exists.
+        append: whether to keep the records in the file; an incomplete last line is removed. False replaces the file.
+        durable: whether to synchronize every record to disk, so that it survives a power failure.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -73,7 +73,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         except OSError as error:
             raise SettingsError(
                 f"{self.path} must be a file that can be written ({error.strerror}); "
-                "the records before this one are whole"
+                "the records before this one are complete"
             ) from None
 
     def __exit__(self, *error: object) -> None:
@@ -81,11 +81,12 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
 
 
 def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, Any]]:
-    """The finished records of a file, in order; none where there is no file. The file is not changed.
+    """The complete records of a file, in order; none if there is no file. The file is not changed.
 
     Args:
-        field: what every record has.
-        origin: what writes such records, for the error.
+        path: the file.
+        field: a key that every record has.
+        origin: the program that writes such records, for the error.
 
     Raises:
         SettingsError: a line that is not a record, by file and line.
@@ -101,7 +102,7 @@ def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, An
             except (ValueError, RecursionError) as error:
                 raise _no_record(path, number, origin, f"not JSON: {error}") from None
             if not isinstance(record, dict) or field not in record:
-                raise _no_record(path, number, origin, f"no object with {field!r}")
+                raise _no_record(path, number, origin, f"not an object with {field!r}")
             records.append(record)
     if torn.strip() and not torn.startswith(b"{"):
         raise _no_record(path, len(lines) + 1, origin, "not JSON")
@@ -115,6 +116,6 @@ def _no_record(path: str | Path, line: int, origin: str, why: str) -> SettingsEr
 
 
 def drop_torn_line(path: str | Path) -> None:
-    """Cut off a last line that has no line break, which a killed process leaves."""
+    """Remove a last line without a line break, which a killed process leaves."""
     if Path(path).is_file():
         os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)
