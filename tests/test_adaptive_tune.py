@@ -91,7 +91,7 @@ def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypa
         (("--rows", "2,4"), "must contain 1"),
         (("--rows", "1,x"), "whole numbers"),
         (("--repeats", "0"), "at least 1"),
-        (("--contexts", "99999999"), "model can take"),
+        (("--contexts", "99999999"), "fits the model"),
     ],
 )
 def test_wrong_options_are_one_line(toy, arguments, message):
