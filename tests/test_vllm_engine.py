@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 OURS = {"method": "custom_class", "model": "lookahead.vllm.Proposer", "num_speculative_tokens": 5}
 ALWAYS = {"lookahead": "adaptive:budget=false:sources=suffix+logits+jacobi+corpus"}
 #: In float32 rows in company round as rows alone do, to within what two tokens differ by.
-ENGINE = {"model": lookahead.BUNDLED, "dtype": "float32", "max_model_len": 512}
+ENGINE = {"model": str(lookahead.BUNDLED), "dtype": "float32", "max_model_len": 512}
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "tests")]),
     "VLLM_CPU_KVCACHE_SPACE": "1",
