@@ -924,7 +924,7 @@ def test_a_gguf_file_takes_no_quantizer_besides(tmp_path):
     write(tmp_path / "some.gguf", tiny_model(vocab_size=VOCABULARY))
     quantizer = {"quant_method": "gptq", "bits": 4}
     refused(
-        "brings its own quantisation", lookahead.load, tmp_path / "some.gguf", quantization_config=quantizer
+        "brings its own quantization", lookahead.load, tmp_path / "some.gguf", quantization_config=quantizer
     )
 
 

@@ -349,9 +349,9 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "float32"}, "dtype does not go with engine='llama.cpp'"),
-        ({"weights": "q8_0"}, "weights does not go with"),
-        ({"exact": True}, "exact does not go with"),
+        ({"dtype": "float32"}, "dtype cannot be used with engine='llama.cpp'"),
+        ({"weights": "q8_0"}, "weights cannot be used with"),
+        ({"exact": True}, "exact cannot be used with"),
         ({"device": "cpu"}, "n_gpu_layers says how many"),
         ({"engine": "vllm"}, "engine must be 'llama.cpp' or None"),
         ({"flash_attn": "yes"}, "flash_attn must be auto, on or off"),

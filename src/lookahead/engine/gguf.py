@@ -1,7 +1,4 @@
-"""GGUF files as models of transformers: its reader multiplies the weights out, quantised or not.
-
-The quantised weights are the model: they are decoded once, into the dtype asked for.
-"""
+"""Reads GGUF files with transformers, which decodes quantized weights once, into the dtype asked for."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ class GGUFCheckpoint:
         path: the file.
 
     Attributes:
-        file: its header, and its tensors as they lie in it.
-        is_quantized: whether any of its matrices is.
+        file: its header, and its tensors as they are stored.
+        is_quantized: whether any of its matrices is quantized.
 
     Raises:
-        SettingsError: the file is damaged, or one part of several.
+        SettingsError: the file is damaged, or is one part of several.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +52,7 @@ class GGUFCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its matrices; bfloat16 where they are quantized."""
+        """The dtype of its matrices; bfloat16 where they are quantized."""
         import torch
 
         name = self._dtypes[-1] if self._dtypes and not self.is_quantized else "bfloat16"
@@ -63,7 +60,7 @@ class GGUFCheckpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within it transformers parses the file once, logs nothing, and shows its progress in one bar.
+        """A context in which transformers parses the file once, logs nothing and shows one progress bar.
 
         Raises:
             SettingsError: a package is missing.
@@ -89,17 +86,17 @@ class GGUFCheckpoint:
         string = gguf.GGUFValueType.STRING
 
         def value_of(value: Any, kinds: list[int]) -> Any:
-            """transformers' own function goes over a string byte by byte in Python."""
+            """Decode a string at once: transformers' own function reads it byte by byte in Python."""
             return value.tobytes().decode() if kinds[-1] == string else parse_value(value, kinds)
 
         replacements: list[tuple[Any, str, Any]] = [
             (gguf, "GGUFReader", self._parse),
-            # transformers asks for it once for each module of the model.
+            # transformers calls it once for each module of the model.
             (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
             (theirs, "tqdm", track),
             (theirs, "_gguf_parse_value", value_of),
         ]
-        # They save time only, and the last two are private: another version of transformers may not have them.
+        # These only save time. The last two are private: another version of transformers may not have them.
         replacements = [change for change in replacements if hasattr(*change[:2])]
         before = [getattr(module, name) for module, name, _ in replacements]
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -119,7 +116,7 @@ class GGUFCheckpoint:
 
 
 def _parse(path: str) -> Any:
-    """What gguf's reader makes of a file. On a plain array: slices of a memmap take ten times as long."""
+    """Read a file with gguf's reader, on a plain array: slices of a memmap take ten times as long."""
     import numpy as np
     from gguf.gguf_reader import GGUFReader
 

@@ -1,6 +1,6 @@
-"""``load``: a path or a hub id -> a checked model, its tokenizer, and what the probe says.
+"""``load``: a path or a hub id -> a checked model, its tokenizer and the result of its probe.
 
-Every way in which a model cannot be used is found here, before the first token, and said in one line.
+A model that cannot be used is refused here, before the first token, with one line that says why.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def load(*path_or_id: Any, **options: Any) -> LLM:
         {options}
 
     Raises:
-        SettingsError: whatever of this cannot be honoured.
-        OutOfMemory: the probe did not fit.
+        SettingsError: the model cannot be used, or an option cannot be followed.
+        OutOfMemory: the probe did not fit in memory.
     """
     return load_with(LoadOptions(*path_or_id, **options))
 
 
 def load_with(chosen: LoadOptions) -> LLM:
-    """``load`` with options that have been made already.
+    """``load`` with an options object.
 
     Raises:
         SettingsError, OutOfMemory: as ``load``.
     """
-    # What is wrong with these is an error before anything is read.
+    # These raise for wrong options before anything is read.
     drafter = chosen.drafting()
     if chosen.engine is not None:
         _check_engine(chosen)
@@ -98,7 +98,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     return llm
 
 
-#: Options that llama.cpp has no part in, and what to say of each.
+#: Options that cannot be used with llama.cpp, and why.
 NOT_OF_LLAMA_CPP = {
     "dtype": "the file says it",
     "weights": "the file says it",
@@ -106,7 +106,7 @@ NOT_OF_LLAMA_CPP = {
     "device_map": "n_gpu_layers says how many layers lie on the GPU",
     "quantization_config": "the file says it",
     "attention": "flash_attn says it",
-    "exact": "its rows round differently in company",
+    "exact": "a row rounds differently when it evaluates others with it",
     "trust_remote_code": "a file has no code",
     "parallel": "it decodes in one process",
     "parallel_timeout": "it decodes in one process",
@@ -114,11 +114,11 @@ NOT_OF_LLAMA_CPP = {
 
 
 def _check_engine(chosen: LoadOptions) -> None:
-    """Refuse what llama.cpp cannot honour, and an installation that is not there, before anything is read."""
+    """Refuse options that llama.cpp cannot follow, and a missing installation, before anything is read."""
     given = [name for name in chosen.keywords() if name in NOT_OF_LLAMA_CPP]
     if given:
         raise SettingsError(
-            f"{given[0]} does not go with engine='llama.cpp' ({NOT_OF_LLAMA_CPP[given[0]]}), got "
+            f"{given[0]} cannot be used with engine='llama.cpp' ({NOT_OF_LLAMA_CPP[given[0]]}), got "
             f"{getattr(chosen, given[0])!r}; leave one of them out"
         )
     library()
@@ -137,9 +137,9 @@ def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel
 def _read_packed(
     checkpoint: Checkpoint, chosen: LoadOptions, dtype: str | torch.dtype, device: str
 ) -> PackedModel | None:
-    """A GGUF file's quantized weights as they are, on a CPU and unless a dtype is asked for; None otherwise.
+    """A model that keeps a GGUF file's quantized weights packed: on a CPU, without a dtype; None otherwise.
 
-    Where the compiled path does not know the file, one line says what that costs, and transformers reads it.
+    Warns where the compiled path cannot use the file; transformers reads it then.
     """
     gguf = checkpoint.gguf
     if chosen.weights is not None:
@@ -153,7 +153,7 @@ def _read_packed(
             raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
     if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:
         return None
-    if chosen.parallel is not None:  # ranks compare their passes with transformers' own
+    if chosen.parallel is not None:  # ranks compare their passes with those of transformers
         return None
     try:
         return read_model(gguf.file)
@@ -197,7 +197,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
 
 def dismiss_ranks() -> None:
-    """Let the ranks that torchrun started go, on rank 0, where no model was needed."""
+    """Tell the ranks that torchrun started to end. Called on rank 0 where no model is needed."""
     from ..parallel import dismiss, start
 
     dismiss(start())
@@ -215,7 +215,7 @@ def _dtype(dtype: str | torch.dtype) -> str:
 
 
 def _device(device: str | torch.device | None) -> str:
-    """A device that torch can use here, as torch writes it: the one asked for, else a GPU if there is one."""
+    """The device asked for, else a GPU if there is one, as torch writes it; refused where torch cannot use it."""
     if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
         return "cpu"
     import torch
@@ -232,7 +232,7 @@ def _device(device: str | torch.device | None) -> str:
 
 
 def _torch_has_gpu_code() -> bool:
-    """Whether this build of torch has CUDA's or ROCm's library. Loads no torch, which takes a second."""
+    """Whether this build of torch has CUDA's or ROCm's library. Does not import torch, which takes a second."""
     package = find_spec("torch")
     places = package.submodule_search_locations if package is not None else None
     names = ("*torch_cuda*", "*torch_hip*")
@@ -246,7 +246,7 @@ def _read_module(checkpoint: Checkpoint, dtype: str, device: str) -> Any:
 
 
 def _check_causal(model: Any, name: str) -> None:
-    """A masked language model loads as a causal one too; there a later token changes an earlier row."""
+    """Refuse a model in which a later token changes an earlier row: masked models load as causal ones too."""
     import torch
 
     size = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -265,10 +265,10 @@ def _check_causal(model: Any, name: str) -> None:
 
 
 def refresh(model: Any) -> None:
-    """Read a model anew: its probe, compiled weights and captured passes are forgotten.
+    """Forget a model's probe, compiled weights and captured passes, so that its weights are read again.
 
     Needed after weights were written behind torch's back (``weight.data += delta``, as some adapters are merged;
-    docs/cpu.md says which changes are seen without it). Nothing in flight is changed.
+    docs/cpu.md says which changes are seen without it). Runs that have begun do not change.
 
     Args:
         model: a transformers model, or an ``LLM``.

@@ -1,4 +1,4 @@
-"""A GGUF file that llama.cpp has loaded; it stands where a transformers model does elsewhere."""
+"""A GGUF file that llama.cpp has loaded, used in place of a transformers model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = 2
 
 
 class Lease:
-    """A context for one target, which it may replace by a larger one, and which goes back when it ends."""
+    """A context lent to one target, which may replace it by a larger one and gives it back at its end."""
 
     def __init__(self, idle: list[Context], context: Context) -> None:
         self._idle, self.context = idle, context
@@ -32,11 +32,11 @@ class Lease:
 
 
 class LlamaCppModel(OwnModel):
-    """A model of llama.cpp; it stands where a transformers model does elsewhere.
+    """A model of llama.cpp, used in place of a transformers model.
 
     Args:
         file: a GGUF file.
-        settings: how llama.cpp lays it out.
+        settings: how llama.cpp loads it.
 
     Raises:
         SettingsError: llama.cpp is missing or cannot load the file.
@@ -51,7 +51,7 @@ class LlamaCppModel(OwnModel):
                 sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
         self.weights = " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
         self.parameter_count = sum(prod(tensor.shape) for tensor in file.tensors.values())
-        # Rows in company round differently where anything is shorter than float32.
+        # Where anything is shorter than float32, a row rounds differently when other rows are evaluated with it.
         whole = set(sizes) == {"F32"} and settings.cache_type_k == settings.cache_type_v == "f32"
         self.rows_interact = not whole
         architecture = metadata["general.architecture"]
@@ -73,7 +73,7 @@ class LlamaCppModel(OwnModel):
         self.facts = Limits()
         self.facts.config, self.facts.vocabulary = self.config, loaded.vocabulary
         self.facts.max_positions = loaded.positions or NO_LIMIT
-        # By the size of a context llama.cpp chooses one of two tables of frequencies: it must not change in a text.
+        # llama.cpp chooses one of two frequency tables by the size of the context: a text must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
         self._cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size
@@ -84,7 +84,7 @@ class LlamaCppModel(OwnModel):
         )
 
     def lease(self) -> Lease:
-        """A context without rows: an idle one, or a new one."""
+        """Lend a context without rows: an idle one, or a new one."""
         try:
             context = self._idle.pop()
         except IndexError:

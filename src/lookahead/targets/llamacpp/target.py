@@ -1,8 +1,8 @@
 """Token trees on llama.cpp: one batch, in which every leaf is a sequence.
 
-A row of llama.cpp bears sequence ids and sees the cells that bear its first one, up to its own position. So each leaf
-of a tree gets an id, and a row bears the ids of all leaves under it; the committed rows of a slot bear the ids of all
-its leaves. For the tree of ``core.decode`` (T = 5):
+In llama.cpp each row has sequence ids. A row sees the cells that have its first id, up to its own position. So each
+leaf of a tree gets an id, a row has the ids of all leaves under it, and the committed rows of a slot have the ids of
+all its leaves. For the tree of ``core.decode`` (T = 5):
 
     row       token  position   ids
     (cells)   0..4      0..4    0 1 2      the committed tokens
@@ -13,9 +13,9 @@ its leaves. For the tree of ``core.decode`` (T = 5):
      4        The         7     1
      5        then        7     2
 
-A slot keeps its ids from step to step. One of them, ``base``, has all committed tokens; the others had them when they
-were last used, and get what is missing when they are used again. The commit of [0, 1, 3] makes id 0 the base, and
-cuts id 1 back to 7 tokens and id 2 to 6. No keys move, and a step of one row needs no such call at all.
+A slot keeps its ids from step to step. One of them, ``base``, has all committed tokens. The others had all of them
+when they were last used, and get the missing ones when they are used again. The commit of [0, 1, 3] makes id 0 the
+base, and cuts id 1 back to 7 tokens and id 2 to 6. No keys move, and a step of one row does none of this.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Slot:
         base: the id that has all committed tokens.
         known: by id, how many of the committed tokens it has.
         length: T.
-        pending: by row of the last tree, its ids; None where nothing is to be committed.
+        pending: the ids of each row of the last tree; None where nothing waits for a commit.
     """
 
     base: int
@@ -55,14 +55,14 @@ class Slot:
 
 
 class PassLogits(HostLogits):
-    """What one pass has read, (1, R, V) fp32 in llama.cpp's own memory until ``detach``."""
+    """The logits of one pass, (1, R, V) fp32, in llama.cpp's own memory until ``detach``."""
 
     def detach(self) -> None:
-        """Go on with a copy."""
+        """Copy the logits, because the next pass overwrites llama.cpp's memory."""
         self.rows = self.rows.copy()
 
     def argmax(self, b: int, r: int) -> int:
-        """By numpy, which looks at this row alone."""
+        """The largest logit's token by numpy, which reads this row alone; -1 where a logit is NaN."""
         row = self.rows[r]
         token = int(row.argmax())  # to numpy NaN is the largest
         return -1 if np.isnan(row[token]) else token
@@ -72,8 +72,8 @@ class LlamaCppTarget:
     """Many sequences on one context of llama.cpp; one thread at a time may use it.
 
     Args:
-        model: what llama.cpp has loaded.
-        reason: one line that says why this path was taken.
+        model: the model that llama.cpp has loaded.
+        reason: one line that says why this path was chosen.
     """
 
     path = "llama.cpp"
@@ -92,13 +92,13 @@ class LlamaCppTarget:
         return self._lease.context
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position; rows below the root need a memory that can be cut back."""
+        """The positions left up to the model's last; 0 where llama.cpp cannot cut its memory back."""
         if not self._weights.trees:
             return 0
         return max(0, self._max_positions - 1 - self._slots[slot].length)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        """Prompts one after the other; llama.cpp divides long ones."""
+        """Evaluate prompts one after the other; llama.cpp divides long ones into batches."""
         scores = []
         for slot, prompt in prompts:
             self.release(slot)
@@ -116,7 +116,7 @@ class LlamaCppTarget:
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        """One batch over all trees, or several where llama.cpp does not take so many rows."""
+        """Evaluate all trees in one batch, or in several where there are too many rows for one."""
         for slot, _ in trees:
             self._drop_pending(self._slots[slot])
         self._make_room(sum(len(tree) for _, tree in trees))
@@ -149,7 +149,7 @@ class LlamaCppTarget:
         for slot, path in paths:
             held = self._slots[slot]
             assert held.pending is not None
-            if len(held.pending) == 1:  # of plain decoding, which is to cost nothing
+            if len(held.pending) == 1:  # plain decoding, which should cost nothing extra
                 held.length += 1
                 held.known[held.base], held.pending = held.length, None
                 continue
@@ -159,7 +159,7 @@ class LlamaCppTarget:
             held.pending = None
 
     def release(self, slot: int) -> None:
-        """Forget a sequence; its cells are free."""
+        """Forget a sequence and free its cells."""
         held = self._slots.pop(slot, None)
         if held is not None:
             self._context.empty(held.known)
@@ -187,7 +187,7 @@ class LlamaCppTarget:
         return LogitsRows(self._logits(rows), 0, [0])
 
     def _detach(self) -> None:
-        """Whoever still holds the logits of the last pass goes on with a copy."""
+        """Give the last pass's logits memory of their own, if somebody still uses them."""
         last = self._last() if self._last is not None else None
         if last is not None:
             last.detach()
@@ -198,7 +198,7 @@ class LlamaCppTarget:
         return logits
 
     def _ids_of_rows(self, held: Slot, tree: TokenTree, used: set[int]) -> list[list[int]]:
-        """The ids of each row of a tree: those of all leaves under it. ``used`` has the ids of this pass."""
+        """The ids of each row of a tree: those of all leaves under it. Adds them to ``used``, this pass's ids."""
         if len(tree) == 1:
             used.add(held.base)
             return [[held.base]]
@@ -223,20 +223,21 @@ class LlamaCppTarget:
         return rows
 
     def _complete(self, held: Slot, sequence: int) -> None:
-        """Let an id have all committed tokens of its slot."""
+        """Give an id the committed tokens of its slot that it lacks."""
         context, known = self._context, held.known[sequence]
         if self._weights.window and context.first(sequence) != context.first(held.base):
-            context.empty([sequence])  # one of them has let tokens before its window go
+            context.empty([sequence])  # one of them has dropped tokens before its window
             known = 0
         if known < held.length:
             context.copy(held.base, sequence, known, held.length)
             held.known[sequence] = held.length
 
     def _take_ids(self, count: int, used: set[int]) -> list[int]:
-        """Ids that nobody needs: free ones, then those that slots keep for wider trees.
+        """Ids that are not in use: free ones, then those that slots keep for wider trees.
 
         Raises:
-            SettingsError, OutOfMemory: there are not so many, for a new slot or for a tree.
+            SettingsError: there are too few for a new slot.
+            OutOfMemory: there are too few for a tree.
         """
         for held in self._slots.values() if count > len(self._free) else ():
             if held.pending is None:
@@ -248,7 +249,7 @@ class LlamaCppTarget:
             most = self._weights.sequences
             if not used:
                 raise SettingsError(
-                    f"llama.cpp decodes at most {most} sequences of this model together, and as many run; "
+                    f"llama.cpp decodes at most {most} sequences of this model together, and {most} are running; "
                     "wait until one has ended, or run fewer at once"
                 )
             raise OutOfMemory(f"the trees of a step need more than the {most} sequences of llama.cpp")
@@ -283,7 +284,7 @@ class LlamaCppTarget:
             self._drop_pending(held)
             new.write(held.base, old.read(held.base))
             held.known = {held.base: held.length}
-        self._detach()  # what the last pass has read lies in the old context
+        self._detach()  # the last pass's logits lie in the old context
         self._lease.context = new
         used = {held.base for held in self._slots.values()}
         self._free = [
