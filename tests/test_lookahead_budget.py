@@ -1,4 +1,4 @@
-"""What a row budget costs lookahead decoding on the default model: code, an edit and prose."""
+"""What a row budget costs lookahead decoding on the default model: code, edits and prose."""
 
 from importlib.util import find_spec
 
@@ -14,20 +14,25 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("number", range(3), ids=["code", "edit", "prose"])
-def test_at_64_rows_nine_tenths_of_s_remain(number):
+def test_at_64_rows_nine_tenths_of_s_remain():
+    """Each text is the same, and all together take at most 1 / 0.92 of the steps.
+
+    Steps are summed over five prompts (some 420 tokens): a budget of 64 rows costs 2 to 4 % of S there (0.90 is what is promised), while
+    the steps of one text of 60 tokens vary by a tenth with the last bit of a logit. Without rows reserved for
+    candidates the sum is above the bound.
+    """
     llm = lookahead.load()
-    text, chat = PROMPTS[number]
-    prompt = llm.encode([{"role": "user", "content": text}] if chat else text)
-
-    def decode(row_budget):
-        decoder = Decoder(llm.target(), row_budget=row_budget)
-        generation = decoder.add(Request(prompt, lookahead.Lookahead(15, 5, 15), 128, eos=llm.eos))
-        while decoder.busy:
-            decoder.step()
-        return generation
-
-    unlimited, limited = decode(1 << 20), decode(64)
-    assert max(limited.stats.rows_per_step) <= 64
-    assert limited.tokens == unlimited.tokens
-    assert limited.stats.compression_ratio >= 0.9 * unlimited.stats.compression_ratio
+    steps = {1 << 20: 0, 64: 0}
+    for text, chat in PROMPTS[:5]:
+        prompt = llm.encode([{"role": "user", "content": text}] if chat else text)
+        texts = []
+        for row_budget in steps:
+            decoder = Decoder(llm.target(), row_budget=row_budget)
+            generation = decoder.add(Request(prompt, lookahead.Lookahead(15, 5, 15), 128, eos=llm.eos))
+            while decoder.busy:
+                decoder.step()
+            assert max(generation.stats.rows_per_step) <= row_budget
+            texts.append(generation.tokens)
+            steps[row_budget] += generation.stats.steps
+        assert texts[0] == texts[1]
+    assert steps[64] <= steps[1 << 20] / 0.92

@@ -259,10 +259,11 @@ class _Reader:
         settings = self.settings
         if not settings.tables:
             return None
-        # In fp32, as transformers computes them: the model was trained with these roundings.
+        # Rounded to fp32 where transformers rounds (the model was trained so); powers, cosines and sines
+        # are computed in fp64 before, because numpy's in fp32 differ in the last bit between processors.
         half = np.arange(0, settings.rotary_size, 2, dtype=np.float32) / np.float32(settings.rotary_size)
         frequencies = [
-            np.float32(1) / np.float32(table.base) ** half / np.float32(table.factor)
+            (1 / (float(table.base) ** half.astype(np.float64)).astype(np.float32)) / np.float32(table.factor)
             for table in settings.tables
         ]
         if FREQUENCY_FACTORS in self.file.tensors:
@@ -270,7 +271,8 @@ class _Reader:
 
         def angles(positions: int) -> Array:
             tables = [np.arange(positions, dtype=np.float32)[:, None] * each for each in frequencies]
-            return np.stack([np.stack([np.cos(table), np.sin(table)], -1) for table in tables])
+            turns = np.stack(tables).astype(np.float64)
+            return np.stack([np.cos(turns), np.sin(turns)], -1).astype(np.float32)
 
         return angles
 
