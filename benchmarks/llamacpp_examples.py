@@ -4,17 +4,23 @@
 
 ``--bin`` holds llama.cpp's programs, of which llama-bench (plain decoding), llama-lookup and llama-lookahead are run;
 an own build may call the last two lookup and lookahead. Each program is given the prompt as text, and must say that
-it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table.
+it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table. Where llama-server
+is there too, its ngram modes (``--spec-type``) are measured as well, each text compared with its own plain one.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
+
+import httpx
 
 import lookahead
 from lookahead.bench import load_workload
@@ -23,6 +29,8 @@ from lookahead.core import SettingsError
 
 #: What we measure. The triple is the one that is compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
+#: What llama-server's ``--spec-type`` takes without a draft model.
+MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 #: (tokens, passes, seconds) of one prompt, or of all.
 Cost = tuple[int, int, float]
 
@@ -94,6 +102,48 @@ def plain_of_bench(arguments: argparse.Namespace, depth: int) -> float:
     return float(found.group(1))
 
 
+def program_if_there(folder: Path, name: str) -> str | None:
+    """``program``, or None."""
+    try:
+        return program(folder, name)
+    except SettingsError:
+        return None
+
+
+def served(
+    arguments: argparse.Namespace, path: str, mode: str, prompts: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    """llama-server's answers to the prompts with a ``--spec-type``; one request before them is not counted."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "-c", "4096", "-np", "1"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--spec-type", mode]
+    body = {"temperature": 0, "n_predict": arguments.tokens, "cache_prompt": False, "return_tokens": True}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+                for _ in range(600):
+                    with suppress(httpx.TransportError):
+                        if client.get("/health").status_code == 200:
+                            break
+                    sleep(0.1)
+                answers = [
+                    client.post("/completion", json=body | {"prompt": ids}).raise_for_status().json()
+                    for ids in (prompts[0][:8], *prompts)
+                ]
+        finally:
+            server.terminate()
+    return answers[1:]
+
+
+def cost_of_answer(answer: dict[str, Any]) -> Cost:
+    """What llama-server says of one text; the first token is the prompt's own."""
+    timings = answer["timings"]
+    tokens = timings["predicted_n"] - 1
+    return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -131,6 +181,17 @@ def main(words: Sequence[str] | None = None) -> None:
         equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
         shown = "" if equal is None else f"{equal} of {len(plain)}"
         rows.append([name, str(tokens), f"{tokens / passes:.2f}", f"{tokens / seconds:.1f}", shown])
+    server = program_if_there(arguments.bin, "server")
+    own: list[Any] = []
+    for mode in MODES if server is not None else ():
+        answers = served(arguments, str(server), mode, prompts)
+        tokens, passes, seconds = (sum(column) for column in zip(*map(cost_of_answer, answers), strict=True))
+        wrote = [answer["tokens"] for answer in answers]
+        own = own or wrote
+        equal = sum(a == b for a, b in zip(wrote, own, strict=True))
+        shown = f"{equal} of {len(own)}, to its own"
+        speed = f"{tokens / seconds:.1f}"
+        rows.append([f"llama-server, {mode}", str(tokens), f"{tokens / passes:.2f}", speed, shown])
     print(markdown_table(["", "tokens", "S", "tokens/s", "equal to our plain"], rows))
 
 

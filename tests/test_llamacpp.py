@@ -450,6 +450,26 @@ def test_the_server_decodes_texts_together(files):
     assert len(set(texts)) > 1
 
 
+def test_an_answer_keeps_to_a_schema(files):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"x": {"enum": ["ab ab", "one"]}}, "required": ["x"]}
+    schema["additionalProperties"] = False
+    body = {"prompt": "ab ab ab", "max_tokens": 60, "temperature": 0}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "word", "schema": schema}}
+    llm = load_model(Settings(model=str(files()), engine="llama.cpp", threads=1, **WHOLE))
+    with serving(llm) as served:
+
+        def ask(drafter):
+            url, fields = f"{served.url}/v1/completions", {"lookahead": {"drafter": drafter}}
+            answer = httpx.post(url, json=body | fields, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        plain, drafted = ask("plain"), ask("7,3,7")
+    assert json.loads(plain)["x"] in ("ab ab", "one")
+    assert drafted == plain
+
+
 def test_chat_answers_with_llama_cpp(files):
     command = ["chat", str(files()), "--engine", "llama.cpp", "--threads", "1", "--max-new-tokens", "6"]
     found = CliRunner().invoke(app, command, input="hello\nagain\n")

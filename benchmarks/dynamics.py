@@ -1,0 +1,186 @@
+"""What happens inside a text: the pool's growth and use, Jacobi's convergence by iteration, and memory.
+
+    python -m benchmarks.dynamics --data data --limit 5
+
+The paper has no figures for these. All but memory follow from the tokens alone, so they do not depend on the machine
+nor on what else it does. Lookahead is (15, 5, 15) with an empty pool, Jacobi a block of 16. The JSON beside the page
+has the counts of every text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lookahead
+from lookahead import Adaptive, Jacobi, Lookahead
+from lookahead.bench.record import environment
+from lookahead.bench.report import markdown_table
+from lookahead.core import Start
+
+from .datasets import load_workload
+from .page import write_page
+
+SETS = ("humaneval", "mbpp", "gsm8k", "classeval", "mt-bench", "spec-bench")
+#: Emitted tokens after which the pool is counted.
+MARKS = (16, 32, 64, 128)
+BLOCK = 16
+#: Tokens of the prompt before which memory is measured.
+PROMPT = 512
+
+
+def pool_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
+    """Sizes of the pool at each mark as (keys, n-grams), and what became of its candidates."""
+    sizes: dict[str, tuple[int, int]] = {}
+    state: Any = None
+    for update in llm.run([prompt], max_new_tokens=tokens, drafter=Lookahead(15, 5, 15)):
+        generation = update.sequence.generation
+        state = generation.drafting or state
+        for mark in MARKS:
+            if state is not None and len(generation.tokens) >= mark and str(mark) not in sizes:
+                stats = state.pool.stats()
+                sizes[str(mark)] = (int(stats["keys"]), int(stats["continuations"]))
+    stats, drafted = generation.stats, state.stats()
+    return {
+        "sizes": sizes,
+        "new_tokens": stats.new_tokens,
+        "steps": stats.steps,
+        "hit_rate": drafted["pool_hit_rate"],
+        "match_length": drafted["mean_match_length"],
+    }
+
+
+def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
+    """How often a guess is the text's own token, by the number of times that its position was evaluated before."""
+    guesses: list[tuple[int, list[int]]] = []  # (position in the text of the first, the guesses of a step)
+    emitted, block_start, iterations = 0, 1, 0
+    entered: list[int] = []  # by step, how many iterations its block had behind it
+    for update in llm.run([prompt], max_new_tokens=tokens, drafter=Jacobi(BLOCK)):
+        step = update.step
+        if step is not None and step.tree is not None:
+            guesses.append((emitted, step.tree.tokens[1:]))
+            entered.append(iterations)
+            iterations += 1
+            if emitted + len(step.tokens) >= block_start + BLOCK:
+                block_start, iterations = emitted + len(step.tokens), 0
+        emitted = len(update.sequence.generation.tokens)
+    text, stats = update.sequence.generation.tokens, update.sequence.generation.stats
+    right, seen = Counter[int](), Counter[int]()
+    for (first, row), age in zip(guesses, entered, strict=True):
+        pairs = list(zip(row, text[first:], strict=False))
+        seen[age] += len(pairs)
+        right[age] += sum(guess == token for guess, token in pairs)
+    ages = range(BLOCK)
+    return {
+        "seen": [seen[age] for age in ages],
+        "right": [right[age] for age in ages],
+        "new_tokens": stats.new_tokens,
+        "steps": stats.steps,
+    }
+
+
+def memory(llm: Any) -> dict[str, float]:
+    """MB after a prompt of ``PROMPT`` tokens: weights in the file, keys and values, pool, adaptive's state."""
+    target = llm.target()
+    text = [(101 * i + 7) % llm.vocabulary for i in range(PROMPT)]
+    target.prefill([(0, text)])
+    cache = target.cache.storage[0]
+    used = cache.nbytes / cache.shape[2] * PROMPT
+    found = {"keys and values": used / 1e6}
+    start = Start(text, text[-1], vocabulary=llm.vocabulary)
+    for name, drafter in (("pool of (15, 5, 15)", Lookahead(15, 5, 15)), ("state of adaptive", Adaptive())):
+        drafter.start(start)  # what is made once for a process
+        tracemalloc.start()
+        state = drafter.start(start)
+        found[name] = tracemalloc.get_traced_memory()[0] / 1e6
+        tracemalloc.stop()
+        del state
+    return found
+
+
+def pool_table(texts: dict[str, list[dict[str, Any]]]) -> str:
+    """Means over the texts of each workload that are as long as the mark."""
+    rows = []
+    for name, each in texts.items():
+        sizes = []
+        for mark in map(str, MARKS):
+            there = [text["sizes"][mark] for text in each if mark in text["sizes"]]
+            mean = [sum(column) / len(there) for column in zip(*there, strict=True)]
+            sizes.append(f"{mean[0]:.0f} / {mean[1]:.0f}" if there else "–")
+        steps = sum(text["steps"] for text in each)
+        hits = sum(text["hit_rate"] * text["steps"] for text in each)
+        matched = sum(text["match_length"] * text["hit_rate"] * text["steps"] for text in each)
+        ratio = sum(text["new_tokens"] - 1 for text in each) / steps
+        rows.append(
+            [name, str(len(each)), *sizes, f"{hits / steps:.2f}", f"{matched / hits:.2f}", f"{ratio:.2f}"]
+        )
+    heads = ["workload", "texts", *(f"after {mark}" for mark in MARKS), "hit rate", "match length", "S"]
+    return markdown_table(heads, rows, texts=1)
+
+
+def convergence_table(texts: dict[str, list[dict[str, Any]]], ages: Sequence[int]) -> str:
+    """Shares of all guesses of a workload's texts."""
+    rows = []
+    for name, each in texts.items():
+        shares = []
+        for age in ages:
+            seen, right = (sum(text[key][age] for text in each) for key in ("seen", "right"))
+            shares.append(f"{right / seen:.2f}" if seen >= 20 else "–")
+        ratio = sum(text["new_tokens"] - 1 for text in each) / sum(text["steps"] for text in each)
+        rows.append([name, *shares, f"{ratio:.2f}"])
+    return markdown_table(["workload", *map(str, ages), "S"], rows, texts=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="the default model if not given")
+    add("--data", type=Path, required=True, help="folder of data sets")
+    add("--limit", type=int, default=5, help="prompts of each set")
+    add("--max-new-tokens", type=int, default=128)
+    add("--out", type=Path, default=Path("docs/results/dynamics"), help="page and JSON")
+    given = parser.parse_args()
+    where, load = environment(), os.getloadavg()[0]
+    llm = lookahead.load(given.model)
+    pools: dict[str, list[dict[str, Any]]] = {}
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for name in SETS:
+        for prompt in load_workload(name, given.limit, 0, given.data):
+            ids = prompt.tokens(llm.tokenizer)
+            pools.setdefault(name, []).append(pool_of_text(llm, ids, given.max_new_tokens))
+            blocks.setdefault(name, []).append(convergence_of_text(llm, ids, given.max_new_tokens))
+        print(name, flush=True)
+    sizes = memory(llm)
+    body = [
+        "## The pool of (15, 5, 15)",
+        "",
+        "Keys / n-grams that the pool holds after so many emitted tokens; the share of steps in which it had "
+        "candidates; how many tokens of the best of them were right, in those steps; tokens a step. n-grams come "
+        "from the window, the prompt and the text.",
+        "",
+        pool_table(pools),
+        "",
+        f"## Jacobi's convergence, blocks of {BLOCK}",
+        "",
+        "The share of guesses that are the text's own token, by how many iterations their block had behind it: 0 are "
+        "random tokens of the prompt. A guess counts even where an earlier one is wrong; positions that have been "
+        "emitted do not count. Fewer than 20 guesses are not shown.",
+        "",
+        convergence_table(blocks, range(8)),
+        "",
+        f"## Memory after a prompt of {PROMPT} tokens",
+        "",
+        markdown_table(["what", "MB"], [[name, f"{size:.2f}"] for name, size in sizes.items()], texts=1),
+    ]
+    record = {**where, "model": llm.name, "dtype": llm.dtype, "load": load}
+    facts = {"pool": pools, "convergence": blocks, "memory": sizes}
+    write_page(given.out, "Inside a text: pool, convergence, memory", record, facts, body)
+
+
+if __name__ == "__main__":
+    main()
