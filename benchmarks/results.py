@@ -135,6 +135,11 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         planned += _packed(data, limit, model)
         words = ["-m", "benchmarks.packed_accuracy", str(model), "--data", str(data)]
         planned.append(Step("packed-accuracy", tuple(words), 15))
+        if find_spec("llama_cpp") is not None:
+            words = ["-m", "benchmarks.packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B"]
+            planned.append(Step("packed-step", tuple(words), 8))
+    words = ["-m", "benchmarks.dynamics", "--data", str(data), "--limit", str(limit)]
+    planned.append(Step("dynamics", tuple(words), limit))
     words = ["-m", "benchmarks.serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
     file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
     beside = bool(file) and find_spec("llama_cpp") is not None
