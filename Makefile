@@ -9,7 +9,7 @@ RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-fast test-llamacpp test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
-.PHONY: docs docs-serve dist test-wheel licences clean
+.PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
 	@echo "make test       linters, types, import contract and all tests"
@@ -19,6 +19,7 @@ help:
 	@echo "make fix        formats the code and redraws the pages that are drawn from it"
 	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
 	@echo "make docs       the site, strictly, in build/site; make docs-serve shows it while pages are written"
+	@echo "make test-pages the site, the page of a trace and the server's page in headless Chromium"
 	@echo "make dist       wheel and sdist in dist/, checked"
 	@echo "make test-wheel that wheel with [serve] in empty environments, for every Python that is found"
 	@echo "make licences   the licences of all that is installed, and of the data sets"
@@ -104,6 +105,10 @@ docs: $(VENV)/.docs
 	$(RUN)/python docs/site.py
 	$(RUN)/python -m zensical build --strict --clean
 	@echo "the site is in build/site"
+
+# Pages in headless Chromium, which the system brings (apt-get install chromium): the site, the page of a trace, the server's.
+test-pages: $(VENV)/.docs
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/test_site.py tests/test_trace_page.py tests/test_server_page.py
 
 docs-serve: $(VENV)/.docs
 	$(RUN)/python docs/site.py --serve
