@@ -19,6 +19,7 @@ from benchmarks.paper import (
     settings,
     study,
 )
+from benchmarks.paper.intervals import differ, drawn_ratios, interval
 from benchmarks.paper.sampling_quality import (
     chi_square,
     chi_square_two,
@@ -80,6 +81,29 @@ def test_equation_7_and_its_fit():
     assert fit([(w, n, s + (w % 3) * 0.2) for w, n, s in points]).r2 < 0.95
     with pytest.raises(SettingsError, match="at least 3 points"):
         fit(points[:2])
+
+
+def test_intervals_keep_the_texts_of_a_prompt_together():
+    def record(prompt, method, tokens, steps):
+        return {"workload": "w", "prompt": prompt, "method": method, "steps": steps} | {
+            "new_tokens": tokens + 1,
+            "prefill_tokens": 1,
+        }
+
+    # S of a is 1 to 8 by prompt, of b 0.1 more everywhere: the intervals overlap, the difference is beyond doubt
+    records = [record(i, "a", 10 * (i + 1), 10) for i in range(8)]
+    records += [record(i, "b", 10 * (i + 1) + 1, 10) for i in range(8)]
+    drawn = drawn_ratios(records, ["a", "b", "never run"])
+    a, b, never = drawn.T
+    low, high = interval(a)
+    assert 2.5 < low < 3.5
+    assert 5.5 < high < 6.5
+    assert interval(b)[0] < high
+    assert differ(a, b)
+    assert not differ(a, a)
+    assert all(math.isnan(end) for end in interval(never))
+    # ten copies of each prompt are no more prompts
+    assert interval(drawn_ratios(records * 10, ["a"])) == (low, high)
 
 
 def test_chi_square_accepts_a_distribution_and_refuses_another():
@@ -214,10 +238,14 @@ def test_what_differs_is_computed():
     loops = ablation.differences([1.0, 1.8, 2.0], paper_s, [1.0, 1.9, 2.0], 3)[-1]
     assert "S rises in row 2, so loops of a small model do not explain row 2" in loops
     found = scaling_law.Fit(0.4, 3.0, 0.9)
+    drawn = {(2, 3): [1.5, 1.5, 1.5], (2, 5): [1.4, 1.4, 1.4], (4, 3): [1.6], (4, 5): [1.7]}
     reversed_n = " ".join(
-        scaling_law.differences({(2, 3): 1.5, (2, 5): 1.4, (4, 3): 1.6, (4, 5): 1.7}, found)
+        scaling_law.differences({(2, 3): 1.5, (2, 5): 1.4, (4, 3): 1.6, (4, 5): 1.7}, found, drawn)
     )
-    assert "at W = 2, N = 5 gives 1.40 and N = 3 gives 1.50" in reversed_n
+    assert "at W = 2, N = 5 gives 1.40 and N = 3 gives 1.50." in reversed_n
+    drawn[2, 5] = [1.3, 1.6, 1.4]
+    unsure = " ".join(scaling_law.differences({(2, 3): 1.5, (2, 5): 1.4}, found, drawn))
+    assert "N = 3 gives 1.50 (within the interval of the difference)" in unsure
     assert "a larger window never lowers S" in reversed_n
     rows = [{"temperature": t, "method": "lookahead", "S": s} for t, s in ((0.0, 2.0), (1.0, 1.5))]
     (sentence,) = sampling_quality.differences(rows)

@@ -13,6 +13,7 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import Figures, figures, number, plain_of
 
 from .committed import Head
+from .intervals import differ, drawn_ratios, interval
 from .study import (
     WINDOW_ONLY,
     Page,
@@ -64,19 +65,21 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     measured = [r for r in records if "skipped" not in r]
     plain, without_loop = plain_of(measured), ratios(records, loop_free=True)
     free, texts = loop_free_texts(records)
+    drawn = drawn_ratios(measured, [method for _, _, method, _ in TABLE_3])
     lines: list[Figures] = []
     body = [
-        "| row | (N, W, G) | prompt as reference | S | the paper's S | speed-up | rows/step | pool hit rate "
-        f"| mean match length | S of the {free} loop-free texts of {texts} | equal |",
-        "| ---: | --- | --- |" + " ---: |" * 8,
+        "| row | (N, W, G) | prompt as reference | S | 95 % interval | the paper's S | speed-up | rows/step "
+        f"| pool hit rate | mean match length | S of the {free} loop-free texts of {texts} | equal |",
+        "| ---: | --- | --- |" + " ---: |" * 9,
     ]
     for row, (name, prompt, method, paper) in enumerate(TABLE_3, 1):
         mine = [r for r in measured if r["method"] == method]
         x, (hits, length) = figures(mine, plain), pool_figures(mine)
         lines.append(x)
+        low, high = interval(drawn[:, row - 1])
         body.append(
-            f"| {row} | {name} | {prompt} | {number(x.s_steps)} | {paper:.2f} | {number(x.total)} "
-            f"| {number(x.rows, 1)} | {number(hits)} | {number(length)} "
+            f"| {row} | {name} | {prompt} | {number(x.s_steps)} | {number(low)}–{number(high)} | {paper:.2f} "
+            f"| {number(x.total)} | {number(x.rows, 1)} | {number(hits)} | {number(length)} "
             f"| {number(without_loop.get(method, nan))} | {x.equal}/{x.compared} |"
         )
     ours, theirs = [x.s_steps for x in lines], [row[3] for row in TABLE_3]
@@ -84,6 +87,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     body += [
         "",
         f"Rows by S, the paper: {order(theirs)}; here: {order(ours)}. {_order_sentence(ours, theirs)}",
+        "",
+        _alike(drawn),
     ]
     differs = [
         model_and_machine(head, records),
@@ -95,6 +100,18 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         '"Prompt as reference" fills the pool from the prompt and from the text as it is generated.',
     ]
     return Page("Ablation (table 3)", body, differs, lambda: _figure(lines))
+
+
+def _alike(drawn: Any) -> str:
+    """Which rows these prompts cannot tell apart."""
+    rows = range(len(TABLE_3))
+    pairs = [
+        f"{a + 1} and {b + 1}" for a in rows for b in rows if a < b and not differ(drawn[:, a], drawn[:, b])
+    ]
+    begin = "Intervals are over draws of prompts with replacement. "
+    if not pairs:
+        return f"{begin}Every difference between two rows is larger than its 95 % interval."
+    return f"{begin}Differences within their 95 % intervals: rows {'; '.join(pairs)}. All others are larger."
 
 
 def _order_sentence(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -30,7 +30,7 @@ from lookahead.drafters import Lookahead, as_drafter
 from lookahead.drafters.adaptive.measure import measure_times
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
-from lookahead.targets.facts import PassFacts
+from lookahead.targets.facts import ModelFacts
 
 from .committed import Head
 from .study import Page, Study, model_and_machine
@@ -379,10 +379,13 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
 def _kv_bytes(model: ModelUnderTest) -> int | None:
     """Bytes of the keys and values of one row; None if the target does not say."""
     facts = getattr(model.target, "facts", None)
-    if not isinstance(facts, PassFacts):
-        return None
-    item = facts.dtype.itemsize
-    return int(sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None))
+    if isinstance(facts, ModelFacts):
+        item = facts.dtype.itemsize
+        return int(
+            sum(shape[0] * (shape[1] + shape[2]) * item for shape in facts.shapes if shape is not None)
+        )
+    storage = getattr(getattr(model.target, "cache", None), "storage", ())
+    return storage[0].nbytes // storage[0].shape[2] if len(storage) else None  # axis 2: rows
 
 
 def _bytes(rows: int) -> int:

@@ -26,6 +26,7 @@ from lookahead.core import SettingsError
 
 from ..datasets import find_file, load_workload
 from .committed import Head
+from .intervals import drawn_sums, interval
 from .study import Page, Study, model_and_machine
 
 Cell = tuple[int, ...]
@@ -295,6 +296,7 @@ def as_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "method": method,
                 "texts": len(texts),
                 **mean_rouge(texts),
+                "intervals": _rouge_intervals(texts),
                 "S": x.s_steps,
                 "speed_up": x.total,
                 "equal": x.equal,
@@ -302,6 +304,20 @@ def as_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _rouge_intervals(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
+    """95 % intervals of the means of one method's texts over draws of prompts. Empty without references."""
+    scored = [record for record in records if record.get("rouge")]
+    return {
+        kind: interval(drawn_sums(scored, [scored[0]["method"]], lambda r, kind=kind: (r["rouge"][kind], 1)))
+        for kind in (KINDS if scored else ())
+    }
+
+
+def _score(row: dict[str, Any], kind: str) -> str:
+    ends = [100 * end for end in row["intervals"].get(kind, ())]
+    return number(row.get(kind, math.nan) * 100) + (f" [{ends[0]:.1f}–{ends[1]:.1f}]" if ends else "")
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
@@ -314,7 +330,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     ]
     for row in rows:
         temperature, is_plain = row["temperature"], row["method"] == PLAIN
-        scores = " | ".join(number(row.get(kind, math.nan) * 100) for kind in KINDS)
+        scores = " | ".join(_score(row, kind) for kind in KINDS)
         paper_rouge = PAPER_ROUGE.get(temperature, ((), ()))[not is_plain]
         known = [] if is_plain else [PAPER[name][temperature] for name in PAPER if temperature in PAPER[name]]
         paper_s, paper_speed = (", ".join(f"{values[i]:.2f}" for values in known) or "–" for i in (0, 1))
@@ -325,7 +341,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         )
     drafted = [r for r in rows if r["method"] != PLAIN]
     equal, compared = (sum(row[name] for row in drafted) for name in ("equal", "compared"))
-    body += ["", f"**Same seed, same tokens**: {equal} of {compared} texts.", ""]
+    body += ["", "In brackets 95 % intervals over draws of prompts.", ""]
+    body += [f"**Same seed, same tokens**: {equal} of {compared} texts.", ""]
     tests = head.get("joint_distribution")
     if tests:
         body += _joint_lines(tests)

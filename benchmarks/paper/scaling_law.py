@@ -19,7 +19,17 @@ from lookahead.core import SettingsError
 from lookahead.drafters import Lookahead
 
 from .committed import Head
-from .study import WINDOW_ONLY, Page, Study, in_words, loop_free_texts, model_and_machine, ratios
+from .intervals import differ, drawn_ratios, interval
+from .study import (
+    WINDOW_ONLY,
+    Page,
+    Study,
+    in_words,
+    loop_free_records,
+    loop_free_texts,
+    model_and_machine,
+    ratios,
+)
 
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
 
@@ -55,8 +65,11 @@ class Fit:
     r2: float
 
 
-def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
+def fit(points: Sequence[tuple[int, int, float]], start: tuple[float, float] | None = None) -> Fit:
     """Fit alpha and f to measured (W = G, N, S) by least squares.
+
+    Args:
+        start: where the search begins; several places if None.
 
     Raises:
         SettingsError: fewer than three points, or scipy is missing.
@@ -72,7 +85,7 @@ def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
         return [compression_ratio(x[0], x[1], n - 1, w) - s for w, n, s in points]
 
     # The surface has flat parts: the best of several starts counts.
-    starts = [(alpha, f) for alpha in (0.1, 0.3, 0.6) for f in (1.5, 3.0, 8.0)]
+    starts = [start] if start else [(alpha, f) for alpha in (0.1, 0.3, 0.6) for f in (1.5, 3.0, 8.0)]
     best = min(
         (least_squares(residuals, start, bounds=([1e-6, 1.0], [1 - 1e-6, 1e4])) for start in starts),
         key=lambda result: result.cost,
@@ -83,6 +96,8 @@ def fit(points: Sequence[tuple[int, int, float]]) -> Fit:
     return Fit(float(best.x[0]), float(best.x[1]), 1 - 2 * float(best.cost) / total if total else 1.0)
 
 
+#: Draws of prompts that alpha and f are fitted to.
+FITS = 200
 #: What the paper fits on MT-Bench with LLaMA-2-Chat 7B.
 PAPER = Fit(0.425, 3.106, nan)
 #: (W, N, G) by model size (section 5) and the extra operations of a step that the paper names, in one-row steps.
@@ -108,21 +123,24 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         for size, name in methods().items()
     }
     body: list[str] = []
-    fits: dict[bool, tuple[list[tuple[int, int, float]], Fit]] = {}
+    fits: dict[bool, tuple[list[tuple[int, int, float]], Fit, dict[tuple[int, int], Any]]] = {}
     for loop_free, what in ((False, f"All {texts} texts"), (True, f"The {free} loop-free texts of {texts}")):
         measured = ratios(records, loop_free)
         points = [(w, n, measured[name]) for (w, n), name in methods().items() if measured.get(name, nan) > 0]
         if len(points) < 3:
             body += [f"{what}: too few to fit.", ""]
             continue
-        fits[loop_free] = points, fit(points)
+        kept = loop_free_records(records) if loop_free else records
+        draws = drawn_ratios(kept, list(methods().values()))
+        drawn = {size: draws[:, i] for i, size in enumerate(methods())}
+        fits[loop_free] = points, fit(points), drawn
         by_size = {size: measured.get(name, nan) for size, name in methods().items()}
-        body += _table(what, by_size, fits[loop_free][1])
+        body += _table(what, by_size, fits[loop_free][1], drawn)
     if not fits:
         raise SettingsError(
             "no prompt gave a text with steps to measure; use more prompts or another workload"
         )
-    points, found = next(iter(fits.values()))
+    points, found, drawn = next(iter(fits.values()))
     body += [
         f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
         f"{1 / (1 - found.alpha):.2f} tokens per step, whatever its length.",
@@ -136,7 +154,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     ]
     differs = [
         model_and_machine(head, records),
-        *differences({(w, n): s for w, n, s in points}, found),
+        *differences({(w, n): s for w, n, s in points}, found, drawn),
         "The paper measures MT-Bench with LLaMA-2-Chat 7B; here only the first turns are decoded. A small model "
         "repeats itself more, which favours n-grams; so the loop-free texts are fitted too.",
         "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill the "
@@ -147,9 +165,21 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     return Page(title, body, differs, lambda: _figure(points, found, rows))
 
 
-def _table(what: str, measured: Mapping[tuple[int, int], float], found: Fit) -> list[str]:
+def _table(
+    what: str,
+    measured: Mapping[tuple[int, int], float],
+    found: Fit,
+    drawn: Mapping[tuple[int, int], Any],
+) -> list[str]:
+    fitted = [
+        fit([(*size, values[draw]) for size, values in drawn.items()], (found.alpha, found.f))
+        for draw in range(min(FITS, min(map(len, drawn.values()))))
+        if all(values[draw] > 0 for values in drawn.values())
+    ]
+    alpha, f = (interval([getattr(one, name) for one in fitted]) for name in ("alpha", "f"))
     lines = [
-        f"**{what}**: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f} "
+        f"**{what}**: alpha = {found.alpha:.3f} (95 % of draws of prompts: {alpha[0]:.3f} to {alpha[1]:.3f}), "
+        f"f = {found.f:.2f} ({f[0]:.2f} to {f[1]:.2f}), R2 = {found.r2:.3f} "
         f"(the paper: alpha = {PAPER.alpha}, f = {PAPER.f})",
         "",
         "| N | " + " | ".join(f"W = G = {w}" for w in WINDOWS) + " |",
@@ -157,26 +187,35 @@ def _table(what: str, measured: Mapping[tuple[int, int], float], found: Fit) -> 
     ]
     for n in NGRAMS:
         cells = [
-            f"{measured.get((w, n), nan):.3f} ({compression_ratio(found.alpha, found.f, n - 1, w):.3f}; "
-            f"{compression_ratio(PAPER.alpha, PAPER.f, n - 1, w):.3f})"
+            f"{measured.get((w, n), nan):.2f} [{'–'.join(f'{end:.2f}' for end in interval(drawn[w, n]))}] "
+            f"({compression_ratio(found.alpha, found.f, n - 1, w):.2f}; "
+            f"{compression_ratio(PAPER.alpha, PAPER.f, n - 1, w):.2f})"
             for w in WINDOWS
         ]
         lines.append(f"| {n} | " + " | ".join(cells) + " |")
     return [
         *lines,
         "",
-        "Measured S, and in brackets equation 7 as fitted here and with the paper's alpha and f.",
+        "Measured S, its 95 % interval over draws of prompts, and in brackets equation 7 as fitted here and with the "
+        "paper's alpha and f.",
         "",
     ]
 
 
-def differences(measured: Mapping[tuple[int, int], float], found: Fit) -> list[str]:
+def differences(
+    measured: Mapping[tuple[int, int], float], found: Fit, drawn: Mapping[tuple[int, int], Any]
+) -> list[str]:
     """Sentences on where the measurement departs from the paper's equation 7.
 
     Args:
         measured: S by (W = G, N).
         found: equation 7 as fitted to it.
+        drawn: S by (W = G, N) in each draw of prompts.
     """
+
+    def beyond(a: tuple[int, int], b: tuple[int, int]) -> str:
+        return "" if differ(drawn[a], drawn[b]) else " (within the interval of the difference)"
+
     sentences = [
         f"alpha is {found.alpha:.3f} against the paper's {PAPER.alpha}, f is {found.f:.2f} against {PAPER.f}; "
         f"the fit explains {100 * found.r2:.0f} % of the variance."
@@ -184,6 +223,7 @@ def differences(measured: Mapping[tuple[int, int], float], found: Fit) -> list[s
     ngrams = sorted({n for _, n in measured})
     reversed_pairs = [
         f"at W = {w}, N = {large} gives {measured[w, large]:.2f} and N = {small} gives {measured[w, small]:.2f}"
+        f"{beyond((w, large), (w, small))}"
         for w in sorted({w for w, _ in measured})
         for small, large in itertools.pairwise(ngrams)
         if (w, small) in measured and (w, large) in measured and measured[w, large] < measured[w, small]
@@ -195,7 +235,7 @@ def differences(measured: Mapping[tuple[int, int], float], found: Fit) -> list[s
     else:
         sentences.append("As by equation 7, a longer n-gram never lowers S.")
     falling = [
-        f"at N = {n} from W = {a} to {b}"
+        f"at N = {n} from W = {a} to {b}{beyond((a, n), (b, n))}"
         for n in ngrams
         for a, b in itertools.pairwise(sorted(w for w, size in measured if size == n))
         if measured[b, n] < measured[a, n]

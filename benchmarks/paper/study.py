@@ -172,14 +172,20 @@ def loop_free_texts(records: Sequence[Record]) -> tuple[int, int]:
     return sum(bool(r["loop_free"]) for r in plain), len(plain)
 
 
-def ratios(records: Sequence[Record], loop_free: bool = False) -> dict[str, float]:
-    """S by method, of all texts or of those whose plain text has no loop."""
+def loop_free_records(records: Sequence[Record]) -> list[Record]:
+    """The records of texts whose plain text has no loop."""
 
     def text_of(record: Record) -> tuple[Any, ...]:
         return record["workload"], record["prompt"], record["turn"], record["repeat"]
 
-    without_loop = {text_of(r) for r in records if r["method"] == PLAIN and r.get("loop_free", False)}
-    kept = [r for r in records if "skipped" not in r and (not loop_free or text_of(r) in without_loop)]
+    kept = [r for r in records if "skipped" not in r]
+    without_loop = {text_of(r) for r in kept if r["method"] == PLAIN and r.get("loop_free", False)}
+    return [r for r in kept if text_of(r) in without_loop]
+
+
+def ratios(records: Sequence[Record], loop_free: bool = False) -> dict[str, float]:
+    """S by method, of all texts or of those whose plain text has no loop."""
+    kept = loop_free_records(records) if loop_free else [r for r in records if "skipped" not in r]
     return {
         method: figures([r for r in kept if r["method"] == method], {}).s_steps
         for method in dict.fromkeys(r["method"] for r in kept)
