@@ -6,8 +6,10 @@
 Without ``--wall`` the clock models a quiet machine: a forward pass of k rows takes t(k), given in milliseconds or
 measured first (the fastest of ``--repeats``), and everything else takes its own CPU time. So texts, rows and drafts
 are real, and other work on the machine does not affect the figures. Prompts that the priors were fitted to are left
-out. The time of a text is that of all steps after the prefill. Texts that ``--records`` has at this commit are not
-measured again, so the same command continues after an interrupt.
+out. Beside fixed numbers of rows stands the bare rule: the rows that maximise F(k) - lambda t(k), without regret
+budget, cooldowns, correction of F and bonus for exploration. The time of a text is that of all steps after the
+prefill. Texts that ``--records`` has at this commit are not measured again, so the same command continues after an
+interrupt.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
+from math import inf
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
@@ -25,7 +28,7 @@ from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import Decoder, Drafter, Request
 from lookahead.drafters import Adaptive, as_drafter
-from lookahead.drafters.adaptive import sequence
+from lookahead.drafters.adaptive import controller, sequence
 from lookahead.drafters.adaptive.measure import measure_times, times_for
 from lookahead.drafters.adaptive.step_times import MENU, StepTimes, from_points, menu_index
 from lookahead.files.records import RecordWriter, finite, read_records
@@ -39,10 +42,21 @@ import fit_priors
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
 FIXED = (4, 8, 16, 32)
+EXPLORATION = controller.EXPLORATION
 #: Fields that identify a text in the records.
 KEYS = ("commit", "dtype", "clock", "workload", "prompt", "temperature")
 #: A text is slow if it takes more than this share of plain decoding's time.
 LIMIT = 1.02
+
+
+class BareRule(controller.Controller):
+    """The rows that maximise F(k) - lambda t(k), nothing else."""
+
+    loss_budget = inf
+    bias = 1.0
+
+    def cooldown(self, rows: int) -> int:
+        return 0
 
 
 class QuietClock:
@@ -98,10 +112,13 @@ class Bench:
     def decode(self, prompt: list[int], method: str, temperature: float, seed: int) -> tuple[float, Any]:
         """(seconds after the prefill, generation) of one text."""
         llm, name = self.llm, method.split()[0]
+        bare = name == "rule"
+        sequence.Controller = BareRule if bare else controller.Controller  # type: ignore[misc]
+        controller.EXPLORATION = 0.0 if bare else EXPLORATION
         if name == "fixed":
             made: Drafter = Adaptive(int(method.split()[1]), budget=False)
         else:
-            made = as_drafter(name)
+            made = as_drafter("adaptive" if bare else name)
         times = StepTimes({(0, 1): list(self.table)})
         noise, process = None, None
         if temperature:
@@ -127,7 +144,7 @@ def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str
     """One record for each text of one dtype."""
     llm = lookahead.load(args.model, dtype=dtype)
     bench = Bench(llm, args.times, args.repeats, args.wall, args.new_tokens)
-    methods = ["plain", "adaptive", *(f"fixed {k}" for k in args.fixed), *["again"] * args.wall]
+    methods = ["plain", "adaptive", "rule", *(f"fixed {k}" for k in args.fixed), *["again"] * args.wall]
     clock = "wall" if args.wall else "quiet"
     about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype, "clock": clock}
     about["t"] = {str(k): round(1e3 * t, 3) for k, t in zip(MENU, bench.table, strict=True) if k <= 64}
@@ -183,9 +200,9 @@ def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for (dtype, temperature, workload), some in sorted(groups.items()):
         total = {m: sum(line["seconds"][m] for line in some) for m in some[0]["seconds"]}
         best = min((m for m in total if m.startswith("fixed")), key=lambda m: total[m])
-        ratios, again = (
+        ratios, rule, again = (
             sorted(line["seconds"][m] / line["seconds"]["plain"] for line in some if m in line["seconds"])
-            for m in ("adaptive", "again")
+            for m in ("adaptive", "rule", "again")
         )
         totals.append(
             {
@@ -195,12 +212,15 @@ def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "texts": len(some),
                 "equal": sum(line["equal"] for line in some),
                 "adaptive": total["plain"] / total["adaptive"],
+                "rule": total["plain"] / total["rule"],
                 "best": best,
                 "best_fixed": total["plain"] / total[best],
                 "of_best": total[best] / total["adaptive"],
                 "median": median(ratios),
                 "slowest": ratios[-1],
                 "over": sum(r > LIMIT for r in ratios),
+                "rule_slowest": rule[-1],
+                "rule_over": sum(r > LIMIT for r in rule),
                 "again": [again[0], again[-1]] if again else None,
                 "again_over": sum(r > LIMIT for r in again),
             }
@@ -210,8 +230,20 @@ def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """The page's table and the slow texts."""
-    heads = ["dtype", "T", "workload", "texts", "equal", "adaptive", "best fixed", "rows", "adaptive / best"]
-    heads += ["median text", "slowest text", "over 1.02", "plain again", "again over 1.02"]
+    heads = [
+        "dtype",
+        "T",
+        "workload",
+        "texts",
+        "equal",
+        "adaptive",
+        "bare rule",
+        "best fixed",
+        "rows",
+        "adaptive / best",
+    ]
+    heads += ["median text", "slowest text", "over 1.02", "the rule's slowest", "over 1.02"]
+    heads += ["plain again", "again over 1.02"]
     rows = [
         [
             x["dtype"],
@@ -220,12 +252,15 @@ def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argpar
             str(x["texts"]),
             str(x["equal"]),
             f"{x['adaptive']:.2f}",
+            f"{x['rule']:.2f}",
             f"{x['best_fixed']:.2f}",
             x["best"].split()[1],
             f"{x['of_best']:.2f}",
             f"{x['median']:.3f}",
             f"{x['slowest']:.3f}",
             str(x["over"]),
+            f"{x['rule_slowest']:.3f}",
+            str(x["rule_over"]),
             "{:.3f} to {:.3f}".format(*x["again"]) if x["again"] else "",
             str(x["again_over"]),
         ]
@@ -242,7 +277,8 @@ def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argpar
     return [
         f"Chat template, at most {args.new_tokens} new tokens, cold each time; prompts that the priors were fitted "
         f"to are left out. Time is {clock}, after the prefill. All methods decode each text in turn, plain decoding "
-        "twice: its second run shows the noise. Speed-ups are over plain decoding; the best of "
+        "twice with the wall's time: its second run shows the noise. The bare rule maximises F(k) - lambda t(k), "
+        "without regret budget, cooldowns, correction of F and bonus. Speed-ups are over plain decoding; the best of "
         f"{', '.join(map(str, args.fixed))} rows is chosen after the fact for each line, and a text's ratio is its "
         "time over plain decoding's.",
         "",
