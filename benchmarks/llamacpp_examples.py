@@ -4,7 +4,7 @@
 
 ``--bin`` holds llama.cpp's programs, of which llama-bench (plain decoding), llama-lookup and llama-lookahead are run;
 an own build may call the last two lookup and lookahead. Each program is given the prompt as text, and must say that
-it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table. Where llama-server
+it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each workload. Where llama-server
 is there too, its ngram modes (``--spec-type``) are measured as well, each text compared with its own plain one.
 """
 
@@ -23,14 +23,23 @@ from typing import Any
 import httpx
 
 import lookahead
-from lookahead.bench import load_workload
+from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import SettingsError
+
+from .datasets import load_workload
+from .page import write_page
 
 #: What we measure. The triple is the one that is compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
 #: What llama-server's ``--spec-type`` takes without a draft model.
 MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+ABOUT = (
+    "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
+    "prompt out. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup drafts its default of "
+    "three tokens, ours ten; the server's modes have their defaults. llama-lookup and llama-lookahead print no token "
+    "ids, so their texts cannot be compared."
+)
 #: (tokens, passes, seconds) of one prompt, or of all.
 Cost = tuple[int, int, float]
 
@@ -144,21 +153,9 @@ def cost_of_answer(answer: dict[str, Any]) -> Cost:
     return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bin", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--workload", default="stdlib")
-    parser.add_argument("--limit", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args(words)
+def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]]) -> list[list[str]]:
+    """Rows of the table of these prompts."""
     theirs = examples(arguments)
-    llm = lookahead.load(arguments.model, engine="llama.cpp", threads=arguments.threads)
-    prompts = [prompt.tokens(llm.tokenizer) for prompt in load_workload(arguments.workload, arguments.limit)]
     costs: dict[str, list[Cost]] = {}
     texts: dict[str, list[Any]] = {}
     for drafter in OURS:  # nothing that happens once is paid by a prompt
@@ -175,24 +172,59 @@ def main(words: Sequence[str] | None = None) -> None:
             costs.setdefault(name, []).append(run(text, len(ids)))
     plain = texts["ours, plain"]
     depth = round(sum(map(len, prompts)) / len(prompts))
-    rows = [["llama-bench", "", "", f"{plain_of_bench(arguments, depth):.1f}", ""]]
+    rows = [["llama-bench, plain", "", "", f"{plain_of_bench(arguments, depth):.1f}", ""]]
     for name, each in costs.items():
-        tokens, passes, seconds = (sum(column) for column in zip(*each, strict=True))
         equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
-        shown = "" if equal is None else f"{equal} of {len(plain)}"
-        rows.append([name, str(tokens), f"{tokens / passes:.2f}", f"{tokens / seconds:.1f}", shown])
+        rows.append(_row(name, each, "not compared" if equal is None else f"{equal} of {len(plain)}"))
     server = program_if_there(arguments.bin, "server")
     own: list[Any] = []
     for mode in MODES if server is not None else ():
         answers = served(arguments, str(server), mode, prompts)
-        tokens, passes, seconds = (sum(column) for column in zip(*map(cost_of_answer, answers), strict=True))
         wrote = [answer["tokens"] for answer in answers]
         own = own or wrote
         equal = sum(a == b for a, b in zip(wrote, own, strict=True))
-        shown = f"{equal} of {len(own)}, to its own"
-        speed = f"{tokens / seconds:.1f}"
-        rows.append([f"llama-server, {mode}", str(tokens), f"{tokens / passes:.2f}", speed, shown])
-    print(markdown_table(["", "tokens", "S", "tokens/s", "equal to our plain"], rows))
+        rows.append(
+            _row(
+                f"llama-server, {mode}",
+                list(map(cost_of_answer, answers)),
+                f"{equal} of {len(own)} to its own plain text",
+            )
+        )
+    return rows
+
+
+def _row(name: str, each: Sequence[Cost], equal: str) -> list[str]:
+    tokens, passes, seconds = (sum(column) for column in zip(*each, strict=True))
+    return [name, str(tokens), f"{tokens / passes:.2f}", f"{tokens / seconds:.1f}", equal]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--workload", action="append", help="repeat for several; stdlib if not given")
+    parser.add_argument("--data", type=Path, help="folder of data sets")
+    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="page and JSON, as a path without the suffix")
+    arguments = parser.parse_args(words)
+    llm = lookahead.load(arguments.model, engine="llama.cpp", threads=arguments.threads)
+    body, figures = [], {}
+    for name in arguments.workload or ["stdlib"]:
+        workload = load_workload(name, arguments.limit, data=arguments.data)
+        rows = measure(arguments, llm, [prompt.tokens(llm.tokenizer) for prompt in workload])
+        table = markdown_table(["", "tokens", "S", "tokens/s", "texts equal to our plain text"], rows)
+        print(f"{name}\n{table}", flush=True)
+        body += [f"## {name}, {len(workload)} prompts", "", table, ""]
+        figures[name] = rows
+    if arguments.out is not None:
+        record = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
+        title = "On llama.cpp: our drafters beside its own examples"
+        write_page(arguments.out, title, record, figures, [ABOUT, "", *body])
 
 
 if __name__ == "__main__":
