@@ -4,8 +4,9 @@
 
 ``--bin`` holds llama.cpp's programs, of which llama-bench (plain decoding), llama-lookup and llama-lookahead are run;
 an own build may call the last two lookup and lookahead. Each program is given the prompt as text, and must say that
-it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each workload. Where llama-server
-is there too, its ngram modes (``--spec-type``) are measured as well, each text compared with its own plain one.
+it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each workload.
+Where llama-server is there too, its ngram modes (``--spec-type``) are measured as well, each text compared with its
+own plain one.
 """
 
 from __future__ import annotations
