@@ -38,14 +38,13 @@ README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
-#: study -> (prompts for each prompt of the limit, dtype, minutes with a limit of ten)
+#: study -> (prompts for each prompt of the limit, minutes with a limit of ten), on weights as the file packs them
 STUDY = {
-    "ablation": (1, "bfloat16", 8),
-    "scaling-law": (2, "bfloat16", 50),
-    # In bfloat16 the four most likely tokens of transformers' passes are others at near ties, and so are its samples.
-    "sampling-quality": (2, "float32", 20),
-    "end-to-end": (1, "bfloat16", 40),
-    "parallel": (1, "bfloat16", 60),
+    "ablation": (1, 15),
+    "scaling-law": (2, 50),
+    "sampling-quality": (5, 40),
+    "end-to-end": (1, 40),
+    "parallel": (1, 60),
 }
 #: The page whose table is in the README.
 IN_README = "bench-packed"
@@ -149,8 +148,8 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
     planned.append(Step("batch-size", (*words, "--limit", str(limit)), max(3, 2 * limit)))
     words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
     planned.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
-    for name, (prompts, dtype, minutes) in STUDY.items():
-        words = ["-m", "benchmarks.paper", name, "--data", str(data), "--dtype", dtype]
+    for name, (prompts, minutes) in STUDY.items():
+        words = ["-m", "benchmarks.paper", name, "--data", str(data)]
         words += ["--limit", str(prompts * limit), "--records", f"build/results/{name}"]
         planned.append(Step(name, tuple(words), minutes * limit / 10))
     planned += [

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from torch.nn import Module
 
 import lookahead
 from benchmarks import batch_size, peers
@@ -315,9 +316,17 @@ def test_methods_of_transformers_need_its_model_and_say_so_before_anything_is_me
             SettingsError, match=f"{name.split(':')[0]} needs .* in Q8_0 is none; add --dtype"
         ):
             peers.make_methods(name, model)
-    study = Study(model, (), None, 1, RunOptions(), None, None)
-    with pytest.raises(SettingsError, match="in Q8_0 is none; add --dtype float32"):
-        sampling_quality.measure(study)
+
+
+def test_the_joint_distribution_of_packed_weights_is_tested_in_float32(packed, monkeypatch, tmp_path):
+    tiny_model(seed=3).save_pretrained(tmp_path)
+    monkeypatch.setattr(sampling_quality, "measure_joint", lambda model, prompts, progress: model)
+    monkeypatch.setattr(Study, "run", lambda study, methods, prompts, options: [])
+    monkeypatch.setattr(Study, "prompts", lambda study, limit, workloads: [])
+    study = Study(ModelUnderTest.of(packed), (), None, 1, RunOptions(), None, None, str(tmp_path))
+    _, measured = sampling_quality.measure(study)
+    assert isinstance(measured["joint_distribution"].model, Module)
+    assert measured["joint_distribution"].dtype == "float32"
 
 
 def test_a_page_of_packed_weights_has_its_figures(packed):

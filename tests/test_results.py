@@ -126,9 +126,7 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     assert not results.steps(tmp_path / "data", 1, None)[0].is_done()
     first.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
     assert not first.is_done()
-    facts["command"] = (
-        "python -m benchmarks.paper parallel --data data --dtype bfloat16 --limit 10 --records "
-    )
+    facts["command"] = "python -m benchmarks.paper parallel --data data --limit 10 --records "
     facts["command"] += "build/results/parallel"
     last.page.write_text(json.dumps(facts))
     assert last.is_done()

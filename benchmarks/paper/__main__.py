@@ -110,7 +110,9 @@ def _study(given: argparse.Namespace) -> Study:
         given.model, path=given.path, dtype=given.dtype, threads=given.threads, device=given.device
     )
     records = given.records or Path("bench") / given.name
-    return Study(model, tuple(given.workload), given.data, given.limit, options, records, progress)
+    return Study(
+        model, tuple(given.workload), given.data, given.limit, options, records, progress, given.model
+    )
 
 
 if __name__ == "__main__":

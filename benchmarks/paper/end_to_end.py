@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.nn import Module
+
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
@@ -58,10 +60,11 @@ def prompts_of(study: Study, names: Sequence[str]) -> list[Prompt]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """transformers and our methods on every data set in the data folder."""
+    """Our methods, and transformers' if the model is its own, on every data set in the data folder."""
     present = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
-    methods = ["hf-greedy", "hf-prompt-lookup", "prompt-lookup", METHOD]
-    methods.append("adaptive")
+    methods = ["prompt-lookup", METHOD, "adaptive"]
+    if isinstance(study.model.model, Module):
+        methods = ["hf-greedy", "hf-prompt-lookup", *methods]
     return study.run(methods, prompts_of(study, study.workloads or present), study.options), {}
 
 
@@ -80,13 +83,15 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "",
         LEGEND,
     ]
+    has_hf = any(record["method"] == "hf-greedy" for record in records)
     differs = [
         model_and_machine(head, records),
         *differences({name: line.all.s_steps for name, line in lookahead.items()}),
         "The paper's 1.8x on MT-Bench is its figure 6, where both sides use FlashAttention; figure 5 is without. "
         "Its largest speed-up, 2.3x, is on code completion. On a CPU a step of many rows costs several one-row "
         "steps, so S is not the speed-up.",
-        "The baseline is our own plain decoding in the same process; transformers' greedy generate stands beside it.",
+        "The baseline is our own plain decoding in the same process"
+        + ("; transformers' greedy generate stands beside it." if has_hf else "."),
         "Spec-Bench's multi-turn category is MT-Bench; if both are measured, no prompt is measured twice.",
     ]
     return Page("End to end (figure 5)", body, differs, lambda: _figure(summary))

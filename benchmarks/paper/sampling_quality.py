@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, make_methods
+from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, load_model, make_methods
 from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
 from lookahead.bench.report import figures, number, plain_of
@@ -248,18 +248,20 @@ def summaries(study: Study) -> list[Prompt]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Plain decoding and lookahead at three temperatures, then the test of the joint distribution."""
-    if not isinstance(study.model.model, Module):
-        raise SettingsError(
-            "the exact distribution is enumerated by a transformers model, and "
-            f"{study.model.name} in {study.model.dtype} is none; add --dtype float32"
-        )
+    """Plain decoding and lookahead at three temperatures, then the test of the joint distribution.
+
+    The exact distribution is enumerated by a transformers model: where the model under test is none, as with packed
+    weights, that test has the same model in float32.
+    """
     prompts = summaries(study)
     records: list[Record] = []
     for temperature in TEMPERATURES:
         options = replace(study.options, temperature=temperature, repeats=1, warm=False)
         records += study.run([METHOD], prompts, options)
-    return with_rouge(records), {"joint_distribution": measure_joint(study.model, prompts, study.progress)}
+    tested = study.model
+    if not isinstance(tested.model, Module):
+        tested = load_model(study.model_path, dtype="float32")
+    return with_rouge(records), {"joint_distribution": measure_joint(tested, prompts, study.progress)}
 
 
 def with_rouge(records: Sequence[Record]) -> list[Record]:

@@ -36,6 +36,7 @@ class Study:
         options: how to decode.
         records: folder for the whole records, so that an interrupt loses nothing.
         progress: called with (records finished, records in all, what comes next).
+        model_path: where the model was loaded from; None for the default model.
     """
 
     model: ModelUnderTest
@@ -45,6 +46,7 @@ class Study:
     options: RunOptions
     records: Path
     progress: Progress
+    model_path: str | None = None
 
     def prompts(self, limit: int, workloads: Sequence[str] = ()) -> list[Prompt]:
         """The prompts of the study: ``limit`` of each workload unless the user says otherwise.
