@@ -1,8 +1,18 @@
 """Messages between rank 0 and one other rank, as JSON in byte tensors (never pickled objects), and their errors.
 
-A message (docs/parallel.md lists them) is sent by gloo in a tensor of ``FRAME`` bytes that begins with its length;
-the rest of a longer message follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own:
-gloo closes all connections of a group when one of them times out, and the other ranks must still receive the reason.
+    before a pass        rank 0   forward            tokens, parents and "needs logits" of the rank's rows
+                         rank 0   prefill, release   the prompts; a slot that is free again
+    after a pass         rank r   done               argmaxes of its rows and of the root, a checksum of all tokens
+                         rank r   no_memory          the pass did not fit
+    after verification   rank 0   commit             the accepted tokens
+    on request           both     row, top; done     one row of logits; the k best tokens of some rows
+    when there is none   rank 0   heartbeat          rank 0 is alive
+    at the end           rank 0   retire, stop       a target is no longer used; decoding is over
+                         both     failed             an error and the rank at fault
+
+A message is sent by gloo in a tensor of ``FRAME`` bytes that begins with its length; the rest of a longer message
+follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own: gloo closes all connections of
+a group when one of them times out, and the other ranks must still receive the reason.
 """
 
 from __future__ import annotations
