@@ -111,7 +111,7 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     planned = results.steps(tmp_path / "data", 10, None)
     names = ["bench-bfloat16", "dynamics", "serve", "batch-size", "accuracy", *results.STUDY, "bench-float32"]
-    names += ["step", "host-cost", "adaptive", "adaptive-run", "controller"]
+    names += ["step", "host-cost", "adaptive", "adaptive-run", "controller", "controller-packed"]
     assert [step.name for step in planned] == names
     first, last = (planned[names.index(name)] for name in ("bench-bfloat16", "parallel"))
     assert not first.is_done()
