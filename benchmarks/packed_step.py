@@ -14,6 +14,7 @@ loads the file and writes as many.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -54,8 +55,8 @@ MEMORY = (
     "print([int(lines[name].split()[0]) / 1000 for name in ('VmRSS', 'VmHWM')])"
 )
 LOADED = {
-    OURS: "import lookahead; lookahead.load({file!r}).generate('The capital of France is', max_new_tokens=8)"
-    + MEMORY,
+    OURS: "import lookahead; llm = lookahead.load({file!r}); "
+    "llm.generate('The capital of France is', max_new_tokens=8)" + MEMORY,
     THEIRS: STARTS[THEIRS] + MEMORY,
 }
 
@@ -168,7 +169,7 @@ def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
         for name, mine in both.items():
             mine.append(run(STARTS[name], file, threads)[0])
     line["start"] = {name: statistics.median(mine) for name, mine in both.items()}
-    line["memory"] = {name: eval_numbers(run(LOADED[name], file, threads)[1]) for name in both}
+    line["memory"] = memory(file)
     ours = lookahead.load(file)
     theirs = lookahead.load(file, engine="llama.cpp")
     line["weights"] = ours.dtype
@@ -196,6 +197,12 @@ def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
     return line
 
 
+def memory(file: Path) -> dict[str, list[float]]:
+    """(resident set, its largest value) in MB of a process that has loaded the file and written eight tokens."""
+    threads = torch.get_num_threads()
+    return {name: eval_numbers(run(LOADED[name], file, threads)[1]) for name in (OURS, THEIRS)}
+
+
 def step(target: Any, trees: Sequence[tuple[int, TokenTree]]) -> None:
     """One forward pass, and what reading its first token costs."""
     target.forward(trees)[0].best(0)
@@ -206,14 +213,18 @@ def eval_numbers(text: str) -> list[float]:
     return [float(number) for number in text.strip().splitlines()[-1].strip("[]").split(",")]
 
 
-def page(lines: list[dict[str, Any]]) -> list[str]:
-    """Tables of all files."""
+def page(lines: list[dict[str, Any]], again: str = "") -> list[str]:
+    """Tables of all files.
+
+    Args:
+        again: what was measured later than the rest, and where.
+    """
     both = [
         ("start, s", "start", 2),
         (f"prompt of {PROMPT}, ms", "prompt", 0),
         (f"{SEQUENCES} sequences, ms", "batch", 1),
     ]
-    body = [f"Medians. {OURS} / {THEIRS}.", ""]
+    body = [f"Medians. {OURS} / {THEIRS}. {again}".rstrip(), ""]
     heads = ["file", "MB", *(title for title, _, _ in both), "resident MB", "largest MB"]
     body.append(
         markdown_table(
@@ -243,6 +254,21 @@ def page(lines: list[dict[str, Any]]) -> list[str]:
     return [*body, markdown_table(heads, rows, texts=2)]
 
 
+def measure_memory_again(out: Path, folder: Path) -> None:
+    """Replace the memory of each line of a page; its other figures, command and machine stay."""
+    facts, model = json.loads(out.with_suffix(".json").read_text()), default_model()
+    for line in facts["figures"]:
+        line["memory"] = memory(file_of(line["type"], model.folder / model.file, folder))
+        line["t"] = {int(rows): times for rows, times in line["t"].items()}
+    again = (
+        f"Memory was measured again by the same command with `--memory`, commit {environment()['commit']}."
+    )
+    text = out.with_suffix(".md").read_text()
+    head = text[: text.index("Medians. ")]
+    out.with_suffix(".md").write_text(head + "\n".join(page(facts["figures"], again)) + "\n")
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
@@ -251,7 +277,10 @@ def main() -> None:
     add("--starts", type=int, default=5)
     add("--folder", type=Path, default=Path("build/results"), help="where conversions are kept")
     add("--out", type=Path, default=Path("docs/results/packed-step"), help="page and JSON")
+    add("--memory", action="store_true", help="only memory again, on the page that --out has")
     given = parser.parse_args()
+    if given.memory:
+        return measure_memory_again(given.out, given.folder)
     where, folder = environment(), default_model()
     source, load, lines = folder.folder / folder.file, os.getloadavg()[0], []
     for kind in given.types:
