@@ -319,7 +319,7 @@ def main() -> None:
     args.records.parent.mkdir(parents=True, exist_ok=True)
     lines = [line for dtype, count in args.texts.items() for line in measure(args, dtype, count)]
     groups = figures(lines)
-    where = {**lines[-1], "dtype": " and ".join(args.texts)}
+    where = {**lines[-1], "dtype": " and ".join(dict.fromkeys(line["dtype"] for line in lines))}
     print(
         write_page(args.out, "The controller, text by text", where, finite(groups), body(lines, groups, args))
     )

@@ -223,7 +223,7 @@ def main(words: Sequence[str] | None = None) -> None:
         body += [f"## {name}, {len(workload)} prompts", "", table, ""]
         figures[name] = rows
     if arguments.out is not None:
-        record = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
+        record = {**environment(), "model": arguments.model.name, "path": llm.path, "dtype": llm.dtype}
         title = "On llama.cpp: our drafters beside its own examples"
         write_page(arguments.out, title, record, figures, [ABOUT, "", *body])
 
