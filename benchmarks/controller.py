@@ -321,7 +321,13 @@ def main() -> None:
     groups = figures(lines)
     where = {**lines[-1], "dtype": " and ".join(dict.fromkeys(line["dtype"] for line in lines))}
     print(
-        write_page(args.out, "The controller, text by text", where, finite(groups), body(lines, groups, args))
+        write_page(
+            args.out,
+            f"The controller, text by text: {where['dtype']}",
+            where,
+            finite(groups),
+            body(lines, groups, args),
+        )
     )
 
 
