@@ -51,7 +51,7 @@ from .llvm import (
 from .packed import BLOCK, GROUP, KINDS, PANEL, RECORD, SCALE_AT, START_AT, SUM_AT, SUPER, Kind
 
 #: Prefetch distance in bytes.
-AHEAD = 8192
+AHEAD = 16384
 #: Outputs of a panel that one run through the rows computes. 8 with 16 vector registers: the weights take 8 of them.
 WIDTH = PANEL if llvm.LANES == 16 and llvm.VNNI else 8
 
@@ -182,10 +182,10 @@ def _quantized(
 
         def block(b: Any) -> None:
             quants = offset(builder, panel, (b, kind.quant_bytes))
-            for line in range(0, kind.quant_bytes, 64):
-                llvm.prefetch(builder, offset(builder, quants, AHEAD + line))
-            weights = _unpacked(builder, kind, quants)
             scale = offset(builder, scales_at, (b, kind.scale_bytes))
+            for part, size in ((quants, kind.quant_bytes), (scale, kind.scale_bytes)):
+                llvm.prefetch(builder, part, AHEAD, -(-size // 64))
+            weights = _unpacked(builder, kind, quants)
             shift = None
             if kind.grouped:
                 small = [offset(builder, scale, PANEL * half) for half in range(kind.halves)]
