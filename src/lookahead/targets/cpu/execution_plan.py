@@ -14,8 +14,7 @@ from numba import njit
 
 from ...core import TokenTree
 from ..cache import KVStorage
-from .formats import ArrayMemory, Format, round_up
-from .gemm import ROW_BLOCK
+from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
 
 #: Columns whose keys are interleaved in the cache, and columns whose scores are computed at once.

@@ -24,6 +24,8 @@ from .llvm import LANES, PAIRED_BYTES, PAIRS, TILES, VNNI, address_as, floats_at
 from .packed import BLOCK, RECORD
 
 LARGE_PAGE = 1 << 21
+#: The most rows of one call of a microkernel.
+ROW_BLOCK = 32
 
 
 @register_jitable

@@ -19,14 +19,14 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from . import llvm, packed_gemm
-from .formats import Format
+from .formats import ROW_BLOCK, Format
 from .llvm import LANES, VECTOR, VOID, call, const, floats, load_numbers, multiply_add, offset, prefetch
 from .packed import GROUP
 from .thread_pool import share, take
 from .vector_math import activation, soft_cap, store_rounded
 
-#: Vectors of a group, and the most rows of one call of the microkernel.
-VECTORS, ROW_BLOCK = GROUP // LANES, 32
+#: Vectors of a group.
+VECTORS = GROUP // LANES
 #: Rows whose sums fit into the registers, by (LANES, REGISTERS).
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, llvm.REGISTERS), 1)
 #: Steps of the vector kernels that are applied to all rows before the next ones: 16 KiB of weights.

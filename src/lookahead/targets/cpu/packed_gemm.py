@@ -8,15 +8,19 @@ summed in 32-bit integers, and each block adds one fp32 term to a row's sum:
 where w = scale * q + offset is the decoded weight and dx * x the quantized activation. Integer sums are exact, and
 the fp32 terms are added in the order of the blocks, so a row has the same bits whatever rows are computed with it.
 
-Weights lie in panels of 16 outputs (``packed``). For one block of a panel the kernel unpacks 8 vectors of 16 x 4
-unsigned bytes into registers and then runs through all rows:
+Weights lie in panels of 16 outputs (``packed``). A block of a panel is 8 vectors of 16 x 4 unsigned bytes: vector t
+holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. With 32 registers, all of them are unpacked into
+registers, and one run goes through all rows. With 16 registers a vector takes two, so a block takes two runs:
 
-    registers   w0 .. w7   vector t holds q of inner numbers 4t .. 4t+3 of each of the 16 outputs, 4 bytes per lane
-                s, o       the block's scale and offset of each output (two scales if each half block has its own)
-    per row     i = start                        -zero * sum of x, read from the row's record; 0 without a zero point
-                i += dot(w_t, x[4t .. 4t+3])     8 times; the row's 4 bytes are broadcast to all lanes
-                out[row] += (s * dx) * i         16 fp32 sums, which stay in the first-level cache
-                out[row] += o * (dx * sum of x)  if the format has offsets
+    registers   w0 .. w7   vectors 0-3 in the first run, 4-7 in the second, each for outputs 0-7 and 8-15
+    per row     x = row[4t .. 4t+3] in all lanes; total += dot(w, x)    4 times, for both halves of the outputs
+                first run:   the totals are kept in memory
+                second run:  i = total - zero * sum of x                0 without a zero point
+                             out[row] += (s * dx) * i                   s, o: the block's scales and offsets
+                             out[row] += o * (dx * sum of x)            if the format has offsets
+
+Every broadcast number of a row is thus multiplied with the weights of 16 outputs: loads, not products, were the limit
+when each run had 8 outputs. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
 
 An example with 2 outputs and a block of 4: q = (1 2 3 4), (5 6 7 8), x = (1 -1 2 0), so i = (5, 13); with
 s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
@@ -24,7 +28,8 @@ s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
 
 from __future__ import annotations
 
-from functools import cache, partial, reduce
+from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -33,11 +38,13 @@ from numba.core import cgutils
 from numba.extending import overload
 
 from . import llvm
+from .formats import ROW_BLOCK
 from .llvm import (
     F32,
     I8,
     I16,
     I32,
+    I64,
     STAMP,
     broadcast,
     call,
@@ -47,17 +54,22 @@ from .llvm import (
     load_broadcast,
     multiply_add,
     offset,
+    prefetch,
 )
 from .packed import BLOCK, GROUP, KINDS, PANEL, RECORD, SCALE_AT, START_AT, SUM_AT, SUPER, Kind
 
 #: Prefetch distance in bytes.
 AHEAD = 16384
-#: Outputs of a panel that one run through the rows computes. 8 with 16 vector registers: the weights take 8 of them.
+#: Lanes of the integer products, registers of a vector of a block, and the most registers that hold weights.
 WIDTH = PANEL if llvm.LANES == 16 and llvm.VNNI else 8
+COLUMNS, HELD = PANEL // WIDTH, 16 if llvm.REGISTERS == 32 else 8
+#: Whether products are summed by AVX2's instructions, in 16 bits.
+PAIRED = llvm.PAIRED_BYTES and not llvm.VNNI
 
 WORDS = ir.VectorType(I32, PANEL)
 FLOATS = ir.VectorType(F32, PANEL)
 BYTES = ir.VectorType(I8, PANEL)
+TOTAL, SHORTS = ir.VectorType(I32, WIDTH), ir.VectorType(I16, 2 * WIDTH)
 NO_FLOATS = ir.Constant(FLOATS, None)
 
 
@@ -65,104 +77,122 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
     return llvm.load(builder, address, kind, 1)
 
 
-def _columns(builder: Any, first: int, value: Any) -> Any:
-    """``WIDTH`` of the 16 lanes of a vector."""
-    order = [ir.Constant(I32, first + n) for n in range(WIDTH)]
-    undefined = ir.Constant(value.type, ir.Undefined)
-    return builder.shuffle_vector(value, undefined, ir.Constant(ir.VectorType(I32, WIDTH), order))
+@dataclass(frozen=True)
+class _Run:
+    """A run through the rows: their products with some vectors of a block.
 
-
-def _dot_vnni(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
-    for w, x in zip(weights, row, strict=True):
-        total = call(builder, name, total.type, [total, w, x])
-    return total
-
-
-def _dot_pairs(builder: Any, total: Any, weights: list[Any], row: list[Any], bits: int) -> Any:
-    """AVX2: sums of two products of bytes in 16 bits, then sums of four in 32 bits.
-
-    The products of several vectors fit into 16 bits before they are widened: 8 vectors of 4-bit weights come to at
-    most 2 * 15 * 127 * 8 = 30,480; 4 of 5 bits to 2 * 31 * 127 * 4; 2 of 6 bits to 2 * 63 * 127 * 2.
+    Attributes:
+        vectors: the vectors.
+        digit: which 4 bits of 8-bit weights; 0 otherwise.
+        half: which half of a block with two scales; 0 otherwise.
+        opens, ends: whether it is the first run of its digit, and the last of its half.
     """
-    shorts, bytes_ = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
-    ones = ir.Constant(shorts, [ir.Constant(I16, 1)] * 16)
-    products = []
-    for w, x in zip(weights, row, strict=True):
-        factors = [builder.bitcast(w, bytes_), builder.bitcast(x, bytes_)]
-        products.append(call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, factors))
-    together = {4: 8, 5: 4, 6: 2}[bits]
-    for first in range(0, len(products), together):
-        two = reduce(builder.add, products[first : first + together])
-        total = builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [two, ones]))
-    return total
+
+    vectors: range
+    digit: int
+    half: int
+    opens: bool
+    ends: bool
 
 
-def _dot_plain(builder: Any, total: Any, weights: list[Any], row: list[Any]) -> Any:
-    """Any other processor: one byte of each lane at a time."""
+def _runs(kind: Kind) -> list[_Run]:
+    size, runs = 8 // kind.halves, []
+    step = min(HELD // COLUMNS, size)
+    for half in range(kind.halves):
+        for digit in reversed(range(_digits(kind))):
+            for first in range(0, size, step):
+                vectors = range(half * size + first, half * size + first + step)
+                runs.append(_Run(vectors, digit, half, first == 0, digit == 0 and first + step == size))
+    return runs
+
+
+def _digits(kind: Kind) -> int:
+    """2 if products of whole bytes would overflow: 2 * 255 * 127 does not fit into 16 bits."""
+    return 2 if kind.bits == 8 and PAIRED else 1
+
+
+def _weights(builder: Any, kind: Kind, quants: Any, run: _Run, column: int) -> list[Any]:
+    """The vectors of a run as unsigned bytes, for ``WIDTH`` outputs."""
+
+    def vector(number: int) -> Any:
+        return _load(builder, offset(builder, quants, 64 * number + 4 * column), TOTAL)
+
+    def part(value: Any, position: int, mask: int, to: int = 0) -> Any:
+        """The bits of ``mask``, which lie ``position - to`` bits higher in each byte."""
+        if position > to:
+            value = builder.lshr(value, integers(position - to, WIDTH))
+        elif position < to:
+            value = builder.shl(value, integers(to - position, WIDTH))
+        return builder.and_(value, integers(mask, WIDTH))
+
+    if kind.bits == 8:
+        vectors = [vector(t) for t in run.vectors]
+        return [part(v, 4 * run.digit, 0x0F0F0F0F) for v in vectors] if _digits(kind) > 1 else vectors
+    weights = []
+    for t in run.vectors:
+        weight = part(vector(t % 4), t // 4 * 4, 0x0F0F0F0F)
+        # The upper bits of vector t are at bit t or 2 * (t % 4) of a byte; they belong at bit 4.
+        if kind.bits == 5:
+            weight = builder.or_(weight, part(vector(4), t, 0x10101010, 4))
+        elif kind.bits == 6:
+            weight = builder.or_(weight, part(vector(4 + t // 4), 2 * (t % 4), 0x30303030, 4))
+        weights.append(weight)
+    return weights
+
+
+def _add_products(builder: Any, kind: Kind, total: Any, weights: list[Any], row: list[Any]) -> Any:
+    """A total, or None, plus the products of unsigned bytes of ``weights`` and signed bytes of ``row``.
+
+    AVX2 sums two products of bytes in 16 bits. The sums of several vectors fit into 16 bits before they are widened:
+    8 vectors of 4-bit weights come to at most 2 * 15 * 127 * 8 = 30,480; 4 of 5 bits to 2 * 31 * 127 * 4; 2 of 6 bits
+    to 2 * 63 * 127 * 2. So totals of 4 bits are 16-bit numbers, which ``_whole`` widens; others are 32-bit numbers.
+    """
+    if PAIRED:
+        products = []
+        for w, x in zip(weights, row, strict=True):
+            factors = [builder.bitcast(value, ir.VectorType(I8, 4 * WIDTH)) for value in (w, x)]
+            products.append(call(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, factors))
+        if kind.bits in (4, 8):
+            return reduce(builder.add, products if total is None else [total, *products])
+        together = {5: 4, 6: 2}[kind.bits]
+        sums = [reduce(builder.add, products[n : n + together]) for n in range(0, len(products), together)]
+        widened = [_widened(builder, two) for two in sums]
+        return reduce(builder.add, widened if total is None else [total, *widened])
+    total = integers(0, WIDTH) if total is None else total
     for w, x in zip(weights, row, strict=True):
-        for n in range(4):
+        if llvm.VNNI:
+            total = call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}", TOTAL, [total, w, x])
+            continue
+        for n in range(4):  # any other processor: one byte of each lane at a time
             weight = builder.and_(builder.lshr(w, integers(8 * n, WIDTH)), integers(255, WIDTH))
             number = builder.ashr(builder.shl(x, integers(24 - 8 * n, WIDTH)), integers(24, WIDTH))
             total = builder.add(total, builder.mul(weight, number))
     return total
 
 
-def _dot(builder: Any, total: Any, weights: list[Any], row: list[Any], bits: int) -> Any:
-    """total + the products of unsigned bytes of ``weights`` and signed bytes of ``row``, 4 per lane and vector."""
-    if llvm.VNNI:
-        return _dot_vnni(builder, total, weights, row)
-    if not llvm.PAIRED_BYTES:
-        return _dot_plain(builder, total, weights, row)
-    if bits < 8:
-        return _dot_pairs(builder, total, weights, row, bits)
-    # 2 * 255 * 127 does not fit into 16 bits, so the low and high halves of the bytes are multiplied separately.
-    low, high = (
-        [builder.and_(builder.lshr(w, integers(shift, WIDTH)), integers(0x0F0F0F0F, WIDTH)) for w in weights]
-        for shift in (0, 4)
-    )
-    upper = builder.shl(_dot_pairs(builder, integers(0, WIDTH), high, row, 4), integers(4, WIDTH))
-    return builder.add(_dot_pairs(builder, total, low, row, 4), upper)
+def _widened(builder: Any, shorts: Any) -> Any:
+    """Sums of two adjacent 16-bit numbers in 32 bits."""
+    ones = ir.Constant(SHORTS, [ir.Constant(I16, 1)] * SHORTS.count)
+    return call(builder, "llvm.x86.avx2.pmadd.wd", TOTAL, [shorts, ones])
 
 
-def _unpacked(builder: Any, kind: Kind, quants: Any) -> list[Any]:
-    """The 8 vectors of a block as unsigned bytes, from the panel's quants."""
-
-    def vector(number: int) -> Any:
-        return _load(builder, offset(builder, quants, 64 * number), WORDS)
-
-    if kind.bits == 8:
-        return [vector(t) for t in range(8)]
-    low = [vector(t) for t in range(4)]
-    nibbles = [builder.and_(x, integers(0x0F0F0F0F, PANEL)) for x in low]
-    nibbles += [builder.and_(builder.lshr(x, integers(4, PANEL)), integers(0x0F0F0F0F, PANEL)) for x in low]
-    if kind.bits == 4:
-        return nibbles
-    joined = []
-    per_vector, mask = (8, 0x10101010) if kind.bits == 5 else (4, 0x30303030)
-    upper = [vector(4 + n) for n in range(8 // per_vector)]
-    for t, nibble in enumerate(nibbles):
-        # The upper bits of vector t are at bit t or 2 * (t % 4) of a byte; they belong at bit 4.
-        position = t if kind.bits == 5 else 2 * (t % 4)
-        bits = upper[t // per_vector]
-        if position < 4:
-            bits = builder.shl(bits, integers(4 - position, PANEL))
-        else:
-            bits = builder.lshr(bits, integers(position - 4, PANEL))
-        joined.append(builder.or_(nibble, builder.and_(bits, integers(mask, PANEL))))
-    return joined
+def _whole(builder: Any, totals: list[Any], start: Any) -> Any:
+    """The integer sum of a block from the totals of its digits, the lowest first; ``start`` may be None."""
+    whole = [_widened(builder, total) if total.type == SHORTS else total for total in totals]
+    shifted = [whole[0], *(builder.shl(total, integers(4, WIDTH)) for total in whole[1:])]
+    return reduce(builder.add, shifted if start is None else [*shifted, start])
 
 
 def _small(builder: Any, address: Any, signed: bool) -> Any:
-    """16 bytes, converted to fp32."""
-    value = _load(builder, address, BYTES)
+    """``WIDTH`` bytes, converted to fp32."""
+    value, floats = _load(builder, address, ir.VectorType(I8, WIDTH)), ir.VectorType(F32, WIDTH)
     if signed:
-        return builder.sitofp(builder.sext(value, WORDS), FLOATS)
-    return builder.uitofp(builder.zext(value, WORDS), FLOATS)
+        return builder.sitofp(builder.sext(value, TOTAL), floats)
+    return builder.uitofp(builder.zext(value, TOTAL), floats)
 
 
-def _half(builder: Any, address: Any) -> Any:
-    return llvm.widen_halves(builder, _load(builder, address, ir.VectorType(I16, PANEL)))
+def _half(builder: Any, address: Any, width: int = WIDTH) -> Any:
+    return llvm.widen_halves(builder, _load(builder, address, ir.VectorType(I16, width)))
 
 
 def _quantized(
@@ -172,66 +202,86 @@ def _quantized(
     blocks_at_once = SUPER if kind.grouped else 1
     scales_at = offset(builder, panel, (blocks, kind.quant_bytes))
     supers_at = offset(builder, scales_at, (blocks, kind.scale_bytes))
-    with cgutils.for_range(builder, builder.udiv(blocks, const(blocks_at_once))) as outer:
-        factor = minimum = None
-        if kind.grouped:
-            unit = offset(builder, supers_at, (outer.index, kind.super_bytes))
-            factor = _half(builder, unit)
+    runs, digits = _runs(kind), _digits(kind)
+    kept_bytes = 4 * PANEL * digits
+    kept = None
+    if len(runs) > kind.halves:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, kept_bytes * ROW_BLOCK))
+        memory.align = 64
+        kept = builder.ptrtoint(memory, I64)
+
+    def scale_of(b: Any, unit: Any, half: int, column: int) -> Any:
+        at = offset(builder, scales_at, (b, kind.scale_bytes))
+        if not kind.grouped:
+            return _half(builder, offset(builder, at, 2 * column))
+        small = _small(builder, offset(builder, at, PANEL * half + column), kind.halves > 1)
+        return builder.fmul(small, _half(builder, offset(builder, unit, 2 * column)))
+
+    def shift_of(b: Any, unit: Any, column: int) -> Any:
+        at = offset(builder, scales_at, (b, kind.scale_bytes))
+        if not kind.grouped:
+            return _half(builder, offset(builder, at, 2 * PANEL + 2 * column))
+        small = _small(builder, offset(builder, at, PANEL + column), False)
+        minimum = builder.fneg(_half(builder, offset(builder, unit, 2 * PANEL + 2 * column)))
+        return builder.fmul(small, minimum)
+
+    def block(b: Any, unit: Any) -> None:
+        quants = offset(builder, panel, (b, kind.quant_bytes))
+        scale = offset(builder, scales_at, (b, kind.scale_bytes))
+        for part, size in ((quants, kind.quant_bytes), (scale, kind.scale_bytes)):
+            prefetch(builder, part, AHEAD, -(-size // 64))
+        for run in runs:
+            run_through(run, b, unit, quants)
+
+    def run_through(run: _Run, b: Any, unit: Any, quants: Any) -> None:
+        columns = range(0, PANEL, WIDTH)
+        weights = [_weights(builder, kind, quants, run, column) for column in columns]
+        scales, shifts = [], []
+        if run.ends:
+            scales = [scale_of(b, unit, run.half, column) for column in columns]
             if kind.offsets:
-                minimum = builder.fneg(_half(builder, offset(builder, unit, 2 * PANEL)))
+                shifts = [shift_of(b, unit, column) for column in columns]
+        first = offset(builder, rows, (b, RECORD))
+        with cgutils.for_range(builder, count) as loop:
+            record = offset(builder, first, (loop.index, stride))
+            row = [load_broadcast(builder, offset(builder, record, 4 * t), I32, WIDTH) for t in run.vectors]
 
-        def block(b: Any) -> None:
-            quants = offset(builder, panel, (b, kind.quant_bytes))
-            scale = offset(builder, scales_at, (b, kind.scale_bytes))
-            for part, size in ((quants, kind.quant_bytes), (scale, kind.scale_bytes)):
-                llvm.prefetch(builder, part, AHEAD, -(-size // 64))
-            weights = _unpacked(builder, kind, quants)
-            shift = None
-            if kind.grouped:
-                small = [offset(builder, scale, PANEL * half) for half in range(kind.halves)]
-                scales = [builder.fmul(_small(builder, s, kind.halves > 1), factor) for s in small]
-                if kind.offsets:
-                    shift = builder.fmul(_small(builder, offset(builder, scale, PANEL), False), minimum)
-            else:
-                scales = [_half(builder, scale)]
-                if kind.offsets:
-                    shift = _half(builder, offset(builder, scale, 2 * PANEL))
-            first = offset(builder, rows, (b, RECORD))
-            for column in range(0, PANEL, WIDTH):
-                part = partial(_columns, builder, column)
-                part_shift = None if shift is None else part(shift)
-                rows_times_columns(first, column, [*map(part, weights)], [*map(part, scales)], part_shift)
+            def kept_at(digit: int, n: int) -> Any:
+                address = offset(builder, kept, (loop.index, kept_bytes), 4 * (PANEL * digit + WIDTH * n))
+                return llvm.at(builder, address, SHORTS if kind.bits in (4, 8) and PAIRED else TOTAL)
 
-        def rows_times_columns(
-            first: Any, column: int, weights: list[Any], scales: list[Any], shift: Any
-        ) -> None:
-            vectors = 8 // kind.halves
-            with cgutils.for_range(builder, count) as loop:
-                record = offset(builder, first, (loop.index, stride))
-                line = offset(builder, out, (loop.index, 4 * GROUP), 4 * column)
-                total = _load(builder, line, ir.VectorType(F32, WIDTH))
-                dx = load_broadcast(builder, offset(builder, record, SCALE_AT), F32, WIDTH)
-                for half, scale in enumerate(scales):
-                    start = integers(0, WIDTH)
-                    if kind.zero:
-                        at_start = offset(builder, record, START_AT[kind.zero] + 4 * half)
-                        start = load_broadcast(builder, at_start, I32, WIDTH)
-                    part = range(half * vectors, (half + 1) * vectors)
-                    row = [load_broadcast(builder, offset(builder, record, 4 * t), I32, WIDTH) for t in part]
-                    start = _dot(builder, start, [weights[t] for t in part], row, kind.bits)
-                    total = multiply_add(
-                        builder, builder.sitofp(start, total.type), builder.fmul(scale, dx), total
-                    )
-                if shift is not None:
-                    sums = load_broadcast(builder, offset(builder, record, SUM_AT), F32, WIDTH)
-                    total = multiply_add(builder, shift, sums, total)
-                builder.store(total, llvm.at(builder, line, total.type)).align = 4
+            totals = []
+            for n, part in enumerate(weights):
+                before = None if run.opens else builder.load(kept_at(run.digit, n))
+                totals.append(_add_products(builder, kind, before, part, row))
+            if not run.ends:
+                for n, total in enumerate(totals):
+                    builder.store(total, kept_at(run.digit, n))
+                return
+            dx = load_broadcast(builder, offset(builder, record, SCALE_AT), F32, WIDTH)
+            start = sums = None
+            if kind.zero:
+                at_start = offset(builder, record, START_AT[kind.zero] + 4 * run.half)
+                start = load_broadcast(builder, at_start, I32, WIDTH)
+            if shifts:
+                sums = load_broadcast(builder, offset(builder, record, SUM_AT), F32, WIDTH)
+            for n, total in enumerate(totals):
+                others = [builder.load(kept_at(digit, n)) for digit in range(1, digits)]
+                line = offset(builder, out, (loop.index, 4 * GROUP), 4 * WIDTH * n)
+                value = _load(builder, line, scales[n].type)
+                whole = builder.sitofp(_whole(builder, [total, *others], start), value.type)
+                value = multiply_add(builder, whole, builder.fmul(scales[n], dx), value)
+                if shifts:
+                    value = multiply_add(builder, shifts[n], sums, value)
+                builder.store(value, llvm.at(builder, line, value.type)).align = 4
 
+    with cgutils.for_range(builder, builder.udiv(blocks, const(blocks_at_once))) as outer:
+        unit = offset(builder, supers_at, (outer.index, kind.super_bytes))
         if blocks_at_once == 1:
-            block(outer.index)
+            block(outer.index, unit)
         else:
             with cgutils.for_range(builder, const(blocks_at_once)) as inner:
-                block(offset(builder, inner.index, (outer.index, blocks_at_once)))
+                block(offset(builder, inner.index, (outer.index, blocks_at_once)), unit)
 
 
 def _plain(
@@ -248,7 +298,7 @@ def _plain(
             if kind.name == "F32":
                 weights = _load(builder, address, FLOATS)
             elif kind.name == "F16":
-                weights = _half(builder, address)
+                weights = _half(builder, address, PANEL)
             else:
                 bits = builder.zext(_load(builder, address, ir.VectorType(I16, PANEL)), WORDS)
                 weights = builder.bitcast(builder.shl(bits, integers(16, PANEL)), FLOATS)
