@@ -277,6 +277,7 @@ def _quantized(
 
     with cgutils.for_range(builder, builder.udiv(blocks, const(blocks_at_once))) as outer:
         unit = offset(builder, supers_at, (outer.index, kind.super_bytes))
+        prefetch(builder, unit, AHEAD, -(-kind.super_bytes // 64))
         if blocks_at_once == 1:
             block(outer.index, unit)
         else:
