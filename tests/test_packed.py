@@ -7,6 +7,7 @@ import pytest
 from numba import njit
 
 from lookahead.targets.cpu import packed
+from lookahead.targets.cpu.formats import ROW_BLOCK
 from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decode_output, pack_panels
 from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
 
@@ -18,7 +19,9 @@ NAMES = [kind.name for kind in KINDS]
 @njit
 def product(panels, groups, rows, stride, blocks, count, out):
     for group in range(groups):
-        microkernel(panels + 32 * group, rows, stride, blocks, count, out + 128 * group * count)
+        for r in range(0, count, ROW_BLOCK):
+            block, sums = min(ROW_BLOCK, count - r), out + 128 * (group * count + r)
+            microkernel(panels + 32 * group, rows + r * stride, stride, blocks, block, sums)
 
 
 @njit
@@ -132,6 +135,22 @@ def test_a_row_has_the_same_bits_in_any_company(name):
     alone = [times(table, rows_of(x[i : i + 1])[0], 1, INNER)[0] for i in range(64)]
     for count in (1, 2, 3, 7, 8, 16, 31, 32, 33, 64):
         np.testing.assert_array_equal(times(table, rows_of(x[:count])[0], count, INNER), alone[:count])
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in KINDS if kind.bits <= 8])
+def test_the_largest_integer_sums_do_not_overflow(name):
+    """All bytes of the quants 255, and rows of the largest number of either sign."""
+    table, memory = panels_of(name, file_bytes(name, PANEL, INNER), INNER)
+    kind = KINDS[KIND_INDEX[name]]
+    first = int(table[0, 0]) - memory.ctypes.data
+    memory.reshape(-1)[first : first + INNER // packed.BLOCK * kind.quant_bytes] = 255
+    weights = np.zeros((PANEL, INNER), np.float32)
+    for output in range(PANEL):
+        decode_output(table[0, 1], int(table[0, 0]), output, INNER, weights[output], np.float32(1))
+    rows, quantized = rows_of(np.stack([np.ones(INNER, np.float32), np.full(INNER, -1, np.float32)]))
+    wanted = quantized.astype(np.float64) @ weights.T.astype(np.float64)
+    sizes = np.abs(quantized).astype(np.float64) @ np.abs(weights).T.astype(np.float64)
+    assert (np.abs(times(table, rows, 2, INNER)[:, :PANEL] - wanted) <= 2e-6 * sizes).all()
 
 
 def test_kinds_may_be_mixed_in_a_group():

@@ -370,6 +370,7 @@ def microkernel(panels: int, rows: int, stride: int, blocks: int, count: int, ou
     Args:
         panels: address of four 64-bit integers: for each panel, its address and that of its kernel.
         rows: each has fp32 numbers (32 * blocks), then their quantized blocks; ``stride`` bytes from row to row.
+        count: at most ``ROW_BLOCK``.
     """
     entries = carray(integers_at(panels), (2, 2))
     for n in range(2):
