@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -135,13 +134,27 @@ class Generation:
             )
         )
 
-    @contextmanager
-    def ended_by_errors(self, what: str) -> Iterator[None]:
+    def ended_by_errors(self, what: str) -> _EndedByErrors:
         """An exception in the block ends this sequence and no other. ``what`` names the block in the error."""
-        try:
-            yield
-        except Exception as error:
-            self.finish_reason, self.error = "error", failure(what, error)
+        return _EndedByErrors(self, what)
+
+
+class _EndedByErrors:
+    """See ``Generation.ended_by_errors``; a class for the same reason as ``timed``."""
+
+    __slots__ = ("_generation", "_what")
+
+    def __init__(self, generation: Generation, what: str) -> None:
+        self._generation, self._what = generation, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._generation.finish_reason, self._generation.error = "error", failure(self._what, error)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

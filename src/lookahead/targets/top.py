@@ -40,7 +40,10 @@ def top_of_rows(
     ids, odds = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
     if rows:
         width = bits.strides[0] // bits.itemsize
-        flat = as_strided(bits, ((rows - 1) * width + vocabulary,), (bits.itemsize,))
+        # as_strided takes as long as the search of one row.
+        flat = (
+            bits[0] if rows == 1 else as_strided(bits, ((rows - 1) * width + vocabulary,), (bits.itemsize,))
+        )
         known = np.empty((0, 0), np.int32) if peaks is None else peaks.view(np.int32)
         _search(flat, width, vocabulary, known, ids, odds)
     return ids, odds

@@ -230,7 +230,7 @@ class CompiledModel:
         p["logits"] = memory.ctypes.data
         p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
         p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
-        state.tile_config[:] = formats.tile_config(len(tokens))
+        state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
         state.holds = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,14 +147,18 @@ def paired(size: int, rotary: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.concatenate([np.arange(rotary).reshape(2, -1).T.reshape(-1), np.arange(rotary, size)])
 
 
+@cache
 def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The 64 bytes that configure tile registers: palette 1 and, for each tile, its rows and its bytes per row.
 
     All tiles have 16 rows of 64 bytes; those of activations and their sums have fewer if the pass has fewer rows.
+
+    Args:
+        rows: of the pass, at most 16.
     """
     config = np.zeros(64, np.uint8)
     config[0] = 1
     config[16:32].view(np.uint16)[:] = 64
     config[48:56] = 16
-    config[[48, 49, 52]] = min(16, max(1, rows))
+    config[[48, 49, 52]] = max(1, rows)
     return config

@@ -72,12 +72,11 @@ class PassLogits(HostLogits):
 
     def __init__(self, memory: Array, compiled: CompiledModel, rows: int) -> None:
         stride, peaks_stride = compiled.logits_strides
-        logits, peaks = np.split(memory[: rows * (stride + peaks_stride)], [rows * stride])
-        numbers = logits.reshape(rows, stride).view(np.int16 if compiled.fmt.stored.is_bf16 else np.float32)
-        super().__init__(
-            numbers[:, : compiled.vocabulary],
-            peaks.reshape(rows, peaks_stride).view(np.float32),
-        )
+        stored, end = compiled.fmt.stored, rows * stride
+        numbers = memory[:end].view(np.int16 if stored.is_bf16 else np.float32)
+        numbers = numbers.reshape(rows, stride // stored.bytes)
+        peaks = memory[end : end + rows * peaks_stride].view(np.float32).reshape(rows, peaks_stride // 4)
+        super().__init__(numbers[:, : compiled.vocabulary], peaks)
         self.memory = memory
         self._best: list[int] | None = None
 
@@ -90,7 +89,12 @@ class PassLogits(HostLogits):
     def argmax(self, b: int, r: int) -> int:
         if self._best is None:
             assert self.peaks is not None
-            self._best = np.where(np.isnan(self.peaks).any(1), -1, self.top(1)[0][0, :, 0]).tolist()
+            ids, odds = (array[0, :, 0].tolist() for array in self.top(1))
+            # Odds are NaN if a logit of the row is NaN or if the largest is infinite.
+            self._best = [
+                -1 if odd != odd and np.isnan(self.peaks[row]).any() else token
+                for row, (token, odd) in enumerate(zip(ids, odds, strict=True))
+            ]
         return self._best[r]
 
 
