@@ -272,6 +272,18 @@ def test_step_times_are_kept_by_context_and_batch():
     assert times.table(1, 5000)[menu_index(8)] > 0.05
 
 
+def test_before_any_measurement_rows_of_a_batch_cost_what_as_many_rows_of_one_text_cost():
+    """In a batch of 16 whose rows each cost a quarter of a plain step, a second row of each takes 1.84 times as long."""
+    times = StepTimes(guess=0.25)
+    times.learn((16, 100, False), 1, 0.475)
+    table = times.table(16, 100)
+    assert table[MENU.index(1)] == pytest.approx(0.475)
+    assert table[MENU.index(2)] == pytest.approx(0.475 * (1 + 0.25 * 31) / (1 + 0.25 * 15))
+    alone = StepTimes(guess=0.25)
+    alone.learn((1, 100, False), 1, 0.1)
+    assert alone.table(16, 100)[MENU.index(2)] == pytest.approx(table[MENU.index(2)])
+
+
 def test_a_batch_that_was_never_measured_is_priced_by_its_rows():
     times = StepTimes({(0, 0): [1.0 + 0.1 * k for k in MENU]})
     assert times.table(16, 100) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])

@@ -62,7 +62,7 @@ class StepTimes:
             sets it between drafting and observing.
 
     Args:
-        guess: the assumed cost of one more row before any measurement, in plain steps.
+        guess: the assumed cost of one more row before any measurement, in plain steps of one sequence.
     """
 
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None, guess: float = GUESS) -> None:
@@ -116,8 +116,9 @@ class StepTimes:
         """Learn that ``steps`` steps of ``rows`` rows took ``seconds`` each; ``where``: arguments of ``bin_of``."""
         table = self.table(*where)
         if table is None:
-            plain = seconds / (1 + self._guess * (rows - 1))
-            self.bins[self.bin_of(*where)] = [plain * (1 + self._guess * (k - 1)) for k in MENU]
+            # ``rows`` are per sequence, so a pass has ``where[0]`` times as many.
+            one_row = seconds / (1 + self._guess * (where[0] * rows - 1))
+            self.bins[self.bin_of(*where)] = [one_row * (1 + self._guess * (where[0] * k - 1)) for k in MENU]
             return
         if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1
