@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
+.PHONY: help demo test test-fast test-llamacpp vllm test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
@@ -69,6 +69,7 @@ test-llamacpp: $(READY)
 # they must fit the build of torch, and vLLM runs without them. VLLM=0.28.0 tests the oldest version.
 VLLM ?= 0.32.0
 VLLM_VENV := build/vllm-$(VLLM)
+vllm: $(VLLM_VENV)/.ready
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider --override-ini addopts= --timeout 900 \
 	  tests/test_vllm.py tests/test_vllm_engine.py

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, load_model, make_methods
 from lookahead.bench.plots import COLOURS, label, new_figure
-from lookahead.bench.record import Record
+from lookahead.bench.record import Record, was_busy
 from lookahead.bench.report import figures, number, plain_of
 from lookahead.bench.workloads import Prompt
 from lookahead.core import SettingsError
@@ -126,6 +126,8 @@ def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float
     if others > 1e-9 * total or total != sum(observed):
         observed.append(total - sum(observed))
         expected.append(max(others, 1e-9))
+    if len(expected) < 2:
+        return 1.0, len(expected)
     return float(chisquare(observed, expected, sum_check=False).pvalue), len(expected)
 
 
@@ -154,7 +156,8 @@ class JointDistribution:
         compression_ratio: S of lookahead's samples; at 1, no draft was accepted and nothing was tested.
         p_exact: lookahead against the exact distribution.
         p_plain: lookahead against transformers' plain sampling.
-        p_wrong: lookahead against the exact distribution at ``WRONG_TEMPERATURE``; near 0 if the test has power.
+        p_wrong: lookahead against the exact distribution at another temperature; near 0 if the test has power.
+        wrong_temperature: that temperature.
     """
 
     draws: int
@@ -164,6 +167,7 @@ class JointDistribution:
     p_exact: float
     p_plain: float
     p_wrong: float
+    wrong_temperature: float = WRONG_TEMPERATURE
 
 
 def joint_distribution(
@@ -326,7 +330,7 @@ def _score(row: dict[str, Any], kind: str) -> str:
 
 def page(head: Head, records: Sequence[Record]) -> Page:
     """The page of these records."""
-    rows = as_rows(records)
+    rows, timed = as_rows(records), head.get("timed", True) and not was_busy(records)
     body = [
         "| temperature | method | texts | ROUGE-1 | ROUGE-2 | ROUGE-L | the paper's ROUGE-1, -2, -L (CNN/Daily Mail) "
         "| S | the paper's S (CNN/Daily Mail, XSum) | speed-up | the paper's | equal to plain decoding, same seed |",
@@ -341,7 +345,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         body.append(
             f"| {temperature} | `{row['method']}` | {row['texts']} | {scores} "
             f"| {', '.join(f'{x:.2f}' for x in paper_rouge) or '–'} | {number(row['S'])} | {paper_s} "
-            f"| {number(row['speed_up'])} | {paper_speed} | {row['equal']}/{row['compared']} |"
+            f"| {number(row['speed_up']) if timed else '–'} | {paper_speed} | {row['equal']}/{row['compared']} |"
         )
     drafted = [r for r in rows if r["method"] != PLAIN]
     equal, compared = (sum(row[name] for row in drafted) for name in ("equal", "compared"))
@@ -356,7 +360,9 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "The paper scores summaries of CNN/Daily Mail and XSum with LLaMA-2 7B and the prompts of its appendix D. "
         + _prompts(records)
         + " A low ROUGE says that the model is small; what counts is that it is the same with and without lookahead.",
-        "The speed-up is over our own plain decoding in the same run.",
+        "The speed-up is over our own plain decoding in the same run."
+        if timed
+        else "No speeds: the process was interrupted, or other work ran.",
         "Equality of tokens is stronger than the paper's comparison of scores: if all texts are equal, so is every "
         "score.",
     ]
@@ -382,7 +388,7 @@ def _joint_lines(tests: dict[str, Any]) -> list[str]:
         "| --- | ---: |",
         f"| the exact distribution, enumerated from the model | {tests['p_exact']:.3f} |",
         f"| transformers' plain sampling, as many texts | {tests['p_plain']:.3f} |",
-        f"| the exact distribution at temperature {WRONG_TEMPERATURE:g} (near 0 if the test has power) | "
+        f"| the exact distribution at temperature {tests['wrong_temperature']:g} (near 0 if the test has power) | "
         f"{tests['p_wrong']:.2g} |",
     ]
 
