@@ -340,19 +340,6 @@ def test_rows_of_few_sequences_say_what_more_of_each_would_cost():
     assert table[menu_index(2)] == pytest.approx(1.0 + 0.2 * 16 / 4, rel=0.02)
 
 
-def test_a_pass_that_costs_more_as_soon_as_one_of_many_drafts_is_learned_at_once():
-    """vLLM on a CPU: 16 plain rows take 64 ms, and 17 take 260. Two such passes must be enough."""
-    times = StepTimes(guess=0.25)
-    for rows, seconds in ((1, 0.064), (17 / 16, 0.26), (17 / 16, 0.26)):
-        times.learn((16, 100), rows, seconds)
-    table = times.table(16, 100)
-    assert table[0] == pytest.approx(0.064)
-    assert table[menu_index(2)] > 0.2
-    known = StepTimes({StepTimes.bin_of(16, 100): [0.064 * (1 + 0.05 * (k - 1)) for k in MENU]})
-    known.learn((16, 100), 17 / 16, 0.26)  # one pass among many, which other work may have interrupted
-    assert known.table(16, 100)[menu_index(2)] < 0.08
-
-
 def test_a_sampled_text_does_not_change_what_is_known_of_greedy_ones():
     times = times_of(FLAT)
     for sampled in (True, False):

@@ -12,7 +12,7 @@ import lookahead.vllm
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive import sequence
 from lookahead.testing import repetitive_text
-from lookahead.vllm import Accepted, Proposer
+from lookahead.vllm import MOST_ON_CPU, Accepted, Proposer
 from wrong_proposer import Wrong
 
 VOCABULARY = 64
@@ -243,6 +243,29 @@ def test_passes_with_prompts_are_not_timed():
     assert len(first.output) >= 60
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "requests", "drafts"),
+    [
+        ("cpu", None, MOST_ON_CPU, True),
+        ("cpu", None, MOST_ON_CPU + 1, False),
+        ("cpu", "adaptive:budget=false", MOST_ON_CPU + 1, True),
+        ("cuda", None, MOST_ON_CPU + 1, True),
+    ],
+)
+def test_many_requests_on_a_cpu_are_decoded_plainly(monkeypatch, device, settings, requests, drafts):
+    """Rows are nearly free here, so whoever may draft does."""
+    clock = [0.0]
+    monkeypatch.setattr(sequence, "perf_counter", lambda: clock[0])
+    engine = Engine(Proposer(config(settings, device=device)), MODEL)
+    engine.running = [Request(prompt, 60) for prompt in prompts(requests)]
+    rows = 0
+    for _ in range(40):
+        engine.step()
+        clock[0] += 0.01 * (1 + 0.01 * (engine.rows - 1))
+        rows += sum(len(request.draft) for request in engine.running)
+    assert (rows > 0) == drafts
+
+
 @pytest.mark.parametrize("requests", [1, 8])
 @pytest.mark.parametrize(("row", "most"), [(1.0, 1.03), (0.01, 0.7)])
 def test_drafts_only_where_they_pay(monkeypatch, requests, row, most):
@@ -254,7 +277,7 @@ def test_drafts_only_where_they_pay(monkeypatch, requests, row, most):
         return 0.01 * (1 + row * (rows - 1))
 
     spent = once = 0.0
-    proposer = Proposer(config(None))
+    proposer = Proposer(config(None, device="cpu" if row == 1 else "cuda"))
     for number in range(4):
         engine = Engine(proposer, MODEL)
         engine.running = [Request(prompt, 100) for prompt in prompts(requests, number)]

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from math import inf, log2
 from pathlib import Path
@@ -49,8 +48,7 @@ class StepTimes:
     There is one table for each (batch, context) bin. A bin that was never measured starts from the nearest one, read
     at the same total number of rows. Rows are counted per sequence, as the mean over the pass. A step of one row
     shows how fast the machine is now and scales the whole table; a step of more rows changes its own entry, and its
-    neighbours less and less. So t(1) follows from plain steps alone. In a bin that began with a
-    guess, the first measurements of an entry weigh more: the n-th 1 / n, and ``WEIGHT`` at least.
+    neighbours less and less. So t(1) follows from plain steps alone.
 
     Attributes:
         bins: tables by bin, seconds by index in ``MENU``. The first entry is a whole plain step without the drafter's
@@ -70,10 +68,6 @@ class StepTimes:
     def __init__(self, bins: dict[tuple[int, int], list[float]] | None = None, guess: float = GUESS) -> None:
         self.bins = bins if bins is not None else {}
         self._guess = guess
-        self._guessed: set[tuple[int, int]] = set()  # bins that began with a guess
-        self._measured: Counter[tuple[tuple[int, int], int]] = (
-            Counter()
-        )  # their measurements, by bin and entry
         self.probe, self.after = Average(1e-4, 0.25, 2 * SPIKE), Average(weight=0.25)
         self.setup, self.draw = Average(5e-4, 0.2, SPIKE), Average(weight=0.25, spike=2 * SPIKE)
         self.batch, self.rows, self._evaluated, self.mixed = 0, 0, True, False
@@ -116,41 +110,21 @@ class StepTimes:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
             more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # how many times as many sequences
             self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
-            if near in self._guessed:
-                self._guessed.add(key)
         return self.bins.get(key)
 
     def learn(self, where: Sequence[int], rows: float, seconds: float, steps: float = 1) -> None:
         """Learn that ``steps`` steps of ``rows`` rows took ``seconds`` each; ``where``: arguments of ``bin_of``."""
-        table, key = self.table(*where), self.bin_of(*where)
+        table = self.table(*where)
         if table is None:
             # ``rows`` are per sequence, so a pass has ``where[0]`` times as many.
             one_row = seconds / (1 + self._guess * (where[0] * rows - 1))
-            self.bins[key] = [one_row * (1 + self._guess * (where[0] * k - 1)) for k in MENU]
-            self._guessed.add(key)
+            self.bins[self.bin_of(*where)] = [one_row * (1 + self._guess * (where[0] * k - 1)) for k in MENU]
             return
-        if (
-            1 < rows < 2
-        ):  # only some sequences drafted: two rows of each take at least as long, and are extrapolated
-            if seconds > table[1]:
-                self._correct(key, 1, seconds, self._weight(key, 1), steps)
+        if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1
-            self._correct(key, 1, table[0] + (seconds - table[0]) / share, WEIGHT, share * steps)
-        else:
-            own = menu_index(round(rows))
-            self._correct(key, own, seconds, self._weight(key, own), steps)
-
-    def _weight(self, key: tuple[int, int], own: int) -> float:
-        """The weight of one more measurement of an entry."""
-        if key not in self._guessed:
-            return WEIGHT
-        self._measured[key, own] += 1
-        return max(WEIGHT, 1 / self._measured[key, own])
-
-    def _correct(self, key: tuple[int, int], own: int, seconds: float, weight: float, steps: float) -> None:
-        """Move an entry towards a time, and its neighbours less and less."""
-        table = self.bins[key]
-        change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - weight) ** steps)
+            rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
+        own = menu_index(round(rows))
+        change = min(SPIKE, max(1 / SPIKE, seconds / table[own])) ** (1 - (1 - WEIGHT) ** steps)
         for i in range(len(table)):
             if not own or i:
                 table[i] *= change ** (0.5 ** abs(i - own) if own else 1.0)
