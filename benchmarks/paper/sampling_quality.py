@@ -331,6 +331,7 @@ def _score(row: dict[str, Any], kind: str) -> str:
 def page(head: Head, records: Sequence[Record]) -> Page:
     """The page of these records."""
     rows, timed = as_rows(records), head.get("timed", True) and not was_busy(records)
+    rows = [row if timed else row | {"speed_up": math.nan} for row in rows]
     body = [
         "| temperature | method | texts | ROUGE-1 | ROUGE-2 | ROUGE-L | the paper's ROUGE-1, -2, -L (CNN/Daily Mail) "
         "| S | the paper's S (CNN/Daily Mail, XSum) | speed-up | the paper's | equal to plain decoding, same seed |",
@@ -345,7 +346,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         body.append(
             f"| {temperature} | `{row['method']}` | {row['texts']} | {scores} "
             f"| {', '.join(f'{x:.2f}' for x in paper_rouge) or '–'} | {number(row['S'])} | {paper_s} "
-            f"| {number(row['speed_up']) if timed else '–'} | {paper_speed} | {row['equal']}/{row['compared']} |"
+            f"| {number(row['speed_up'])} | {paper_speed} | {row['equal']}/{row['compared']} |"
         )
     drafted = [r for r in rows if r["method"] != PLAIN]
     equal, compared = (sum(row[name] for row in drafted) for name in ("equal", "compared"))
