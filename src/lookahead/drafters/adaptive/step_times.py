@@ -23,7 +23,7 @@ MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WEIGHT, GUESS = 0.08, 0.02
 #: A time is clipped at this many times the usual one, because other work interrupted the step.
 SPIKE = 2.0
-FORMAT = 3  # of the file; also raised when a change makes compiled passes faster or slower
+FORMAT = 4  # of the file; also raised when a change makes compiled passes faster or slower
 #: Added to the first number of a bin for sampled texts.
 SAMPLED = 64
 
