@@ -141,6 +141,7 @@ class Proposer:
         self._observe(texts, sampled_token_ids)
         self._texts = [None] * len(rows)
         batch = sum(map(bool, sampled_token_ids))
+        most = self._most if batch <= self._most_requests else 0
         for row, (tokens, new) in enumerate(zip(rows, sampled_token_ids, strict=True)):
             if not new:
                 continue
@@ -152,11 +153,7 @@ class Proposer:
                 state = self._drafter.start(start)
             else:
                 state = text.state
-            depth = (
-                max(0, min(self._most, self._longest - 1 - len(tokens)))
-                if batch <= self._most_requests
-                else 0
-            )
+            depth = max(0, min(most, self._longest - 1 - len(tokens)))
             self._texts[row] = Text(tokens.copy(), state, state.draft(depth, depth + 1, batch))
         return [[] if text is None else text.tree.tokens[1:] for text in self._texts]
 

@@ -89,12 +89,7 @@ class PassLogits(HostLogits):
     def argmax(self, b: int, r: int) -> int:
         if self._best is None:
             assert self.peaks is not None
-            ids, odds = (array[0, :, 0].tolist() for array in self.top(1))
-            # Odds are NaN if a logit of the row is NaN or if the largest is infinite.
-            self._best = [
-                -1 if odd != odd and np.isnan(self.peaks[row]).any() else token
-                for row, (token, odd) in enumerate(zip(ids, odds, strict=True))
-            ]
+            self._best = np.where(np.isnan(self.peaks).any(1), -1, self.top(1)[0][0, :, 0]).tolist()
         return self._best[r]
 
 
