@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +20,8 @@ import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
+from lookahead.targets.cpu.formats import FORMATS
+from lookahead.targets.cpu.target import PassLogits
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
@@ -517,3 +521,22 @@ def test_a_llama_made_from_nothing_but_a_config_takes_the_compiled_path() -> Non
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
     assert make_target(LlamaForCausalLM(config)).path == "cpu"
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_is_found_after_the_best_tokens_were_asked_for(sign):
+    """A processor's own NaN has its sign set, which makes it the smallest number as an integer."""
+    memory = np.zeros(2 * 4 * (64 + 2), np.uint8)
+    compiled = SimpleNamespace(
+        logits_strides=(4 * 64, 4 * 2),
+        vocabulary=64,
+        fmt=SimpleNamespace(stored=FORMATS["packed", "float32"].stored),
+    )
+    numbers = memory.view(np.float32)
+    numbers[:128] = np.arange(128)
+    numbers[70] = np.copysign(np.float32("nan"), sign)  # row 1
+    numbers[128:] = 31, 63, np.nan, 127  # peaks
+    logits = PassLogits(memory, compiled, 2)
+    logits.top(8)
+    assert logits.argmax(0, 0) == 63
+    assert logits.argmax(0, 1) == -1
