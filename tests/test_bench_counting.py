@@ -213,7 +213,9 @@ def test_every_record_says_where_it_was_made(tmp_path):
         assert record[name], name
     assert record["machine"]["processor"]
     assert "instructions" in record["machine"]
-    assert json.loads(Records(tmp_path).path.read_text()) == record
+    written = json.loads(Records(tmp_path).path.read_text())
+    assert written.pop("checksum")
+    assert written == record
 
 
 def test_a_broken_record_names_file_and_line(tmp_path):
@@ -225,6 +227,20 @@ def test_a_broken_record_names_file_and_line(tmp_path):
     Records(tmp_path).path.write_text('["a list"]\n')
     with pytest.raises(SettingsError, match=r"line 1 of .* is not a record of `lookahead bench`"):
         Records(tmp_path).read()
+
+
+def test_a_record_that_was_edited_by_hand_is_refused_and_kept(tmp_path):
+    records, record = Records(tmp_path), {"key": "a", "seconds": [0.1, float("nan")], "widths": {9: 1, 10: 2}}
+    records.append(record)
+    records.append({"key": "b"})
+    assert records.read()[0] == {"key": "a", "seconds": [0.1, None], "widths": {"9": 1, "10": 2}}
+    whole = records.path.read_text()
+    records.path.write_text(whole.replace("0.1", "0.01"))
+    with pytest.raises(SettingsError, match=r"with the key a in .* was changed .* remove its line"):
+        records.read()
+    assert records.path.read_text() == whole.replace("0.1", "0.01")
+    records.path.write_text(whole.replace(', "checksum"', ', "other"'))  # records of earlier versions
+    assert [one["key"] for one in records.read()] == ["a", "b"]
 
 
 def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():

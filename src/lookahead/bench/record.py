@@ -1,7 +1,7 @@
 """Records: one JSON line per prompt, method and repeat, with the machine, the versions and the settings.
 
 The key of a record is a hash of all settings it was measured under; a run that finds the key in the file does not
-measure again.
+measure again. In the file each record has a checksum, so that one that was edited by hand is not taken for measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import transformers
 
 from .. import __version__
-from ..files.records import RecordWriter, read_records
+from ..core import SettingsError
+from ..files.records import RecordWriter, finite, read_records
 
 Record = dict[str, Any]
 _INSTRUCTIONS = (
@@ -95,6 +96,12 @@ def key_of(*fields: Any) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
+def checksum_of(record: Mapping[str, Any]) -> str:
+    """A checksum of a record as its line of JSON has it, whatever the order of its fields."""
+    as_written = json.loads(json.dumps(finite(record)))
+    return hashlib.sha256(json.dumps(as_written, sort_keys=True).encode()).hexdigest()[:12]
+
+
 class Records:
     """The records of a folder, in ``records.jsonl``."""
 
@@ -106,15 +113,23 @@ class Records:
         """All finished records.
 
         Raises:
-            SettingsError: naming the file and line that is not a record.
+            SettingsError: naming the file and the line that is not a record, or that was changed by hand.
         """
-        return read_records(self.path, "key", "`lookahead bench`")
+        records = read_records(self.path, "key", "`lookahead bench`")
+        for record in records:
+            checksum = record.pop("checksum", None)  # records of earlier versions have none
+            if checksum not in (None, checksum_of(record)):
+                raise SettingsError(
+                    f"the record with the key {record['key']} in {self.path} was changed after it was measured: its "
+                    "checksum differs; remove its line, and the same command measures it again"
+                )
+        return records
 
     def append(self, record: Record) -> None:
         """Write one record to disk; creates the folder if it does not exist."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with RecordWriter(self.path, append=True) as writer:
-            writer.write(record)
+            writer.write(record | {"checksum": checksum_of(record)})
 
 
 def describe(record: Mapping[str, Any]) -> str:
