@@ -310,12 +310,18 @@ def measure(data: Path, limit: int, only: str = "") -> None:
         print(f"{step.name} took {(perf_counter() - start) / 60:.1f} minutes", flush=True)
 
 
-if __name__ == "__main__":
+def program(words: Sequence[str] | None = None) -> int | str:
+    """``main`` with what ends it as one line, for ``sys.exit``."""
     try:
-        main()
+        main(words)
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues")
+        return "interrupted: finished pages and records are kept, and the same command continues"
     except subprocess.CalledProcessError as error:
-        sys.exit(
-            f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command continues"
-        )
+        return f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command continues"
+    except OSError as error:
+        return f"error: {error}; finished pages and records are kept, and the same command continues"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program())

@@ -1,8 +1,12 @@
 """The paper's laboratory: its equations, its tests of sampled texts, and each of its commands on a tiny model."""
 
+import errno
+import gzip
 import json
 import math
+import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -227,6 +231,49 @@ def test_the_same_records_give_the_same_bytes(tmp_path):
     assert record["decode_seconds"] == 0.12346
 
 
+def test_records_that_were_edited_by_hand_are_refused(tmp_path):
+    path = tmp_path / "study.jsonl.gz"
+    committed.write(path, {"command": "c"}, [{"workload": "w", "steps": 10}])
+    committed.write(tmp_path / "other.jsonl.gz", {"command": "c"}, [])
+    assert committed.read(path)[1] == [{"workload": "w", "steps": 10}]
+    edited = gzip.compress(gzip.decompress(path.read_bytes()).replace(b"10", b"9"), mtime=0)
+    path.write_bytes(edited)
+    with pytest.raises(SettingsError, match=r"is not the file that was measured: .* restore it with git"):
+        committed.read(path)
+    assert path.read_bytes() == edited
+    with pytest.raises(SettingsError, match="must be a file of records; measure first"):
+        committed.read(tmp_path / "none.jsonl.gz")
+
+
+def test_a_full_disk_leaves_the_records_that_were_there(tmp_path, monkeypatch):
+    path = tmp_path / "study.jsonl.gz"
+    committed.write(path, {"command": "first"}, [])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(self, content):
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(
+        SettingsError, match=r"No space left on device\); it is as it was, and the same command"
+    ):
+        committed.write(path, {"command": "second"}, [])
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_the_schema_of_the_records_is_described():
+    """docs/results/records/README.md has every field, and SHA256SUMS every file."""
+    folder = ROOT / "docs" / "results" / "records"
+    described = re.findall(r"`(\w+)`", (folder / "README.md").read_text())
+    assert set(committed.FIELDS) | {"tokens_hash", "command", "parameters", "note"} <= set(described)
+    for path in COMMITTED:
+        head, records = committed.read(path)
+        assert set(head).union(*records) <= set(described), path.name
+    listed = (folder / committed.SUMS).read_text().split()[1::2]
+    assert listed == [path.name for path in COMMITTED]
+
+
 def test_what_differs_is_computed():
     """Every sentence follows its figures; none is fixed."""
     paper_s = [1.0, 1.5, 2.0]
@@ -315,6 +362,27 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
     assert paper.main([name, "--page", "--out", str(tmp_path / "out")]) == 0
     if name != "parallel":  # whose t(k) is measured anew by every run
         assert (tmp_path / "out" / f"{name}.md").read_text() == text
+
+
+def test_an_interrupt_says_that_the_command_continues(tiny, tmp_path, monkeypatch, capsys):
+    words = ["ablation", "--limit", "1", "--max-new-tokens", "8", "--out", str(tmp_path)]
+    words += ["--records", str(tmp_path / "records")]
+    told = []
+
+    def stop(done, total, what):
+        told.append(done)
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paper, "progress", stop)
+        assert paper.main(words) == 130
+    assert "finished records are kept, and the same command continues" in capsys.readouterr().err
+    lines = (tmp_path / "records" / "records.jsonl").read_bytes()
+    assert lines.count(b"\n") == 3
+    assert not (tmp_path / "ablation.md").exists()
+    assert paper.main(words) == 0
+    assert (tmp_path / "records" / "records.jsonl").read_bytes().startswith(lines)
 
 
 def test_settings_are_compared_one_at_a_time(tiny, capsys):

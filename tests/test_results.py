@@ -1,7 +1,9 @@
 """The README says what the committed records say, and `make results` goes on where it was."""
 
+import errno
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -136,3 +138,42 @@ def test_a_folder_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         results.main(["--data", "no-such-folder"])
     assert "--data must be a folder of data sets" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        (KeyboardInterrupt(), "interrupted: finished pages and records are kept"),
+        (
+            subprocess.CalledProcessError(2, ["python", "-m", "benchmarks.step"]),
+            "benchmarks.step ended with status",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; finished pages"),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
+    ends, says, tmp_path, monkeypatch, capsys
+):
+    made, stops = [], [True]
+
+    def run(step):
+        if step.name == "serve" and stops:
+            raise ends
+        made.append(step.name)
+        facts = {"command": results.command_line(list(step.words[2:]), f"python -m {step.words[1]}")}
+        step.page.write_text(json.dumps(facts | {"where": f"a machine, commit {results.commit()}, a model"}))
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "steps", lambda data, limit, model: planned)
+    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
+    monkeypatch.setattr(results.Step, "run", run)
+    monkeypatch.setattr(results, "README", tmp_path / "README.md")
+    monkeypatch.setattr(results, "README_ZH", tmp_path / "README.zh.md")
+    results.README.write_text(TEXT)
+    results.README_ZH.write_text(CHINESE)
+    words = ["--data", str(tmp_path)]
+    assert says in str(results.program(words))
+    assert made == ["dynamics"]
+    stops.clear()
+    assert results.program(words) == 0
+    assert made == ["dynamics", "serve", "step"], "finished pages are not made again"

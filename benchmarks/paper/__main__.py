@@ -21,6 +21,7 @@ from .study import Study, page_facts, page_text
 
 STUDIES = ("scaling-law", "ablation", "sampling-quality", "end-to-end", "parallel")
 PAGES = Path("docs/results")
+INTERRUPTED = "\ninterrupted: finished records are kept, and the same command continues"
 
 
 def module_of(name: str) -> ModuleType:
@@ -69,8 +70,8 @@ def write_page(name: str, out: Path) -> Path:
     head, records = committed.read(out / "records" / f"{name}.jsonl.gz")
     page = module_of(name).page(head, records)
     path = out / f"{name}.md"
-    path.write_text(page_text(name, head, records, page), encoding="utf-8")
-    path.with_suffix(".json").write_text(page_facts(head, records, page), encoding="utf-8")
+    committed.replace(path, page_text(name, head, records, page).encode())
+    committed.replace(path.with_suffix(".json"), page_facts(head, records, page).encode())
     if page.draw is not None and can_draw():
         save(page.draw(), out / name, describe(records[-1]))
     return path
@@ -96,6 +97,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return 130
     return 0
 
 

@@ -2,7 +2,8 @@
 
 The first line is the head: the command, the size of the model, and what was measured once for the whole page. Every
 further line is one record of ``lookahead.bench.run`` without the text itself: prompts come from data sets with
-licences of their own, and a page needs counts, times and equality only.
+licences of their own, and a page needs counts, times and equality only. SHA256SUMS beside the files has a checksum of
+each, so that records which were edited by hand are refused; docs/results/records/README.md names the fields.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import Record
+from lookahead.core import SettingsError
 from lookahead.files.records import finite
 
 Head = dict[str, Any]
+#: Checksums of the files of a folder, as the program sha256sum writes and checks them.
+SUMS = "SHA256SUMS"
 #: Fields of a record that pages are computed from.
 FIELDS = (
     *("workload", "category", "prompt", "turn", "repeat", "method", "state", "prompt_tokens", "skipped"),
@@ -50,14 +55,59 @@ def compact(record: Record) -> Record:
 
 
 def write(path: Path, head: Head, records: Iterable[Record]) -> None:
-    """Write head and compacted records; the same records give the same bytes."""
+    """Write head and compacted records, and their checksum; the same records give the same bytes.
+
+    Raises:
+        SettingsError: the disk is full, or the folder cannot be written. What was there stays as it was.
+    """
     lines = [head, *map(compact, records)]
     text = "".join(json.dumps(finite(line), ensure_ascii=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    packed = gzip.compress(text.encode(), 9, mtime=0)
+    sums = _sums(path.parent) | {path.name: hashlib.sha256(packed).hexdigest()}
+    replace(path, packed)
+    listed = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    replace(path.with_name(SUMS), listed.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        SettingsError: the disk is full, or the folder cannot be written. What was there stays as it was.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise SettingsError(
+            f"{path} must be a file that can be written ({error.strerror}); it is as it was, and the same command "
+            "continues"
+        ) from None
 
 
 def read(path: Path) -> tuple[Head, list[Record]]:
-    """(head, records) of a file that ``write`` wrote."""
-    head, *records = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
+    """(head, records) of a file that ``write`` wrote.
+
+    Raises:
+        SettingsError: there is no such file, or it is not the one that was written.
+    """
+    if not path.is_file():
+        raise SettingsError(f"{path} must be a file of records; measure first, without --page")
+    packed = path.read_bytes()
+    if hashlib.sha256(packed).hexdigest() != _sums(path.parent).get(path.name):
+        raise SettingsError(
+            f"{path} is not the file that was measured: its checksum is not the one in {SUMS}; restore it with git, "
+            "or measure again"
+        )
+    head, *records = map(json.loads, gzip.decompress(packed).decode().splitlines())
     return head, records
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """Checksum by file name."""
+    path = folder / SUMS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
