@@ -109,7 +109,7 @@ def draw_step() -> str:
     lines = ["text so far    ... " + " ".join(WORDS[t] for t in prefix[-5:])]
     for node, token in zip(path, tokens, strict=True):
         child = tree.child(node, token)
-        found = "no row bears it: the bonus token" if child is None else f"row {child} bears it: descend"
+        found = "no child has it: the bonus token" if child is None else f"row {child} has it: descend"
         lines.append(
             f"verify         under row {label(tree, node):<8} the target says {WORDS[token]:<5} {found}"
         )
