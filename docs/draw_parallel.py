@@ -1,4 +1,4 @@
-"""Draws the pictures of parallel.md and attention.md from the code itself.
+"""Draws the pictures of parallel.md (in both languages) and attention.md from the code itself.
 
     python docs/draw_parallel.py            print the blocks
     python docs/draw_parallel.py --write    put them into the pages and draw docs/images/shards.svg
@@ -18,7 +18,7 @@ from lookahead.parallel.executor import below
 from lookahead.parallel.shard import Shards, shard
 
 HERE = Path(__file__).parent
-PAGES = ("parallel.md", "attention.md")
+PAGES = ("parallel.md", "zh/parallel.md", "attention.md")
 RANKS = 3
 COLOURS = ("#0072B2", "#D55E00", "#009E73")
 

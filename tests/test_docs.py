@@ -115,6 +115,23 @@ def test_links_lead_somewhere(page):
             assert not anchor or there.suffix != ".md" or anchor in anchors_of(there), f"{page.name}: {link}"
 
 
+def test_the_page_of_benchmarks_lists_every_program_and_every_result():
+    text = (DOCS / "benchmarks.md").read_text()
+    programs = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "__name__" in path.read_text() and path.stem != "vllm_run"  # which benchmarks.vllm starts
+    }
+    assert len(programs) > 15
+    for name in programs:
+        assert re.search(rf"`(?:python -m benchmarks\.)?{name}\b", text), name
+    studies = (ROOT / "benchmarks" / "paper" / "__main__.py").read_text()
+    for name in [*re.findall(r'"([\w-]+)"', re.search(r"^STUDIES = (.*)", studies, re.M)[1]), "settings"]:
+        assert f"| `{name}` |" in text, name
+    for page in (DOCS / "results").glob("*.md"):
+        assert f"(results/{page.name})" in text, page.name
+
+
 def test_the_site_has_every_page(tmp_path):
     """What ``make docs`` builds: each page has its place, and links into the repository become links on the site."""
     site, out = module("site"), tmp_path / "docs"

@@ -11,7 +11,8 @@ DOCS = ROOT / "docs"
 #: English pages that have a Chinese one: start, guides, lesson.
 TRANSLATED = [
     ROOT / "README.md",
-    *(DOCS / name for name in ("index.md", "start.md", "how-it-works.md", "adaptive.md")),
+    *(DOCS / f"{name}.md" for name in ("index", "start", "models", "parallel", "benchmarks")),
+    *(DOCS / f"{name}.md" for name in ("how-it-works", "adaptive")),
     *sorted((DOCS / "guides").glob("*.md")),
     *sorted((DOCS / "lesson").glob("*.md")),
 ]

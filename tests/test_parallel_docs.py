@@ -9,7 +9,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("name", ["parallel.md", "attention.md"])
+@pytest.mark.parametrize("name", ["parallel.md", "zh/parallel.md", "attention.md"])
 def test_drawn_blocks_are_what_the_code_draws(name):
     spec = importlib.util.spec_from_file_location("draw_parallel", DOCS / "draw_parallel.py")
     draw = importlib.util.module_from_spec(spec)
