@@ -95,7 +95,8 @@ soak: $(READY)
 
 # What builds the site and the packages lies beside the tests' packages: pip installs it when it is first asked for.
 $(VENV)/.docs: $(READY)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' \
+	  || { echo "error: what builds the site must be installed first, which needs a network once; builds need none"; exit 2; }
 	@touch $@
 
 $(VENV)/.release: $(READY)

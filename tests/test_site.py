@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ from test_docs import module
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["index.html", "start.html", "lesson/3-window.html", "reference/cli.html", "settings.html"]
+#: Runs a command without any network, where a user may do that.
+WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net"]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The address of the site, built strictly and served from a folder."""
+    """The address of the site, built strictly and without a network, and served from a folder."""
     if find_spec("zensical") is None:
         pytest.skip("Zensical is not installed (make docs)")
     folder = tmp_path_factory.mktemp("site")
@@ -33,6 +36,11 @@ def site(tmp_path_factory):
         settings = settings.replace(theirs, here)
     (folder / "mkdocs.yml").write_text(settings.replace("paths: [src]", f"paths: [{ROOT}/src]"))
     build = [sys.executable, "-m", "zensical", "build", "--strict"]
+    if (
+        shutil.which("unshare")
+        and not subprocess.run([*WITHOUT_NETWORK, "true"], capture_output=True).returncode
+    ):
+        build = [*WITHOUT_NETWORK, *build]
     done = subprocess.run(build, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder / "out")
@@ -40,6 +48,20 @@ def site(tmp_path_factory):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_a_first_build_without_a_network_says_so(tmp_path):
+    """``make docs`` where pip reaches nothing: one line says what is missing, and the next build tries again."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    done = subprocess.run(["make", "docs", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "must be installed first, which needs a network once; builds need none" in done.stdout
+    assert not (tmp_path / ".docs").exists()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark")])
