@@ -184,7 +184,8 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
         ]
         what = "greedy" if not temperature else f"temperature {temperature:g}"
         lines += [f"## {workload}, {what}", "", markdown_table(heads, rows), ""]
-    return [*lines, "![Accepted tokens by source](../images/adaptive-credit.png)"]
+    shows = "Accepted drafted tokens a step by source, for code and maths at T = 0 and T = 1, cold and warm"
+    return [*lines, f"![{shows}](../images/adaptive-credit.svg)"]
 
 
 def main() -> None:
