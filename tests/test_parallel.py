@@ -5,13 +5,17 @@ one set of processes; their results are reported as one test each.
 """
 
 import atexit
+import contextlib
 import functools
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -612,6 +616,26 @@ def timeout_of(rank):
 
 def test_load_hands_the_timeout_on():
     assert [outcome[:2] for outcome in launch(2, timeout_of)] == [("done", 33.0), ("left", 0)]
+
+
+def program(rank, code):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(code, "docs/parallel.md", "exec"), {"__name__": "documentation"})
+        finally:
+            atexit._run_exitfuncs()  # as at the end of the program
+    return printed.getvalue()
+
+
+def test_the_program_of_the_page_runs():
+    import lookahead
+
+    page = (Path(__file__).parent.parent / "docs" / "parallel.md").read_text()
+    code = re.search(r"^```py\n(.*?)^```", page, re.S | re.M)[1].replace("path/to/model", "tiny")
+    first, second = launch(2, program, code)
+    assert first[:2] == ("done", lookahead.load("tiny").generate("def main():").text + "\n")
+    assert second[:2] == ("left", 0)
 
 
 def test_a_row_that_never_comes_over_nccl_names_the_rank(monkeypatch):
