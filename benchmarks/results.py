@@ -105,10 +105,25 @@ class Step:
         if not (records / "summary.json").is_file():  # the command has written the page itself
             return
         title = f"Methods side by side, {self.name.removeprefix('bench-')}"
-        page = f"# {title}\n\n{(records / 'summary.md').read_text()}\n![Speed by method]({self.name}.png)\n"
+        shown = figure_text(json.loads((records / "summary.json").read_text()))
+        page = f"# {title}\n\n{(records / 'summary.md').read_text()}\n![{shown}]({self.name}.svg)\n"
         (RESULTS / f"{self.name}.md").write_text(page)
         shutil.copy(records / "summary.json", self.page)
-        shutil.copy(records / "tokens-per-second.png", RESULTS / f"{self.name}.png")
+        shutil.copy(records / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+
+
+def figure_text(facts: Mapping[str, Any]) -> str:
+    """What the figure of a page shows, for readers who do not see it."""
+    rates = {
+        name: [
+            f"{line['workload']} {line['all']['rate']:.0f}"
+            for line in facts["figures"]
+            if line["method"] == name
+        ]
+        for name in ("plain", "adaptive")
+    }
+    each = "; ".join(f"{name}: {', '.join(own)}" for name, own in rates.items() if own)
+    return f"Tokens per second by data set and method. {each}"
 
 
 def steps(data: Path, limit: int, model: Path | None) -> list[Step]:

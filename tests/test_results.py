@@ -134,6 +134,27 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     assert last.is_done()
 
 
+def test_a_page_has_its_figure_as_svg_with_a_text_of_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(results.subprocess, "run", lambda *given, **named: None)
+    folder = tmp_path / "records" / "bench-x"
+    folder.mkdir(parents=True)
+    lines = [
+        line("code", "plain", 100.4, 1.0),
+        line("sums", "plain", 90.2, 1.0),
+        line("code", "adaptive", 160, 2),
+    ]
+    (folder / "summary.json").write_text(json.dumps({"figures": lines}))
+    (folder / "summary.md").write_text("a table\n")
+    (folder / "tokens-per-second.svg").write_text("<svg/>")
+    results.Step("bench-x", ("-m", "benchmarks.side_by_side"), 1).run()
+    shown = "Tokens per second by data set and method. plain: code 100, sums 90; adaptive: code 160"
+    assert (tmp_path / "bench-x.md").read_text().endswith(f"a table\n\n![{shown}](bench-x.svg)\n")
+    assert (tmp_path / "bench-x.svg").exists()
+    assert (tmp_path / "bench-x.json").exists()
+
+
 def test_a_folder_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         results.main(["--data", "no-such-folder"])
