@@ -347,9 +347,11 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
         "commit",
         "tiny in float32",
         "What differs from the paper",
-        f"({name}.png)",
+        f"({name}.svg)",
     ):
         assert part in text, part
+    (alt,) = re.findall(r"!\[([^\]]*)\]", text)
+    assert re.search(r"\d", alt), "the figure has a text of what it shows"
     assert str(tmp_path) not in text
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"records", *(f"{name}.{kind}" for kind in ("md", "json", "png", "svg"))}

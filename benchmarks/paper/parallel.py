@@ -349,7 +349,9 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     }
     title = "Lookahead parallelism (figures 6 and 7)"
     facts = [{"workload": w, "ranks": r, **_as_dict(x)} for (w, r), x in found.items()]
-    return Page(title, body, differs, lambda: _figure(curves), facts)
+    each = "; ".join(f"{name} {', '.join(map(number, values))}" for name, values in curves.items())
+    alt = f"Modelled speed-up over plain decoding on {', '.join(map(str, RANKS))} ranks: {each}"
+    return Page(title, body, differs, lambda: _figure(curves), facts, alt)
 
 
 def _as_dict(x: Scaling) -> dict[str, float]:

@@ -27,7 +27,7 @@ from lookahead.core import SettingsError
 from ..datasets import find_file, load_workload
 from .committed import Head
 from .intervals import drawn_sums, interval
-from .study import Page, Study, model_and_machine
+from .study import Page, Study, in_words, model_and_machine
 
 Cell = tuple[int, ...]
 Distribution = dict[Cell, float]
@@ -368,7 +368,9 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "score.",
     ]
     facts = {"texts": rows, "joint_distribution": tests}
-    return Page("Sampling quality (table 2)", body, differs, lambda: _figure(rows), facts)
+    at = in_words([f"{temperature:g}" for temperature in dict.fromkeys(row["temperature"] for row in rows)])
+    alt = f"ROUGE-1, -2 and -L of plain decoding and of lookahead at temperatures {at}"
+    return Page("Sampling quality (table 2)", body, differs, lambda: _figure(rows), facts, alt)
 
 
 def _prompts(records: Sequence[Record]) -> str:

@@ -13,8 +13,8 @@ from math import nan
 from typing import Any
 
 from lookahead.bench.plots import COLOURS, colour, label, new_figure, powers_of_two
-from lookahead.bench.record import Record
-from lookahead.bench.report import figures
+from lookahead.bench.record import Record, was_busy
+from lookahead.bench.report import figures, number, plain_of
 from lookahead.core import SettingsError
 from lookahead.drafters import Lookahead
 
@@ -32,6 +32,8 @@ from .study import (
 )
 
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
+#: N of the paper's settings (table 4).
+PAPER_N = 5
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -145,12 +147,16 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
         f"{1 / (1 - found.alpha):.2f} tokens per step, whatever its length.",
         "",
+        "The settings of the paper's table 4:",
+        "",
         "| the paper's model | (W, N, G) | (W + G)(N - 1), extra operations (paper) | rows of our largest step |",
         "| --- | --- | ---: | ---: |",
         *(
             f"| {size} | {triple} | {extra} | {Lookahead(*triple).max_step_rows} |"
             for size, triple, extra in EXTRA
         ),
+        "",
+        *_by_window(records, rows, drawn),
     ]
     differs = [
         model_and_machine(head, records),
@@ -161,8 +167,38 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "pool.",
         "The operations of a step are counted in rows: each costs two per parameter; attention adds little here.",
     ]
-    title = "Scaling law (section 4, figures 4a and 4b)"
-    return Page(title, body, differs, lambda: _figure(points, found, rows))
+    title = "Scaling law (section 4, figures 4 and 8, table 4)"
+    alt = (
+        f"Left, S by W = G for N = 3, 5 and 7, with equation 7 as fitted (alpha = {found.alpha:.3f}, "
+        f"f = {found.f:.2f}) and with the paper's alpha and f; right, S by the rows of a step, up to "
+        f"{max(s for *_, s in points):.2f}"
+    )
+    return Page(title, body, differs, lambda: _figure(points, found, rows), alt=alt)
+
+
+def _by_window(
+    records: Sequence[Record],
+    rows: Mapping[tuple[int, int], float],
+    drawn: Mapping[tuple[int, int], Any],
+) -> list[str]:
+    """What a larger window brings and costs at the paper's N; no speeds where other work ran."""
+    measured = [r for r in records if "skipped" not in r]
+    plain, timed = plain_of(measured), not was_busy(records)
+    lines = [
+        f"What W brings and costs at N = {PAPER_N} (figure 8):",
+        "",
+        "| W = G | S | (W + G)(N - 1) | rows of a step, mean | speed-up over plain decoding |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (w, n), name in methods().items():
+        if n == PAPER_N:
+            x = figures([r for r in measured if r["method"] == name], plain)
+            ends = "–".join(f"{end:.2f}" for end in interval(drawn[w, n]))
+            speed = number(x.total) if timed else "–"
+            lines.append(
+                f"| {w} | {number(x.s_steps)} [{ends}] | {2 * w * (n - 1)} | {rows[w, n]:.1f} | {speed} |"
+            )
+    return lines
 
 
 def _table(

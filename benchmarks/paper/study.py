@@ -85,6 +85,7 @@ class Page:
         body: lines of Markdown.
         differs: what differs from the paper, a sentence or more each.
         draw: draws the figure; None for a page without one.
+        alt: what the figure shows, for readers who do not see it.
         facts: figures for machines; the summary of the records if None.
     """
 
@@ -93,6 +94,7 @@ class Page:
     differs: Sequence[str]
     draw: Callable[[], Any] | None = None
     facts: Any = None
+    alt: str = ""
 
 
 class Reproduction(Protocol):
@@ -125,7 +127,7 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
     lines = [f"# {page.title}", "", f"`{head['command']}`", "", where_and_size(head, records), ""]
     lines += [f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz).", ""]
     if page.draw is not None:
-        lines += [f"![{page.title}]({name}.png)", ""]
+        lines += [f"![{page.alt or page.title}]({name}.svg)", ""]
     notes = [head.get("note", ""), was_busy(records)]
     notes += [
         f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()
