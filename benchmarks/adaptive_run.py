@@ -1,6 +1,7 @@
 """The adaptive drafter step by step: rows chosen, tokens emitted, and how well its estimates are calibrated.
 
     python -m benchmarks.adaptive_run --data FOLDER
+    python -m benchmarks.adaptive_run --draw         the pictures again, from the committed figures
 
 Decodes code and maths prompts one after the other, cold for each prompt, plainly, with the budget, and with 64 rows
 in every step, and draws two pictures: rows and tokens of every step, and, over the steps of 64 rows, by level of
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -129,10 +130,17 @@ def calibration(by_temperature: dict[str, list[list[float]]]) -> Any:
     return figure
 
 
+def draw(facts: Mapping[str, Any], folder: Path) -> None:
+    """Both pictures, from the figures alone."""
+    save(rows_over_time(facts["runs"]), folder / "adaptive-rows", facts["where"])
+    save(calibration(facts["calibration"]), folder / "adaptive-calibration", facts["where"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", required=True, help="a folder with the data sets")
+    add("--data", help="a folder with the data sets")
+    add("--draw", action="store_true", help="only draw the pictures again, from the figures in --out")
     add("--model", help="in place of SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=20)
@@ -141,6 +149,11 @@ def main() -> None:
     add("--out", type=Path, default=Path("docs/results/adaptive-run.json"))
     add("--pictures", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.out.read_text()), args.pictures)
+        return
+    if args.data is None:
+        parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
     llm = lookahead.load(args.model, dtype=args.dtype)
     target, size = llm.target(), llm.vocabulary
     times = times_for(llm.model, target.path, lambda: target)
@@ -192,8 +205,7 @@ def main() -> None:
     command = command_line(sys.argv[1:], "python -m benchmarks.adaptive_run")
     facts = {"command": command, "where": where, "levels": LEVELS, "calibration": levels, "runs": runs}
     args.out.write_text(json.dumps(facts) + "\n")
-    save(rows_over_time(runs), args.pictures / "adaptive-rows", where)
-    save(calibration(levels), args.pictures / "adaptive-calibration", where)
+    draw(facts, args.pictures)
     equal = sum(run["equal"] for run in runs)
     print(f"{len(runs)} texts, {equal} equal to plain decoding; written to {args.out}")
 

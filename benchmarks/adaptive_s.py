@@ -2,6 +2,7 @@
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
+    python -m benchmarks.adaptive_s --draw                         the picture again, from the committed figures
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
 after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of
@@ -13,6 +14,7 @@ its pool. ``warm+corpus``: adaptive also proposes from earlier texts. ``hf-promp
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -191,7 +193,8 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="a folder with the data sets")
+    add("--data", type=Path, help="a folder with the data sets")
+    add("--draw", action="store_true", help="only draw the picture again, from the figures in --out")
     add("--model", help="in place of SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=60)
@@ -203,6 +206,12 @@ def main() -> None:
     add("--out", type=Path, default=Path("docs/results/adaptive"), help="page and JSON")
     add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
+    if args.draw:
+        facts = json.loads(args.out.with_suffix(".json").read_text())
+        save(credit_by_source(facts["figures"], args.rows), args.picture, facts["where"])
+        return
+    if args.data is None:
+        parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
     llm = lookahead.load(args.model, dtype=args.dtype)
     model = ModelUnderTest.of(llm)
     records: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import results
+from benchmarks import adaptive_run, adaptive_s, results
 
 TEXT, CHINESE = results.README.read_text(), results.README_ZH.read_text()
 
@@ -153,6 +153,24 @@ def test_a_page_has_its_figure_as_svg_with_a_text_of_what_it_shows(tmp_path, mon
     assert (tmp_path / "bench-x.md").read_text().endswith(f"a table\n\n![{shown}](bench-x.svg)\n")
     assert (tmp_path / "bench-x.svg").exists()
     assert (tmp_path / "bench-x.json").exists()
+
+
+def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_path, monkeypatch):
+    """The words and numbers in them: how matplotlib writes a line differs from version to version."""
+    pytest.importorskip("matplotlib")
+    for module, option in ((adaptive_run, "--pictures"), (adaptive_s, "--picture")):
+        where = tmp_path / "adaptive-credit" if option == "--picture" else tmp_path
+        monkeypatch.setattr("sys.argv", ["x", "--draw", option, str(where)])
+        module.main()
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert [path.stem for path in drawn] == ["adaptive-calibration", "adaptive-credit", "adaptive-rows"]
+    for path in drawn:
+        ours, theirs = (
+            re.findall(r"<text[^>]*>([^<]+)</text>", one.read_text())
+            for one in (path, results.ROOT / "docs" / "images" / path.name)
+        )
+        assert len(ours) > 10
+        assert ours == theirs, path.name
 
 
 def test_a_folder_that_is_not_there(capsys):
