@@ -64,6 +64,7 @@ SLOW = [
     "test_paper::test_a_command_writes*",
     "test_paper::test_rouge*",
     "test_docs::test_python_blocks*",
+    "test_docs::test_commands_of_pages_run*",
     "test_equivalence::test_the_real_model*",
     "test_fuzz::test_no_case*",
     "test_fuzz::test_a_case_follows*",

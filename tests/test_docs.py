@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from lookahead.cli import app
 from lookahead.cli.bench import MEASURE
@@ -96,6 +97,34 @@ def test_commands_have_the_options_that_pages_give_them(page):
             command = command.commands[rest.pop(0) if rest and rest[0] in command.commands else MEASURE]
         if command.name != "serve":  # reads its options itself
             command.make_context(command.name, rest)
+
+
+#: What makes the commands of these pages short. Other pages need a server, ranks, or llama.cpp: they have own tests.
+SHORT = {
+    "generate": ["--max-new-tokens", "16"],
+    "bench": ["--limit", "1", "--max-new-tokens", "8", "--repeats", "1"],
+    "step-cost": ["--contexts", "16", "--rows", "1,4"],
+    "show": [],
+}
+
+
+@pytest.mark.parametrize("name", ["start.md", "trace.md", "benchmarks.md"])
+def test_commands_of_pages_run(name, tmp_path, monkeypatch):
+    """One after the other in one folder, on the tiny model where the page leaves the model open."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
+    commands = list(command_lines(DOCS / name))
+    assert commands
+    for words in commands:
+        kind = words[1] if words[1:2] == ["step-cost"] else words[0]
+        words = [*words, *SHORT[kind]]
+        if "MODEL" in words:
+            words[words.index("MODEL")] = "tiny"
+        elif kind != "show":
+            words.insert(words.index(kind) + 1, "tiny")
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, f"lookahead {shlex.join(words)}\n{done.output}"
 
 
 def anchors_of(page):
