@@ -25,12 +25,14 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
+from lookahead.bench import Records
 from lookahead.bench.record import commit
-from lookahead.bench.report import markdown_table
+from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 
 from .convert_gguf import convert
 from .datasets import SETS
+from .paper import committed
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
@@ -101,15 +103,25 @@ class Step:
     def run(self) -> None:
         """Make the page."""
         subprocess.run([sys.executable, *self.words], cwd=ROOT, check=True)
-        records = RECORDS / self.name
-        if not (records / "summary.json").is_file():  # the command has written the page itself
+        folder = RECORDS / self.name
+        if not (folder / "summary.json").is_file():  # the command has written the page itself
             return
-        title = f"Methods side by side, {self.name.removeprefix('bench-')}"
-        shown = figure_text(json.loads((records / "summary.json").read_text()))
-        page = f"# {title}\n\n{(records / 'summary.md').read_text()}\n![{shown}]({self.name}.svg)\n"
-        (RESULTS / f"{self.name}.md").write_text(page)
-        shutil.copy(records / "summary.json", self.page)
-        shutil.copy(records / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+        head = {"command": json.loads((folder / "summary.json").read_text())["command"]}
+        committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, Records(folder).read())
+        text, facts = side_by_side(self.name)
+        (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
+        self.page.write_text(facts, encoding="utf-8")
+        shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+
+
+def side_by_side(name: str) -> tuple[str, str]:
+    """A page of methods side by side from its committed records: Markdown, and its figures as JSON."""
+    head, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
+    text, facts = page_of(records, head["command"])
+    title = f"Methods side by side, {name.removeprefix('bench-')}"
+    origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
+    page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
+    return page, json.dumps(facts, indent=1) + "\n"
 
 
 def figure_text(facts: Mapping[str, Any]) -> str:

@@ -4,10 +4,14 @@ import errno
 import json
 import re
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import adaptive_run, adaptive_s, results
+from lookahead.bench import ModelUnderTest, Records, RunOptions, run
+from lookahead.bench.report import write_report
+from lookahead.testing import FakeTarget
 
 TEXT, CHINESE = results.README.read_text(), results.README_ZH.read_text()
 
@@ -134,25 +138,30 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     assert last.is_done()
 
 
-def test_a_page_has_its_figure_as_svg_with_a_text_of_what_it_shows(tmp_path, monkeypatch):
+def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(results.subprocess, "run", lambda *given, **named: None)
-    folder = tmp_path / "records" / "bench-x"
-    folder.mkdir(parents=True)
+    monkeypatch.setattr(results, "RECORDS", tmp_path / "build")
+    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
+    store = Records(tmp_path / "build" / "bench-x")
+    model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
+    run(["prompt-lookup"], [[1, 2, 3, 1, 2, 3]], model, options, store)
+    write_report(store.read(), store.folder, "a command")
+    results.Step("bench-x", ("-m", "benchmarks.side_by_side"), 1).run()
+    page, facts = ((tmp_path / f"bench-x.{suffix}").read_text() for suffix in ("md", "json"))
+    assert page.startswith("# Methods side by side, x\n\n`a command`\n")
+    assert page.endswith(f"\n![{results.figure_text(json.loads(facts))}](bench-x.svg)\n")
+    assert (tmp_path / "bench-x.svg").exists()
+    assert results.side_by_side("bench-x") == (page, facts)
+
+
+def test_the_text_of_a_figure_names_its_speeds():
     lines = [
         line("code", "plain", 100.4, 1.0),
         line("sums", "plain", 90.2, 1.0),
         line("code", "adaptive", 160, 2),
     ]
-    (folder / "summary.json").write_text(json.dumps({"figures": lines}))
-    (folder / "summary.md").write_text("a table\n")
-    (folder / "tokens-per-second.svg").write_text("<svg/>")
-    results.Step("bench-x", ("-m", "benchmarks.side_by_side"), 1).run()
     shown = "Tokens per second by data set and method. plain: code 100, sums 90; adaptive: code 160"
-    assert (tmp_path / "bench-x.md").read_text().endswith(f"a table\n\n![{shown}](bench-x.svg)\n")
-    assert (tmp_path / "bench-x.svg").exists()
-    assert (tmp_path / "bench-x.json").exists()
+    assert results.figure_text({"figures": lines}) == shown
 
 
 def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_path, monkeypatch):

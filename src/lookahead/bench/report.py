@@ -249,6 +249,15 @@ def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
     return [*left_out, *map(unequal_text, summary.unequal), *filter(None, [was_busy(records)])]
 
 
+def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
+    """The report in Markdown without its figure, and its numbers for JSON."""
+    summary, where = summarise(records), describe(records[-1])
+    lines = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, ""]
+    facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
+    facts |= {"figures": [asdict(line) for line in summary.lines]}
+    return "\n".join([*lines, *notes_of(summary, records)]) + "\n", finite(facts)
+
+
 def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> None:
     """Print a table per workload; write ``summary.md``, its figures as ``summary.json``, and the plot.
 
@@ -261,17 +270,13 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
         texts = max(line.all.texts for line in lines)
         console.print(_terminal_table(f"{workload}: {texts} texts per method", lines))
     console.print(LEGEND, style="dim", markup=False)
-    notes = notes_of(summary, records)
-    for line in notes:
+    for line in notes_of(summary, records):
         console.print(line, style="red", markup=False, soft_wrap=True)
-    where = describe(records[-1])
-    page = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, "", *notes]
-    (out / "summary.md").write_text("\n".join(page) + "\n", encoding="utf-8")
-    facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
-    facts |= {"figures": [asdict(line) for line in summary.lines]}
-    (out / "summary.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
+    text, facts = page_of(records, command)
+    (out / "summary.md").write_text(text, encoding="utf-8")
+    (out / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     drawn = draw and any(record.get("steps") for record in records)
     if drawn:
-        save(speeds(summary), out / "tokens-per-second", where)
+        save(speeds(summary), out / "tokens-per-second", facts["where"])
     written = "records, summary and plot" if drawn else "records and summary"
-    console.print(f"{where}\n{written}: {out}", style="dim", markup=False)
+    console.print(f"{facts['where']}\n{written}: {out}", style="dim", markup=False)
