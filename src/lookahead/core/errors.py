@@ -24,15 +24,21 @@ def first_line(error: BaseException, longest: int = 300) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
 
 
-def failure(what: str, error: Exception) -> LookaheadError:
-    """The error of a sequence whose code raised ``error``: the same error, or a ``LookaheadError`` caused by it.
+def summary(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadError) -> LookaheadError:
+    """The error of a sequence whose code raised ``error``: the same error, or one of ``kind`` caused by it.
 
     Args:
         what: what failed, as in "the drafter".
         error: what it raised.
+        kind: the class of the result if ``error`` is not a ``LookaheadError``.
     """
     if isinstance(error, LookaheadError):
         return error
-    failed = LookaheadError(f"{what} failed: {type(error).__name__}: {first_line(error)}")
+    failed = kind(f"{what} failed: {summary(error)}")
     failed.__cause__ = error
     return failed

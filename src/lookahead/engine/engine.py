@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..core import UNLIMITED_ROWS, Decoder, Drafter, Generation, LookaheadError, Request, Step, Target
-from ..core.errors import failure, first_line
+from ..core.errors import failure
 from ..core.target import PROMISES, UP_TO_ROUNDING
 from ..drafters import Plain
 from ..targets.factory import probe
@@ -219,12 +219,7 @@ class Engine:
         except Exception as error:
             # The state of the target is unknown now, so its sequences end. Waiting sequences will use a new target.
             self._decoder = None
-            failed: LookaheadError
-            if isinstance(error, LookaheadError):
-                failed = error
-            else:
-                failed = PassFailed(f"the forward pass failed: {type(error).__name__}: {first_line(error)}")
-                failed.__cause__ = error
+            failed = failure("the forward pass", error, PassFailed)
             return [self._end(sequence, "error", failed) for sequence in list(self._running)]
         updates = []
         for sequence in list(self._running):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..core import NumericalError, OutOfMemory, Scores, Target, TokenTree
-from ..core.errors import first_line
+from ..core.errors import first_line, summary
 from .wire import Link, Message, RankError
 
 _MODULUS = (1 << 61) - 1
@@ -153,7 +153,7 @@ def serve(link: Link, make_target: Callable[[], Target]) -> None:
             if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
                 link.send("no_memory", text=first_line(error))
                 continue
-            link.send("failed", text=f"{type(error).__name__}: {first_line(error, 400)}")
+            link.send("failed", text=summary(error))
             link.flush()
             raise
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, TokenTree
-from ..core.errors import first_line
+from ..core.errors import summary
 from .executor import RankExecutor, as_lists, as_tensor, best_or_nan
 from .rank_group import RankGroup
 from .shard import Shards, shard
@@ -223,7 +223,7 @@ class ParallelTarget:
         except OutOfMemory as error:
             problem = error
         except BaseException as error:
-            self.rank_group.fail(RankError(0, f"rank 0 failed: {type(error).__name__}: {first_line(error)}"))
+            self.rank_group.fail(RankError(0, f"rank 0 failed: {summary(error)}"))
             raise
         answers = {rank: self.rank_group.receive(rank) for rank in self.rank_group.connections.links}
         for rank, answer in answers.items():

@@ -36,9 +36,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
+from ..core.errors import summary
 from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
 from .facts import PassFacts
-from .limits import memory_errors, summary
+from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .transformers import PlainTarget, run_model
 

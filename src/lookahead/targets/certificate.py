@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from ..attention import Attend, exact, has_triton
 from ..core import OutOfMemory, SettingsError
+from ..core.errors import summary
 from .attention_hook import TreeAttention
 from .cuda_graphs import uncapturable
 from .equivalence import compare
 from .exact import CapturedExactTarget, ExactTarget, Row
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .limits import memory_errors, summary
+from .limits import memory_errors
 
 #: Tokens of the certificate's prefix: more than a page of ``attention.exact``.
 PREFIX = 300

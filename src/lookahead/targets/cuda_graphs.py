@@ -33,11 +33,12 @@ from transformers import PreTrainedModel
 from ..attention import get
 from ..attention.bits import pack_bits, word_count
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
+from ..core.errors import summary
 from .attention_hook import TreeAttention
 from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .limits import memory_errors, summary
+from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows, best_tokens
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache

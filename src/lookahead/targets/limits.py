@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core import OutOfMemory
-from ..core.errors import first_line
 
 #: The position limit of a model without one: more than any text has.
 NO_LIMIT = 1 << 30
@@ -49,8 +48,3 @@ def memory_errors(what: str) -> Iterator[None]:
             f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "
             "a smaller dtype, or a smaller (W, N, G)"
         ) from error
-
-
-def summary(error: BaseException) -> str:
-    """An error's type and first line."""
-    return f"{type(error).__name__}: {first_line(error, 160)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import OutOfMemory, SettingsError, Target
+from ..core.errors import summary
 from . import certificate
 from .attention_hook import mask_compatible_attention
 from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
@@ -24,7 +25,7 @@ from .cpu.target import CpuTarget
 from .equivalence import HALF_DTYPES, compare, in_float32
 from .facts import ModelFacts, PassFacts
 from .fingerprint import forget, remember
-from .limits import NO_LIMIT, summary
+from .limits import NO_LIMIT
 from .probe import Probe
 from .transformers import PlainTarget, TransformersTarget
 

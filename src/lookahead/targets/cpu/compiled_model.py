@@ -10,6 +10,7 @@ import numpy as np
 from numba import config as numba_config
 
 from ...core import LookaheadError
+from ...core.errors import summary
 from ...threads import thread_count
 from . import formats, packed
 from .blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
@@ -276,7 +277,4 @@ def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
     except (MemoryError, Unsupported, LookaheadError):
         raise
     except Exception as error:  # any error of numba or LLVM, for this processor or its cache folder
-        first_line = (str(error).splitlines() or [""])[0][:160]
-        raise Unsupported(
-            f"numba cannot compile passes here ({type(error).__name__}: {first_line})"
-        ) from error
+        raise Unsupported(f"numba cannot compile passes here ({summary(error)})") from error

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...core import TokenTree
+from ...core.errors import summary
 from ..equivalence import (
     CONTROL_MARGIN,
     MAX_ROW_FACTOR,
@@ -18,7 +19,7 @@ from ..equivalence import (
     Trial,
     distance,
 )
-from ..limits import NO_LIMIT, summary
+from ..limits import NO_LIMIT
 from ..masks import LayerKinds
 from .library import Context, EngineFailed
 from .model import LlamaCppModel
