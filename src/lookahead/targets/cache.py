@@ -1,6 +1,6 @@
-"""KV caches of targets: the interface, and slots in shared tensors.
+"""KV caches of targets: the interface, and what targets over one have in common.
 
-``tree_cache`` has the cache that models of transformers write to.
+``tree_cache`` has the cache that models of transformers write to, ``cpu.execution_plan`` that of compiled passes.
 
 Rows of a step are written behind the committed tokens of their slot. A commit moves the accepted rows together and
 leaves the others to be overwritten. Example: a slot holds T = 10 tokens, a step of 6 rows was written to columns 10
@@ -34,38 +34,6 @@ class KVStorage(ABC):
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Move the accepted rows ``path`` (increasing) of a slot's last step to the columns behind its ``length``
         committed tokens."""
-
-
-class SharedStorage(KVStorage):
-    """Storage in which all slots lie in the same tensors and have the same capacity.
-
-    A batch is then one view of the tensors. Slots and capacity grow by doubling.
-
-    Attributes:
-        slots: sequences that there is room for.
-        capacity: tokens per slot.
-    """
-
-    slots: int
-    capacity: int
-
-    def make_room(self, slot: int, length: int) -> None:
-        self.reserve(slot + 1, length)
-
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room for at least ``slots`` slots of ``capacity`` tokens; double what is too small."""
-        new_slots, new_capacity = self.slots, self.capacity
-        while new_slots < slots:
-            new_slots *= 2
-        while new_capacity < capacity:
-            new_capacity *= 2
-        if (new_slots, new_capacity) != (self.slots, self.capacity):
-            self._grow(new_slots, new_capacity)
-            self.slots, self.capacity = new_slots, new_capacity
-
-    @abstractmethod
-    def _grow(self, slots: int, capacity: int) -> None:
-        """Move to new memory of this size. ``self.slots`` and ``self.capacity`` still describe the old memory."""
 
 
 class StoredTarget:

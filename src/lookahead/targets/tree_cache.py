@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .cache import SharedStorage
+from .cache import KVStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,21 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class TreeCache(SharedStorage, Cache):
+class TreeCache(KVStorage, Cache):
     """The KV cache of the transformers target.
 
     All keys and values of one shape share one tensor (count, S slots, heads, C capacity, head size), so a commit is
-    one gather and one scatter for any number of layers. Layers with a sliding window keep all columns; the mask
-    limits what they see.
+    one gather and one scatter for any number of layers, and a batch is a view of the tensor. Slots and capacity grow
+    by doubling. Layers with a sliding window keep all columns; the mask limits what they see.
 
     Args:
         shapes: per layer (heads, key head size, value head size); None for a layer without keys and values.
         dtype, device: of the keys and values.
         capacity: tokens per slot at first.
+
+    Attributes:
+        slots: sequences that there is room for.
+        capacity: tokens per slot.
     """
 
     def __init__(
@@ -99,11 +103,23 @@ class TreeCache(SharedStorage, Cache):
             for (heads, size), count in counts.items()
         }
 
-    def _grow(self, slots: int, capacity: int) -> None:
+    def make_room(self, slot: int, length: int) -> None:
+        self.reserve(slot + 1, length)
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Ensure room for at least ``slots`` slots of ``capacity`` tokens; double what is too small."""
+        new_slots, new_capacity = self.slots, self.capacity
+        while new_slots < slots:
+            new_slots *= 2
+        while new_capacity < capacity:
+            new_capacity *= 2
+        if (new_slots, new_capacity) == (self.slots, self.capacity):
+            return
         for group, old in self._storage.items():
             count, _, heads, _, size = old.shape
-            self._storage[group] = new = old.new_zeros(count, slots, heads, capacity, size)
+            self._storage[group] = new = old.new_zeros(count, new_slots, heads, new_capacity, size)
             new[:, : self.slots, :, : self.capacity] = old
+        self.slots, self.capacity = new_slots, new_capacity
 
     def clear(self) -> None:
         """Set all keys and values to 0, in the same memory."""
