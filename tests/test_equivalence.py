@@ -64,7 +64,7 @@ CASES = [(2, False), (2, True), (12, True), (30, False)]
 def test_a_right_path_passes_and_the_control_stands_out(layers, outliers, dtype):
     found = judged(model_of(layers, dtype, outliers))
     assert found.ok, found.reason
-    assert found.margin >= CONTROL_MARGIN
+    assert found.control >= CONTROL_MARGIN * found.difference
     if dtype == torch.float32:
         assert found.control > 50 * found.limit
         assert found.noise == 0
@@ -147,7 +147,8 @@ def test_a_window_that_is_off_by_one_is_caught(window, step, dtype):
 
 def test_where_rounding_hides_the_control_the_tree_is_judged_in_float32():
     model = tiny_model("falcon-alibi", initializer_range=0.1).to(torch.bfloat16)
-    assert judged(model).margin < CONTROL_MARGIN
+    hidden = judged(model)
+    assert hidden.control < CONTROL_MARGIN * hidden.difference
     found = probe(model)
     assert found.mode == "tree"
     assert "widened to float32" in found.reason
@@ -203,7 +204,7 @@ def test_the_real_model_in_bfloat16():
     found = probe(model)
     assert found.mode == "tree"
     assert found.equivalence is not None
-    assert found.equivalence.margin > CONTROL_MARGIN
+    assert found.equivalence.control > CONTROL_MARGIN * found.equivalence.difference
     assert make_target(model).path == "cpu"
     wrong = copy.deepcopy(model)
     weight = wrong.model.layers[15].mlp.down_proj.weight

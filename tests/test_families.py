@@ -91,7 +91,7 @@ def test_the_probe_chooses_and_says_why(family):
         assert "one row per step" in found.reason
     else:
         assert found.mode == ("tree" if family not in RECURRENT_FAMILIES else "batch-rows")
-        assert found.difference < 1e-4
+        assert found.equivalence.difference < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")

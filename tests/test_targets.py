@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import lookahead
 import lookahead.targets.transformers as target_module
 from families import tiny_model
+from lookahead.attention import pack_bits, unpack_bits
 from lookahead.core import Decoder, OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.target import PROMISES
 from lookahead.drafters import Lookahead, Plain, as_drafter
@@ -15,7 +17,7 @@ from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.exact import ExactTarget
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.llamacpp.target import LlamaCppTarget
-from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows, tree_bits
+from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
 from lookahead.testing import assert_same_as_autoregressive, run
@@ -31,7 +33,7 @@ def branching_tree():
 
 def test_bits_equal_the_trees_own_mask():
     trees = [branching_tree(), TokenTree(1)]
-    bits = tree_bits(trees, 7)
+    bits = unpack_bits(pack_bits([tree.ancestors for tree in trees], 7))
     assert bits[0, :6, :6].tolist() == trees[0].mask()
     assert not bits[0, :6, 6:].any()
     assert bits[1, 0].tolist() == [True] + [False] * 6
@@ -281,8 +283,10 @@ def test_rows_to_keep_go_to_the_device_only_where_some_are_left_out(monkeypatch)
 
 def test_the_probe_is_asked_once_per_model():
     model = tiny_model("llama")
-    assert probe(model) is probe(model)
-    assert probe(model, again=True) is not None
+    before = probe(model)
+    assert probe(model) is before
+    lookahead.refresh(model)
+    assert probe(model) is not before
 
 
 def test_running_out_of_memory_is_survived(monkeypatch):

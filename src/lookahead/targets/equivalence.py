@@ -168,6 +168,17 @@ class Trial:
         """The negative control of slot 0's first tree."""
         return _control_tree(self.trees[0][0], self.vocabulary)
 
+    def control_error(self, logits: torch.Tensor, reference: torch.Tensor, unit: torch.Tensor) -> float:
+        """The error of the negative control, of its weaker fault.
+
+        Args:
+            logits: of the control tree.
+            reference, unit: of all rows; a row's error is divided by its unit.
+        """
+        first_tree = slice(len(self.prompts), len(self.prompts) + len(logits))
+        errors = distance(logits, reference[first_tree]) / unit[first_tree]
+        return min(float(errors[list(rows)].max()) for rows in self.controls)
+
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
         """Logits (rows, V) by the model's own causal passes: no cache and no mask; shorter texts are padded at their
         end, where causal attention does not look.
@@ -237,7 +248,8 @@ class Equivalence:
     Attributes:
         ok: the path may be used.
         difference: the largest error of a row.
-        control: the error of the negative control, of its weaker fault.
+        control: the error of the negative control, of its weaker fault; ``CONTROL_MARGIN`` times ``difference`` or
+            more is needed.
         limit: of ``difference``.
         noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
         reason: these figures in words.
@@ -249,11 +261,6 @@ class Equivalence:
     limit: float
     noise: float
     reason: str
-
-    @property
-    def margin(self) -> float:
-        """``control`` as a multiple of ``difference``; at least ``CONTROL_MARGIN`` is needed."""
-        return self.control / max(self.difference, 1e-12)
 
 
 def compare(
@@ -284,9 +291,7 @@ def compare(
         logits, control_logits = trial.run(make_target())
         absolute = distance(logits, reference)
         errors = absolute / unit
-        first_tree = slice(len(trial.prompts), len(trial.prompts) + len(control_logits))
-        control_errors = distance(control_logits, reference[first_tree]) / unit[first_tree]
-        control = min(float(control_errors[list(rows)].max()) for rows in kind.controls)
+        control = trial.control_error(control_logits, reference, unit)
         root_mean_square = errors.square().mean().sqrt()
         geometric_mean = (absolute / own_errors).clamp(min=0.1).log().mean().exp()
         difference, mean = float(errors.max()), float(max(root_mean_square, geometric_mean))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..core import SettingsError, Target
 from .cpu.packed_model import PackedModel
 from .cpu.target import CpuTarget
-from .fingerprint import forget, remember
+from .fingerprint import remember
 from .llamacpp.model import LlamaCppModel
 from .llamacpp.target import LlamaCppTarget
 from .probe import Probe
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 PATHS = ("auto", "cpu", "cuda-graph", "transformers", "batch-rows", "plain")
 
 
-def probe(model: PreTrainedModel | PackedModel | LlamaCppModel, again: bool = False) -> Probe:
+def probe(model: PreTrainedModel | PackedModel | LlamaCppModel) -> Probe:
     """Probe a model. The result is remembered until the model changes (``fingerprint``).
 
     Args:
         model: a causal language model. Packed weights have passes of one kind, with the same bits in any tree, so
             there is nothing to compare. A model of llama.cpp is compared with its own causal passes.
-        again: probe even if a result is remembered.
 
     Raises:
         SettingsError: not a decoder-only language model, or one whose passes round by what else is in them.
@@ -33,12 +32,10 @@ def probe(model: PreTrainedModel | PackedModel | LlamaCppModel, again: bool = Fa
     if isinstance(model, PackedModel):
         return Probe("tree", model.description, None, model.facts)
     if isinstance(model, LlamaCppModel):
-        if again:
-            forget(model)
         return remember(model, "probe", lambda: _probe_llamacpp(model))
     from .module_paths import probe_module
 
-    return probe_module(model, again)
+    return probe_module(model)
 
 
 def _probe_llamacpp(model: LlamaCppModel) -> Probe:

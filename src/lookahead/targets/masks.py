@@ -77,11 +77,6 @@ def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) ->
     return torch.tensor(ids), torch.tensor(positions)
 
 
-def tree_bits(trees: Sequence[TokenTree], rows: int) -> torch.Tensor:
-    """(B, Q, Q) bool: entry [b, i, j] says whether row i of tree b sees row j. Padding sees the root."""
-    return unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
-
-
 def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The position of the token in every cache column, (B, longest prefix + Q).
 
@@ -110,7 +105,7 @@ def attention_masks(
     rows, query = positions.shape[1], positions[:, :, None]
     keys = key_positions(positions, lengths)[:, None]
     seen = torch.zeros(len(trees), rows, keys.shape[2], dtype=torch.bool)
-    bits = tree_bits(trees, rows)
+    bits = unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
     for b, length in enumerate(lengths):
         seen[b, :, :length] = True
         seen[b, :, length : length + rows] = bits[b]

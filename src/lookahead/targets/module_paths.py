@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
-def probe_module(model: PreTrainedModel, again: bool = False) -> Probe:
+def probe_module(model: PreTrainedModel) -> Probe:
     """``factory.probe`` of a model of transformers."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
@@ -51,8 +51,6 @@ def probe_module(model: PreTrainedModel, again: bool = False) -> Probe:
             "torch.autocast must be off, because no path here rounds as it does; load the model in the dtype "
             'wanted (dtype="bfloat16"), or use model.generate without custom_generate'
         )
-    if again:
-        forget(model)
     return remember(model, "probe", lambda: _probe(model))
 
 

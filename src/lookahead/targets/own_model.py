@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
+from ..files.gguf import GGUFFile
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -22,6 +24,23 @@ class OwnConfig(SimpleNamespace):
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return dict(vars(self))
+
+
+def weights_of(file: GGUFFile) -> tuple[str, int]:
+    """``OwnModel.weights`` and ``OwnModel.parameter_count`` of a GGUF file."""
+    sizes = dict[str, int]()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+    types = " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+    return types, sum(prod(tensor.shape) for tensor in file.tensors.values())
+
+
+def generation_config_of(file: GGUFFile) -> SimpleNamespace:
+    """The end tokens of a GGUF file, as in a generation config of transformers."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = {int(file.metadata[key]) for key in keys if key in file.metadata}
+    return SimpleNamespace(eos_token_id=sorted(ends) or None)
 
 
 class NeedsModule(SettingsError, AttributeError):

@@ -26,8 +26,3 @@ class Probe:
     reason: str
     equivalence: Equivalence | None
     facts: Limits | None
-
-    @property
-    def difference(self) -> float:
-        """``Equivalence.difference``; NaN without a comparison."""
-        return self.equivalence.difference if self.equivalence is not None else float("nan")

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from math import prod
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from ...core import SettingsError
 from ...files.gguf import GGUFFile
 from ...threads import thread_count
 from ..limits import Limits
-from ..own_model import OwnConfig, OwnModel
+from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from . import formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .compiled_model import CompiledModel, checked
@@ -393,14 +391,8 @@ def read_model(file: GGUFFile) -> PackedModel:
             UserWarning,
             stacklevel=2,
         )
-    metadata, sizes = file.metadata, dict[str, int]()
-    for tensor in file.tensors.values():
-        if len(tensor.shape) == 2:
-            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = {int(metadata[key]) for key in keys if key in metadata}
     config = OwnConfig(
-        model_type=metadata["general.architecture"],
+        model_type=file.metadata["general.architecture"],
         vocab_size=settings.vocabulary,
         max_position_embeddings=settings.max_positions,
         hidden_size=settings.hidden,
@@ -409,10 +401,9 @@ def read_model(file: GGUFFile) -> PackedModel:
         intermediate_size=settings.inner,
         is_encoder_decoder=False,
     )
-    ending = SimpleNamespace(eos_token_id=sorted(ends) or None)
-    weights = " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
-    count = sum(prod(tensor.shape) for tensor in file.tensors.values())
-    return PackedModel(blueprint, config, ending, settings.max_positions, weights, count)
+    return PackedModel(
+        blueprint, config, generation_config_of(file), settings.max_positions, *weights_of(file)
+    )
 
 
 def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:

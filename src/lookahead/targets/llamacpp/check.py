@@ -82,11 +82,8 @@ def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
     same = sum(torch.equal(a, b) for a, b in zip(single, reference[rows], strict=True))
     limit = max(Trial.tolerance, MAX_ROW_FACTOR * noise)
     logits, control_logits = trial.run(LlamaCppTarget(model))
-    errors = distance(logits, reference)
-    first_tree = slice(len(trial.prompts), len(trial.prompts) + len(control_logits))
-    control_errors = distance(control_logits, reference[first_tree])
-    control = min(float(control_errors[list(kind)].max()) for kind in trial.controls)
-    difference = float(errors.max())
+    difference = float(distance(logits, reference).max())
+    control = trial.control_error(control_logits, reference, torch.ones(len(reference)))
     ok = difference <= limit and control >= CONTROL_MARGIN * difference
     reason = (
         f"difference {difference:.2g}, {limit:.2g} allowed; llama.cpp's own passes differ by {noise:.2g} from steps "

@@ -144,7 +144,6 @@ class Weights:
         self.file, self.settings = file, settings
         self.vocabulary = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.pointer)))
         self.positions = int(lib.llama_model_n_ctx_train(self.pointer))
-        self.parameters = int(lib.llama_model_n_params(self.pointer))
         self.window = int(lib.llama_model_n_swa(self.pointer))
         recurrent = lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
         self.trees = not recurrent

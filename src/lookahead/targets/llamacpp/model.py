@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
-from types import SimpleNamespace
 
 from ...files.gguf import GGUFFile
 from ...threads import thread_count
 from ..limits import NO_LIMIT, Limits
-from ..own_model import OwnConfig, OwnModel
+from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from .library import Context, Settings, Weights
 
 #: Idle contexts that are kept for the next engine on the model.
@@ -45,17 +43,12 @@ class LlamaCppModel(OwnModel):
     def __init__(self, file: GGUFFile, settings: Settings) -> None:
         settings = replace(settings, threads=settings.threads or thread_count())
         self.loaded = Weights(file.path, settings)
-        metadata, sizes = file.metadata, dict[str, int]()
-        for tensor in file.tensors.values():
-            if len(tensor.shape) > 1:
-                sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-        self.weights = " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
-        self.parameter_count = sum(prod(tensor.shape) for tensor in file.tensors.values())
-        # Where anything is shorter than float32, a row rounds differently when other rows are evaluated with it.
-        whole = set(sizes) == {"F32"} and settings.cache_type_k == settings.cache_type_v == "f32"
+        self.weights, self.parameter_count = weights_of(file)
+        # If anything is shorter than float32, a row rounds differently when other rows are evaluated with it.
+        whole = self.weights == "F32" and settings.cache_type_k == settings.cache_type_v == "f32"
         self.rows_interact = not whole
+        metadata, loaded = file.metadata, self.loaded
         architecture = metadata["general.architecture"]
-        loaded = self.loaded
         self.config = OwnConfig(
             model_type=architecture,
             vocab_size=loaded.vocabulary,
@@ -67,9 +60,7 @@ class LlamaCppModel(OwnModel):
             is_encoder_decoder=False,
             _attn_implementation="llama.cpp",
         )
-        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        ends = {int(metadata[key]) for key in keys if key in metadata}
-        self.generation_config = SimpleNamespace(eos_token_id=sorted(ends) or None)
+        self.generation_config = generation_config_of(file)
         self.facts = Limits()
         self.facts.config, self.facts.vocabulary = self.config, loaded.vocabulary
         self.facts.max_positions = loaded.positions or NO_LIMIT
