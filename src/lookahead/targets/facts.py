@@ -25,9 +25,9 @@ class PassFacts(Limits):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.config: Any = model.config.get_text_config(decoder=True)
-        self.vocabulary = int(self.config.vocab_size)
-        self.max_positions = int(getattr(self.config, "max_position_embeddings", None) or NO_LIMIT)
+        config: Any = model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None)
+        super().__init__(config, int(config.vocab_size), int(positions or NO_LIMIT))
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.accepts_position_ids = "position_ids" in parameters

@@ -23,11 +23,11 @@ class Limits:
             position at which they change; ("", ``NO_LIMIT``) if they do not.
     """
 
-    config: Any
-    vocabulary: int
-    max_positions: int
     rope_type: str = ""
     rope_boundary: int = NO_LIMIT
+
+    def __init__(self, config: Any, vocabulary: int, max_positions: int) -> None:
+        self.config, self.vocabulary, self.max_positions = config, vocabulary, max_positions
 
 
 @contextmanager

@@ -26,6 +26,8 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 class Logits(ABC):
     """The logits of a pass: (B, R, V), of the rows that need logits."""
 
+    _top: tuple[Numbers, Numbers] | None = None
+
     @abstractmethod
     def row(self, b: int, r: int) -> torch.Tensor:
         """Logits (V,) of row r of sequence b."""
@@ -35,8 +37,15 @@ class Logits(ABC):
         """The token with the largest logit in row r of sequence b, the lowest of equals; -1 on NaN."""
 
     @abstractmethod
+    def _search(self, k: int) -> tuple[Numbers, Numbers]:
+        """Compute what ``top`` returns."""
+
     def top(self, k: int) -> tuple[Numbers, Numbers]:
         """The k best tokens of every row, int32, and their logits minus the row's largest, both (B, R, min(k, V))."""
+        if self._top is None or self._top[0].shape[-1] < k:
+            self._top = self._search(k)
+        ids, odds = self._top
+        return ids[..., :k], odds[..., :k]
 
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest of equals.
@@ -66,7 +75,6 @@ class LogitsBatch(Logits):
         self.logits = logits
         self._tokens = tokens
         self._best: list[list[int]] | None = None
-        self._top: tuple[Numbers, Numbers] | None = None
 
     def row(self, b: int, r: int) -> torch.Tensor:
         return self.logits[b, r]
@@ -76,24 +84,20 @@ class LogitsBatch(Logits):
             self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
         return self._best[b][r]
 
-    def top(self, k: int) -> tuple[Numbers, Numbers]:
-        if self._top is None or self._top[0].shape[-1] < k:
-            logits = self.logits.detach()
-            batch, rows, vocabulary = logits.shape
-            k = min(k, vocabulary)
-            if logits.device.type == "cpu":
-                ids, odds = top_of_rows(_as_numpy(logits.reshape(batch * rows, vocabulary)), k)
-            else:
-                import torch
+    def _search(self, k: int) -> tuple[Numbers, Numbers]:
+        logits = self.logits.detach()
+        batch, rows, vocabulary = logits.shape
+        k = min(k, vocabulary)
+        if logits.device.type == "cpu":
+            ids, odds = top_of_rows(_as_numpy(logits.reshape(batch * rows, vocabulary)), k)
+            return ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
+        import torch
 
-                values, tokens = logits.topk(k, dim=-1)
-                # One copy for both. float32 holds integers up to 2 ** 24 only, so the ids keep their bits.
-                log_odds = values.float() - values[..., :1].float()
-                packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
-                ids, odds = packed[0].view(np.int32), packed[1]
-            self._top = ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
-        ids, odds = self._top
-        return ids[..., :k], odds[..., :k]
+        values, tokens = logits.topk(k, dim=-1)
+        # One copy for both. float32 holds integers up to 2 ** 24 only, so the ids keep their bits.
+        log_odds = values.float() - values[..., :1].float()
+        packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
+        return packed[0].view(np.int32), packed[1]
 
 
 def _as_numpy(logits: torch.Tensor) -> Numbers:
@@ -117,7 +121,6 @@ class HostLogits(Logits):
 
     def __init__(self, rows: Numbers, peaks: Numbers | None = None) -> None:
         self.rows, self.peaks = rows, peaks
-        self._top: tuple[Numbers, Numbers] | None = None
 
     def row(self, b: int, r: int) -> torch.Tensor:
         """A copy."""
@@ -126,13 +129,9 @@ class HostLogits(Logits):
         row = torch.from_numpy(self.rows[r].copy())
         return row.view(torch.bfloat16) if self.rows.dtype == np.int16 else row
 
-    def top(self, k: int) -> tuple[Numbers, Numbers]:
-        k = min(k, self.rows.shape[-1])
-        if self._top is None or self._top[0].shape[-1] < k:
-            ids, odds = top_of_rows(self.rows, k, self.peaks)
-            self._top = ids[None], odds[None]
-        ids, odds = self._top
-        return ids[..., :k], odds[..., :k]
+    def _search(self, k: int) -> tuple[Numbers, Numbers]:
+        ids, odds = top_of_rows(self.rows, min(k, self.rows.shape[-1]), self.peaks)
+        return ids[None], odds[None]
 
 
 class LogitsRows:

@@ -371,9 +371,7 @@ class PackedModel(OwnModel):
         self.compiled = checked(lambda: CompiledModel(blueprint))
         self.config, self.generation_config, self.weights = config, generation_config, weights
         self.parameter_count = parameter_count
-        self.facts = Limits()
-        self.facts.config = config.get_text_config(decoder=True)
-        self.facts.vocabulary, self.facts.max_positions = blueprint.vocabulary, max_positions
+        self.facts = Limits(config.get_text_config(decoder=True), blueprint.vocabulary, max_positions)
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
 
 

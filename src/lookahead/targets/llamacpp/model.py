@@ -61,9 +61,7 @@ class LlamaCppModel(OwnModel):
             _attn_implementation="llama.cpp",
         )
         self.generation_config = generation_config_of(file)
-        self.facts = Limits()
-        self.facts.config, self.facts.vocabulary = self.config, loaded.vocabulary
-        self.facts.max_positions = loaded.positions or NO_LIMIT
+        self.facts = Limits(self.config, loaded.vocabulary, loaded.positions or NO_LIMIT)
         # llama.cpp chooses one of two frequency tables by the size of the context: a text must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
