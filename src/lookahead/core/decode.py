@@ -134,13 +134,12 @@ class Generation:
             )
         )
 
-    def ended_by_errors(self, what: str) -> _EndedByErrors:
-        """An exception in the block ends this sequence and no other. ``what`` names the block in the error."""
-        return _EndedByErrors(self, what)
 
+class _ended_by_errors:
+    """``with _ended_by_errors(generation, "the drafter"):`` an exception in the block ends this sequence alone.
 
-class _EndedByErrors:
-    """See ``Generation.ended_by_errors``; a class for the same reason as ``timed``."""
+    A class for the same reason as ``timed``.
+    """
 
     __slots__ = ("_generation", "_what")
 
@@ -235,7 +234,7 @@ class Decoder:
             if generation.slot < 0:
                 generation.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
             request, begin = generation.request, generation.evaluated
-            with generation.ended_by_errors("the prompt"), timed("prefill", [generation.stats]):
+            with _ended_by_errors(generation, "the prompt"), timed("prefill", [generation.stats]):
                 scores, last = self._evaluate_prompt(generation, room)
                 room -= generation.evaluated - begin
                 if generation.evaluated == len(request.prompt):
@@ -277,7 +276,7 @@ class Decoder:
             for generation, tree, scores in evaluated:
                 if generation.finish_reason is not None:  # its code failed during the forward pass
                     continue
-                with generation.ended_by_errors("the choice of a token"):
+                with _ended_by_errors(generation, "the choice of a token"):
                     path, tokens = verify(tree, partial(generation.choose, scores), generation.emit)
                     generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
                     steps.append((Step(generation, tokens, path, tree), tree, scores))
@@ -287,7 +286,7 @@ class Decoder:
         with timed("observe", stats):
             for step, tree, scores in steps:
                 state = _state_of(step.generation)
-                with step.generation.ended_by_errors("the drafter"):
+                with _ended_by_errors(step.generation, "the drafter"):
                     state.observe(tree, scores, step.path, step.tokens)
                     if step.generation.finish_reason is not None:
                         step.generation.stats.drafter = state.stats()
@@ -303,7 +302,7 @@ class Decoder:
                 for index, generation in enumerate(running):
                     # An equal share of the rows that are left: rows that a sequence does not use go to later ones.
                     share = left // (len(running) - index)
-                    with generation.ended_by_errors("the drafter"):
+                    with _ended_by_errors(generation, "the drafter"):
                         tree = self._draft(generation, share, len(running))
                         drafted.append((generation, tree))
                         left -= len(tree)
@@ -314,7 +313,7 @@ class Decoder:
                     scores = self.target.forward([(generation.slot, tree) for generation, tree in drafted])
                     # An asynchronous device (CUDA) still computes here; work that needs no logits runs meanwhile.
                     for generation, tree in drafted:
-                        with generation.ended_by_errors("work that overlaps the forward pass"):
+                        with _ended_by_errors(generation, "work that overlaps the forward pass"):
                             generation.choose.overlap(tree)
                             _state_of(generation).overlap(tree)
                 return [(*pair, score) for pair, score in zip(drafted, scores, strict=True)]

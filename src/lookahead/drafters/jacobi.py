@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from .settings import check_whole, text_form
+from .window import fill_tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class JacobiDraftState(DraftState):
     def __init__(self, settings: Jacobi, sequence: Start) -> None:
         self._settings = settings
         self._random = random.Random(settings.seed)
-        self._source = [t for t in sequence.prompt if t not in sequence.eos] or [sequence.prompt[-1]]
+        self._source = fill_tokens(sequence.prompt, sequence.eos)
         self._last = sequence.first
         self._converged: list[int] = []
         self._given_up = 0

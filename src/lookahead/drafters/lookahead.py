@@ -24,7 +24,7 @@ from ..core import (
     ngrams_of,
 )
 from .settings import check_flag, check_whole, text_form
-from .window import Window
+from .window import Window, fill_tokens
 
 #: Largest W, N and G.
 LARGEST = 512
@@ -82,7 +82,7 @@ class Lookahead(Drafter):
             raise SettingsError(f"pool must be an NGramPool or None, got {type(self.pool).__name__}")
 
     def __str__(self) -> str:
-        return text_form(self.name, self, triple=TRIPLE)
+        return text_form(self.name, self, TRIPLE)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Lookahead:
@@ -157,12 +157,11 @@ class LookaheadDraftState(DraftState):
             self.pool.add_text(self._text, settings.ngram_size)
         self._eos = sequence.eos
         self._random = random.Random(settings.seed)
-        self._source = [t for t in sequence.prompt if t not in sequence.eos] or list(sequence.prompt)
+        self._source = fill_tokens(sequence.prompt, sequence.eos)
         self._window = Window(settings.window_size, settings.ngram_size, self._guess)
         self._offered: list[tuple[int, ...]] = []
-        self._entered: list[
-            tuple[int, ...]
-        ] = []  # n-grams of the window that entered the pool in the last step
+        # N-grams of the window that entered the pool in the last step.
+        self._entered: list[tuple[int, ...]] = []
         self._unread = 0  # where the n-grams begin that the last step's tokens completed
         self._steps = self._hits = self._matched = 0
         self._fruitless = 0  # steps in a row without an accepted token

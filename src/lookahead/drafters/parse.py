@@ -94,12 +94,12 @@ def _from_text(text: str) -> Drafter:
     settings: dict[str, Any] = {}
     for part in parts:
         key, equals, value = part.partition("=")
-        if equals:
-            new = {key: _value(value)}
-        elif _is_triple(part) and not isinstance(base, Lookahead):
-            new = dict(zip(TRIPLE, map(int, part.split(",")), strict=True))
-        else:
-            new = dict(zip(TRIPLE, _triple(part, text), strict=True))
+        if not equals and not _is_triple(part):
+            raise SettingsError(
+                "a setting must be NAME=VALUE, or W,N,G (three whole numbers, as in 15,5,15), "
+                f"got {part!r} in {text!r}"
+            )
+        new = {key: _value(value)} if equals else _triple(part)
         if new.keys() & settings.keys() or (not equals and _is_triple(head)):
             raise SettingsError(f"a setting is given twice in {text!r}; give each once")
         settings |= new
@@ -109,7 +109,7 @@ def _from_text(text: str) -> Drafter:
 def _named(name: str) -> Drafter:
     """A method with its defaults, or a preset, by name; or W,N,G."""
     if _is_triple(name):
-        return _with_settings(Lookahead, dict(zip(TRIPLE, map(int, name.split(",")), strict=True)))
+        return _with_settings(Lookahead, _triple(name))
     if name in PRESETS:
         return PRESETS[name]
     own = OTHER_NAMES.get(name, name)
@@ -132,12 +132,8 @@ def _is_triple(text: str) -> bool:
     return re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*){2}", text) is not None
 
 
-def _triple(part: str, text: str) -> list[int]:
-    if not _is_triple(part):
-        raise SettingsError(
-            f"a setting must be NAME=VALUE, or W,N,G (three whole numbers, as in 15,5,15), got {part!r} in {text!r}"
-        )
-    return [int(number) for number in part.split(",")]
+def _triple(text: str) -> dict[str, int]:
+    return dict(zip(TRIPLE, map(int, text.split(",")), strict=True))
 
 
 def _value(text: str) -> Any:
@@ -157,18 +153,13 @@ def _from_mapping(given: Mapping[str, Any]) -> Drafter:
         raise SettingsError(f"only one drafter may be given, got {' and '.join(map(repr, named))}")
     if named:
         return _with_settings(as_drafter(named[0]), settings)
-    for kind in METHODS.values():
-        if {_own_name(kind, key) for key in settings} <= set(setting_names(kind)):
-            return _with_settings(kind, settings)
-    return _with_settings(_closest(settings), settings)
 
+    def fit(kind: type[Drafter]) -> tuple[bool, int]:
+        names, known = {_own_name(kind, key) for key in settings}, set(setting_names(kind))
+        return names <= known, len(names & known)
 
-def _closest(settings: Mapping[str, Any]) -> type[Drafter]:
-    """The method that has most of these settings; the error names those that it does not have."""
-    return max(
-        METHODS.values(),
-        key=lambda kind: len({_own_name(kind, key) for key in settings} & set(setting_names(kind))),
-    )
+    # The first method that has all of them; else the one that has most, and the error names the others.
+    return _with_settings(max(METHODS.values(), key=fit), settings)
 
 
 def _own_name(kind: type[Drafter], name: str) -> str:
@@ -253,13 +244,11 @@ def with_old_keywords(
 def _from_old(
     method: str | None, config: Any, pool: Any, sizes: dict[str, Any], default: Drafter | None, few_rows: bool
 ) -> Drafter:
+    base: Drafter
     if method is None and config is None and not sizes:
-        if default is not None and default.name == (
-            "lookahead" if isinstance(pool, NGramPool) else "adaptive"
-        ):
-            base = default
-        else:
-            base = Lookahead() if isinstance(pool, NGramPool) else getattr(pool, "settings", Adaptive())
+        kind = Lookahead if isinstance(pool, NGramPool) else Adaptive
+        given = (default, getattr(pool, "settings", None))
+        base = next((each for each in given if isinstance(each, kind)), kind())
     elif config is None:
         base = as_drafter(method) if method is not None else as_drafter(sizes)
         if method is not None:

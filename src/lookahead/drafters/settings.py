@@ -29,23 +29,20 @@ def setting_names(kind: type) -> list[str]:
     return [field.name for field in fields(kind) if field.compare]
 
 
-def changed_settings(settings: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The settings that are not at their defaults, by name."""
-    named = [field for field in fields(settings) if field.compare and field.name not in leave_out]
-    return {f.name: value for f in named if (value := getattr(settings, f.name)) != f.default}
-
-
 def all_settings(settings: Any) -> dict[str, Any]:
     """Every setting by name, as values for JSON."""
     return {name: getattr(settings, name) for name in setting_names(type(settings))}
 
 
-def text_form(name: str, settings: Any, *, triple: tuple[str, ...] = ()) -> str:
+def text_form(name: str, settings: Any, triple: tuple[str, ...] = ()) -> str:
     """A drafter as text, which ``as_drafter`` reads: NAME, then W,N,G if it has them, then changed settings."""
     parts = [name]
     if triple:
         parts.append(",".join(str(getattr(settings, field)) for field in triple))
-    for key, value in changed_settings(settings, triple).items():
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if not field.compare or field.name in triple or value == field.default:
+            continue
         shown = "+".join(value) + ("+" if len(value) < 2 else "") if isinstance(value, tuple) else str(value)
-        parts.append(f"{key}={shown.lower() if isinstance(value, bool) else shown}")
+        parts.append(f"{field.name}={shown.lower() if isinstance(value, bool) else shown}")
     return ":".join(parts)

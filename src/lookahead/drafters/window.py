@@ -38,6 +38,11 @@ from collections.abc import Callable, Sequence
 from ..core.tree import TokenTree
 
 
+def fill_tokens(prompt: Sequence[int], eos: frozenset[int]) -> list[int]:
+    """The tokens from which random guesses are drawn: those of the prompt, without end tokens if it has others."""
+    return [token for token in prompt if token not in eos] or list(prompt)
+
+
 class Window:
     """Holds tokens only. The caller adds its rows to a tree and passes the target's tokens to ``advance``.
 

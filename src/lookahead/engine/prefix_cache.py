@@ -65,17 +65,19 @@ class PrefixTarget:
 
     def known(self, prompt: Sequence[int]) -> int:
         """The number of tokens of a prompt that would be reused."""
-        return max((common_prefix(text, prompt[:-1]) for text in self._texts.values()), default=0)
+        return max(self._reusable(prompt).values(), default=0)
+
+    def _reusable(self, prompt: Sequence[int]) -> dict[int, int]:
+        """By the target's slots, the tokens of a prompt that can be reused; its last token never is."""
+        return {inner: common_prefix(text, prompt[:-1]) for inner, text in self._texts.items()}
 
     def _choose_slot(self, slot: int, prompt: Sequence[int]) -> int:
-        """The inner target's slot for a prompt, filled with the longest reusable prefix, without the last token."""
-        lengths = {inner: common_prefix(text, prompt[:-1]) for inner, text in self._texts.items()}
+        """The inner target's slot for a prompt, filled with the longest reusable prefix."""
+        lengths = self._reusable(prompt)
         source = max(lengths, key=lengths.__getitem__, default=0)
         self.reused[slot] = length = lengths.get(source, 0)
         if length and source in self._idle and 2 * length >= len(self._texts[source]):
-            self._idle.remove(
-                source
-            )  # most of the finished text is reused, so the prompt takes over its slot
+            self._idle.remove(source)  # most of that text is reused, so the prompt takes over its slot
             inner = source
         else:
             inner = self._free.pop() if self._free else next(self._new)

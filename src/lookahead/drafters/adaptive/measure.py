@@ -137,7 +137,7 @@ def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
 class _BlankTarget:
     """A target without a model and without torch, whose logits are all equal."""
 
-    path, reason, vocabulary, max_rows = "blank", "to compile the drafter's code", 512, 1 << 20
+    path, reason, vocabulary = "blank", "to compile the drafter's code", 512
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
         return [_BlankScores() for _ in prompts]

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 from ....core import TokenTree
-from ...window import Window
+from ...window import Window, fill_tokens
 
 #: Number of steps over which the credit is averaged, and the credit at the start.
 HORIZON, FIRST_CREDIT = 100, 0.004
@@ -21,7 +21,7 @@ class WindowSource:
 
     Args:
         width, ngram_size: W and N.
-        source: tokens from which empty positions are filled.
+        prompt: its tokens fill empty positions.
         eos: tokens that end a text.
         seed: of the window's random generator.
 
@@ -31,10 +31,10 @@ class WindowSource:
     """
 
     def __init__(
-        self, width: int, ngram_size: int, source: Sequence[int], eos: frozenset[int], seed: int
+        self, width: int, ngram_size: int, prompt: Sequence[int], eos: frozenset[int], seed: int
     ) -> None:
         rng = random.Random(seed)
-        tokens = [token for token in source if token not in eos] or list(source)
+        tokens = fill_tokens(prompt, eos)
         self._window = Window(width, ngram_size, lambda: rng.choice(tokens))
         self._eos, self.credit, self.rows_used = eos, FIRST_CREDIT, 0
 
