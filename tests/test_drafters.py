@@ -203,7 +203,7 @@ def test_a_drafter_of_another_package_joins_by_being_passed_or_by_an_entry_point
         as_drafter("nix")
 
 
-POOL, STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9))
+POOL, STATE, BARE_STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9)), AdaptiveState()
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,7 @@ POOL, STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9))
         ({"pool": POOL}, Lookahead(pool=POOL)),
         ({"pool": STATE}, Adaptive(9, state=STATE)),
         ({"pool": STATE, "default": Adaptive(5)}, Adaptive(5, state=STATE)),
+        ({"pool": BARE_STATE}, Adaptive(state=BARE_STATE)),
         ({"method": "lookahead", "default": Lookahead(3, 3, 3)}, Lookahead(3, 3, 3)),
     ],
     ids=str,

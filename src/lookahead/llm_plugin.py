@@ -1,7 +1,7 @@
-"""A plug-in for the command line tool ``llm``: ``llm -m lookahead "..."``, ``llm -m lookahead/PATH_OR_NAME "..."``.
+"""A plug-in for the command-line tool ``llm``: ``llm -m lookahead "..."``, ``llm -m lookahead/PATH_OR_NAME "..."``.
 
-llm finds it by its entry point and imports it at every start, so it loads no torch before a prompt comes. What a
-prompt and a conversation are is llm's; options and their help are the library's (``engine.options``).
+llm finds it by its entry point and imports it at every start, so torch is not loaded before the first prompt. Prompts
+and conversations are llm's; the options and their help are the library's (``engine.options``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import Field, create_model
 from .core import SettingsError
 from .engine.fields import offered_types
 from .engine.options import DraftOptions, LoadOptions, Options
+from .engine.prompts import chat_prompt
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 #: Some of llm's functions have no types.
 _untyped: Any = llm
-#: The default model; others are this, a slash, and a path or a hub id.
+#: The default model. The names of others are this one, a slash, and a path or a hub id.
 NAME = "lookahead"
-#: What llm's users know by another name.
+#: Options that have another name in llm.
 RENAMED = {"max_new_tokens": "max_tokens"}
 #: Options of loading. Another value loads the model again.
 LOADING = ("dtype", "weights", "device", "threads", "engine")
@@ -37,7 +38,7 @@ LONGEST = 512
 
 
 def _options() -> Any:
-    """A class of options as llm wants it, from the library's."""
+    """The library's options as a class of options for llm."""
     model_fields: dict[str, Any] = {}
     for options, only in ((Options, ()), (DraftOptions, ("drafter",)), (LoadOptions, LOADING)):
         types = offered_types(options)
@@ -46,7 +47,7 @@ def _options() -> Any:
                 continue
             kind = types[field.name]
             if kind == list[str]:
-                kind = str | kind  # -o gives a single string
+                kind = str | kind  # llm's -o passes one string
             default = LONGEST if field.name == "max_new_tokens" else field.default
             model_fields[RENAMED.get(field.name, field.name)] = (
                 kind if default is not None else kind | None,
@@ -56,7 +57,7 @@ def _options() -> Any:
 
 
 class LookaheadModel(llm.Model):
-    """One model of llm. It is loaded by its first prompt and keeps its last text's keys and values.
+    """One model of llm. Its first prompt loads it, and it keeps the keys and values of its last text.
 
     Args:
         model_id: ``NAME``, or ``NAME/PATH_OR_NAME``.
@@ -75,16 +76,15 @@ class LookaheadModel(llm.Model):
         """Yield the answer, in pieces if it is to be streamed.
 
         Raises:
-            LookaheadError: the model, an option or the prompt cannot be honoured, or decoding failed.
+            LookaheadError: the model, an option or the prompt is not valid, or decoding failed.
         """
         given = prompt.options.model_dump(exclude_unset=True, exclude_none=True)
         model = self._load({name: given.pop(name) for name in LOADING if name in given})
         for ours, theirs in RENAMED.items():
             if theirs in given:
                 given[ours] = given.pop(theirs)
-        told = {"max_new_tokens": LONGEST} | given
-        templated = bool(getattr(model.tokenizer, "chat_template", None))
-        with model.stream(prompt_of(messages_of(prompt), templated), **told) as pieces:
+        options = {"max_new_tokens": LONGEST} | given
+        with model.stream(chat_prompt(messages_of(prompt), model.tokenizer), **options) as pieces:
             if stream:
                 yield from pieces
             else:
@@ -106,10 +106,10 @@ class LookaheadModel(llm.Model):
 
 
 def messages_of(prompt: Any) -> list[dict[str, str]]:
-    """The conversation up to a prompt of llm, as chat messages. What a model has thought is not said again.
+    """The conversation up to a prompt of llm, as chat messages, without the reasoning of earlier answers.
 
     Raises:
-        SettingsError: it holds something other than text.
+        SettingsError: it has parts that are not text.
     """
     messages = []
     for message in prompt.messages:
@@ -123,39 +123,32 @@ def messages_of(prompt: Any) -> list[dict[str, str]]:
     return messages
 
 
-def prompt_of(messages: list[dict[str, str]], templated: bool) -> Any:
-    """What the library takes: the messages, or one text to continue for a model without a chat template."""
-    if templated:
-        return messages
-    return "".join(message["content"] + ("" if message["role"] == "user" else "\n") for message in messages)
-
-
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the default model, those that llm's aliases name, and the one that llm looks for at this moment."""
+    """Register the default model, those that llm's aliases name, and the one that llm is looking up."""
     for model_id in dict.fromkeys([NAME, *_aliased(), _looked_up()]):
         if model_id is not None:
             register(LookaheadModel(model_id))
 
 
 def is_ours(model_id: Any) -> bool:
-    """Whether a name is NAME/PATH_OR_NAME."""
+    """Whether a model's name is NAME/PATH_OR_NAME."""
     return isinstance(model_id, str) and model_id.startswith(f"{NAME}/") and model_id != f"{NAME}/"
 
 
 def _aliased() -> list[str]:
-    """Models of ours that ``llm aliases set`` has named."""
+    """Our models that ``llm aliases set`` has named."""
     file = _untyped.user_dir() / "aliases.json"
     aliases = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return [model_id for model_id in aliases.values() if is_ours(model_id)]
 
 
 def _looked_up() -> str | None:
-    """The name that ``llm.get_model`` has been called with, if it is one of ours.
+    """The name that ``llm.get_model`` was called with, if it is one of ours.
 
-    llm asks its plug-ins for a list and looks a name up in it: no hook is told the name. So it is read from the frame
-    of the call, which all of llm's commands and its Python API make. Where another version of llm has no such frame,
-    the models that aliases name remain.
+    llm asks its plug-ins for a list of models and looks the name up in it, so no hook receives the name. It is read
+    from the frame of that call, which all of llm's commands and its Python API make. If a version of llm has no such
+    frame, only the models that aliases name are found.
     """
     codes = [llm.get_model.__code__, llm.get_async_model.__code__]
     frame: FrameType | None = inspect.currentframe()

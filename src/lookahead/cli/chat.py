@@ -12,6 +12,7 @@ import typer
 from .. import Adaptive
 from ..core import LookaheadError
 from ..engine.options import DraftOptions, LoadOptions, Options
+from ..engine.prompts import chat_prompt, has_chat_template
 from .console import note, problem, summary
 from .options import load_model, warm_pool, with_options
 
@@ -26,22 +27,19 @@ HELP = (
 
 
 class Conversation:
-    """The messages so far. A model without a chat template continues them as a single text instead.
+    """The messages so far.
 
     Args:
         llm: the model.
         system: the system message, or None.
 
     Attributes:
-        templated: whether the model has a chat template.
         last: the last answer that was not interrupted, or None.
     """
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self._llm = llm
-        self.templated = bool(getattr(llm.tokenizer, "chat_template", None))
         self._messages = [] if system is None else [{"role": "system", "content": system}]
-        self._text = "" if system is None else f"{system}\n"
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
@@ -56,7 +54,7 @@ class Conversation:
         """
         message = {"role": "user", "content": line}
         answer = ""
-        prompt = [*self._messages, message] if self.templated else f"{self._text}{line}"
+        prompt = chat_prompt([*self._messages, message], self._llm.tokenizer)
         with self._llm.stream(prompt, **options) as stream:
             try:
                 for piece in stream:
@@ -65,7 +63,6 @@ class Conversation:
             finally:
                 if answer:
                     self._messages += [message, {"role": "assistant", "content": answer}]
-                    self._text += f"{line}{answer}\n"
         self.last = stream.result or self.last
 
 
@@ -88,7 +85,7 @@ def chat(
 def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
     """Read and answer lines until /exit or the end of the input."""
     conversation = Conversation(llm, system)
-    if not conversation.templated:
+    if not has_chat_template(llm.tokenizer):
         note("this model has no chat template, so it continues the text", "yellow")
     note(HELP)
     while True:

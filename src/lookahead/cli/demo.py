@@ -18,6 +18,7 @@ from rich.table import Table
 from .. import Plain
 from ..core import SettingsError
 from ..engine.options import LoadOptions
+from ..engine.prompts import chat_prompt
 from .console import diverged, note
 from .generate import print_text
 from .options import load_model, read_text, with_options
@@ -58,7 +59,7 @@ def demo(
     for path in files:
         text = read_text(path, "--prompts")
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
-        ids = prompt_tokens(llm, text)
+        ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
         ours = print_text(run(), color)
         with open(os.devnull, "w") as nowhere:  # plain decoding pays for streaming too
@@ -67,12 +68,6 @@ def demo(
         rows.append((path.stem, ours, plain))
     _print_table(llm, rows, equal)
     raise typer.Exit(diverged(llm, equal))
-
-
-def prompt_tokens(llm: LLM, text: str) -> list[int]:
-    """The prompt as the first message of a chat if the model has a chat template, else unchanged."""
-    chat = getattr(llm.tokenizer, "chat_template", None)
-    return llm.encode([{"role": "user", "content": text}] if chat else text)
 
 
 def _speed(result: Result) -> float:

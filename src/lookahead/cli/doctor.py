@@ -19,6 +19,7 @@ from rich.text import Text
 from .. import __version__
 from ..core.target import PROMISES
 from ..engine.options import DRAFTERS, LoadOptions
+from ..engine.prompts import has_chat_template
 from .options import Json, load_model, with_options
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "vocabulary": llm.vocabulary,
         "end_tokens": sorted(llm.eos),
         "tokenizer": type(llm.tokenizer).__name__ if llm.tokenizer is not None else llm.tokenizer_error,
-        "chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
+        "chat_template": has_chat_template(llm.tokenizer),
         "probe": llm.probe.mode,
         "probe_reason": llm.probe.reason,
         "path": target.path,

@@ -24,6 +24,18 @@ def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
     return items, True
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer, or None, has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Prompt:
+    """A conversation as a prompt: its messages, or one text to continue if there is no chat template."""
+    if has_chat_template(tokenizer):
+        return list(messages)
+    return "".join(message["content"] + ("" if message["role"] == "user" else "\n") for message in messages)
+
+
 def _all_are(value: Any, kind: type) -> bool:
     return isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
 
@@ -81,7 +93,7 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
             raise SettingsError(f'a chat message must be {{"role": ..., "content": ...}}, got {message!r}')
     if tokenizer is None:
         raise SettingsError(f"chat messages need a tokenizer, and {missing}; give token ids instead")
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         raise SettingsError(
             "chat messages need a chat template, and this model's tokenizer has none; "
             "give the prompt as a text, or use an instruction-tuned model"
