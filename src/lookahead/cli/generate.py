@@ -375,7 +375,7 @@ def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> 
             continue
         record = {"id": job.id, "line": job.line} | as_record(result)
         if task.compare:
-            plain = comparing.decode_plainly(llm, ids, result.seed, options)
+            plain = llm.generate(ids, **comparing.plainly(result.seed, options))
             record |= comparing.compare(llm, result, plain).as_dict()
         yield record
     yield from (record for _, record in bad)

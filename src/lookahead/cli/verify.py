@@ -99,12 +99,12 @@ def verify(
 
 def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[str, Any]:
     """Decode a prompt with the drafter and with the reference, and compare."""
-    from ..engine.compare import compare, decode_plainly, reference_tokens
+    from ..engine.compare import compare, plainly, reference_tokens
 
     ids, given = llm.encode(prompt), options.keywords()
     ours = llm.generate(ids, **given)
     if reference == "plain":
-        other = decode_plainly(llm, ids, ours.seed, given)
+        other = llm.generate(ids, **plainly(ours.seed, given))
     else:
         other = replace(ours, tokens=reference_tokens(llm, ids, options.max_new_tokens))
     comparison = compare(llm, ours, other).as_dict()

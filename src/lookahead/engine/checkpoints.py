@@ -13,16 +13,13 @@ import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ..core import SettingsError
 from ..core.errors import first_line
 from .gguf import GGUFCheckpoint
 from .options import LoadOptions
 from .tokenizer import GGUFTokenizer, build_tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 #: The model that comes with the package, and its name: 5.5 million parameters, to try things out.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
@@ -76,11 +73,12 @@ class Checkpoint:
         if self.folder is not None:
             _check_folder(self.folder)
 
-    def read_model(self, dtype: Any, device: torch.device) -> Any:
-        """Read a causal language model in a torch.dtype, or in the checkpoint's ("auto").
+    def read_model(self, dtype: str, device: str) -> Any:
+        """Read a causal language model in a dtype, by torch's name, or in the checkpoint's ("auto").
 
         It is moved to the device, unless a device_map says where its parts go.
         """
+        import torch
         import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -95,7 +93,7 @@ class Checkpoint:
             )
         how = dict(self.how)
         if "quantization_config" in how:  # such weights cannot be moved afterwards
-            how.setdefault("device_map", {"": device})
+            how.setdefault("device_map", {"": torch.device(device)})
         if self.gguf is None:
             how["use_safetensors"] = True
         else:
@@ -104,7 +102,8 @@ class Checkpoint:
                 raise SettingsError(f"{self.name} brings its own quantization; leave quantization_config out")
             if hasattr(transformers, "GgufConfig"):  # versions that may leave the weights packed
                 how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, info = self._read(AutoModelForCausalLM, dtype=dtype, output_loading_info=True, **how)
+        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+        model, info = self._read(AutoModelForCausalLM, dtype=wanted, output_loading_info=True, **how)
         away = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
         if away:
             raise SettingsError(

@@ -10,7 +10,6 @@ from typing import Any
 from ..core.stats import first_divergence
 from ..drafters import Plain
 from .llm import LLM
-from .prompts import Prompt
 from .results import Result
 
 
@@ -53,12 +52,6 @@ def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
     """The options of plain decoding that must give the same text as ``options`` with this seed."""
     same = {name: value for name, value in options.items() if name not in ("pool", "config", "method")}
     return same | {"drafter": Plain(), "seed": seed}
-
-
-def decode_plainly(llm: LLM, prompt: Prompt, seed: int | None, options: dict[str, Any]) -> Result:
-    """The result of plain decoding for the options and the seed of a text."""
-    plain: Result = llm.generate(prompt, **plainly(seed, options))
-    return plain
 
 
 def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from ..core import SettingsError
 from ..files.gguf import GGUFFile
-
-if TYPE_CHECKING:
-    import torch
 
 #: Types of tensors that are not quantized, and torch's names for them.
 PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -51,12 +48,9 @@ class GGUFCheckpoint:
         self._parse = lru_cache(maxsize=1)(_parse)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its matrices; bfloat16 where they are quantized."""
-        import torch
-
-        name = self._dtypes[-1] if self._dtypes and not self.is_quantized else "bfloat16"
-        return getattr(torch, name)  # type: ignore[no-any-return]
+    def dtype(self) -> str:
+        """Torch's name of the dtype of its matrices; bfloat16 if they are quantized."""
+        return self._dtypes[-1] if self._dtypes and not self.is_quantized else "bfloat16"
 
     @contextmanager
     def reading(self) -> Iterator[None]:

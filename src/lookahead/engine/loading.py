@@ -73,7 +73,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     if model is None:
         model = _read_packed(checkpoint, chosen, dtype, device)
     if model is None:
-        model = _read_module(checkpoint, dtype, device)
+        model = checkpoint.read_model(dtype, device)
         _check_causal(model, checkpoint.name)
         if chosen.weights is not None:
             model = _quantize(model, chosen.weights)
@@ -237,12 +237,6 @@ def _torch_has_gpu_code() -> bool:
     places = package.submodule_search_locations if package is not None else None
     names = ("*torch_cuda*", "*torch_hip*")
     return any(next(Path(place, "lib").glob(name), None) for place in places or () for name in names)
-
-
-def _read_module(checkpoint: Checkpoint, dtype: str, device: str) -> Any:
-    import torch
-
-    return checkpoint.read_model(dtype if dtype == "auto" else getattr(torch, dtype), torch.device(device))
 
 
 def _check_causal(model: Any, name: str) -> None:

@@ -108,8 +108,6 @@ def generate(
         with notice_if_slow("compiling the model for this processor (once)", always=True):
             return make_target(model, exact=exact)
 
-    if chosen is None:
-        chosen = Adaptive()
     if isinstance(chosen, Adaptive) and model.device.type == "cpu":
         chosen.precompile()
     target = fresh()
@@ -191,11 +189,12 @@ def generate(
     )
 
 
-def _of_generation_config(config: GenerationConfig) -> Drafter | None:
-    """The drafter that a generation config names, in ``lookahead_drafter`` or under its older names."""
+def _of_generation_config(config: GenerationConfig) -> Drafter:
+    """The drafter that a generation config names, in ``lookahead_drafter`` or under older names; else the default."""
     named = getattr(config, "lookahead_drafter", None)
     method, settings = (getattr(config, f"lookahead_{name}", None) for name in ("method", "config"))
-    return with_old_keywords(named, method=method, config=settings)
+    given = with_old_keywords(named, method=method, config=settings)
+    return given if given is not None else Adaptive()
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

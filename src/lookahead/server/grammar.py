@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 #: No line breaks and no runs of spaces, which a small model might repeat forever.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-ANY_OBJECT = {"type": "object"}
 
 
 class Grammars:

@@ -16,8 +16,8 @@ from ..engine.results import Update
 from .choice import Choice
 from .logprobs import TokenLogProb
 from .metrics import speculation
-from .protocol import Generating
-from .tools import CallReader
+from .protocol import ChatRequest, CompletionRequest, Generating
+from .tools import CallReader, offered
 
 
 class Answer:
@@ -166,20 +166,20 @@ def sse(body: Any) -> bytes:
 class CompletionAnswer(Answer):
     """The answer of /v1/completions."""
 
+    request: CompletionRequest
     object = chunk_object = "text_completion"
     prefix = "cmpl"
 
     def opening(self) -> list[bytes]:
-        if not getattr(self.request, "echo", None):
+        if not self.request.echo:
             return []
-        return [self.chunk(self.delta(choice, *self._echo(choice))) for choice in self.choices]
+        return [self.chunk(self.delta(choice, self._prompt(choice), [])) for choice in self.choices]
 
-    def _echo(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
-        """(the prompt as text, its log-probabilities as far as they are known now)."""
-        text = (
-            self.tokenizer.decode(choice.request.prompt, skip_special_tokens=True) if self.tokenizer else ""
-        )
-        return str(text), []
+    def _prompt(self, choice: Choice) -> str:
+        """The prompt as text."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(choice.request.prompt, skip_special_tokens=True))
 
     def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
         text = self.token_text(entry.token)
@@ -188,7 +188,7 @@ class CompletionAnswer(Answer):
         return {"token": text, "logprob": entry.logprob, "top": top, "offset": offset}
 
     def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if getattr(self.request, "logprobs", None) is None:
+        if self.request.logprobs is None:
             return None
         names = {
             "tokens": "token",
@@ -208,8 +208,8 @@ class CompletionAnswer(Answer):
 
     def complete(self, choice: Choice) -> dict[str, Any]:
         text, entries = choice.shown, choice.entries
-        if getattr(self.request, "echo", None):
-            text = self._echo(choice)[0] + text
+        if self.request.echo:
+            text = self._prompt(choice) + text
             if choice.logprobs is not None:
                 choice.offset = 0
                 first = self.entry(choice, TokenLogProb(choice.request.prompt[0], 0.0, []))
@@ -222,14 +222,12 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer of /v1/chat/completions."""
 
+    request: ChatRequest
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def call_reader(self) -> CallReader | None:
-        tools = getattr(self.request, "tools", None)
-        if not tools or getattr(self.request, "tool_choice", None) == "none":
-            return None
-        first_only = getattr(self.request, "parallel_tool_calls", None) is False
-        return CallReader({tool.function.name for tool in tools}, first_only)
+        names = {tool["function"]["name"] for tool in offered(self.request)}
+        return CallReader(names, first_only=self.request.parallel_tool_calls is False) if names else None
 
     def opening(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}
@@ -259,7 +257,7 @@ class ChatAnswer(Answer):
         }
 
     def _around(self, choice: Choice, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        shown = {"content": entries} if getattr(self.request, "logprobs", None) else None
+        shown = {"content": entries} if self.request.logprobs else None
         return {"index": choice.index, "logprobs": shown, "finish_reason": choice.finish}
 
     def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
