@@ -1,16 +1,42 @@
-"""What the engines that read GGUF files themselves have in common as methods of the benchmark."""
+"""What other libraries have in common as methods of the benchmark; most of them read GGUF files themselves."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.methods import Method, ModelUnderTest, RunOptions
-from lookahead.core import SettingsError
+from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
+from lookahead.core import SettingsError, Stats
 
 #: Most tokens that prompt lookup drafts in any library: the example of transformers' documentation.
 LOOKUP_TOKENS = 10
+
+
+def outcome_of(
+    prompt_tokens: int, tokens: list[int], rows: list[int], sizes: list[int], times: list[float]
+) -> Outcome:
+    """What another library's decoding cost.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        tokens: the new tokens.
+        rows: rows of each step.
+        sizes: tokens that the prefill gave, then those of each step.
+        times: when decoding began, when the prefill's tokens came, then each step's, in seconds.
+    """
+    prefill, *steps = sizes
+    if len(steps) != len(rows) or len(tokens) != sum(sizes):
+        raise AssertionError(
+            f"every forward pass must give tokens once: {len(rows)} steps, {len(steps)} groups of tokens, "
+            f"{sum(sizes)} tokens in groups, {len(tokens)} in the text"
+        )
+    stats = Stats(prompt_tokens=prompt_tokens, new_tokens=1 + sum(steps))
+    for evaluated, size in zip(rows, steps, strict=True):
+        stats.count_step(evaluated, evaluated - 1, size)
+    first, *seconds = (b - a for a, b in pairwise(times))
+    return Outcome(tokens, stats, prefill, first, steps, rows, seconds)
 
 
 class GGUFPeer(Method):

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions, outcome_of
+from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS, GGUFPeer
+from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
 
 LLAMA_CPP = ("llamacpp-greedy", "llamacpp-lookup")
 #: The largest context: with prompt lookup it holds the logits of the whole vocabulary for every position.

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions, outcome_of
+from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS, GGUFPeer
+from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
 
 OPENVINO = ("openvino-greedy", "openvino-lookup")
 #: The longest n-gram that its prompt lookup looks for: the example of its documentation.

@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lookahead.bench import methods
-from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions, outcome_of
+from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS
+from .gguf_peer import LOOKUP_TOKENS, outcome_of
 from .llamacpp import LLAMA_CPP, LlamaCpp
 from .openvino import OPENVINO, OpenVino
 

@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -90,8 +89,8 @@ class RunOptions:
 class Outcome:
     """One text, and what it cost.
 
-    The prefill of another library may verify a draft too; tokens that it gives beyond the first are in ``tokens``
-    and ``prefill_tokens``, not in ``stats``.
+    The prefill of another library may verify a draft too. Its tokens beyond the first are in ``tokens`` and
+    ``prefill_tokens``, not in ``stats``.
     """
 
     tokens: list[int]  # the new tokens
@@ -120,31 +119,6 @@ class Method(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Drop the state kept between prompts; called before every repeat."""
-
-
-def outcome_of(
-    prompt_tokens: int, tokens: list[int], rows: list[int], sizes: list[int], times: list[float]
-) -> Outcome:
-    """What another library's decoding cost.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        tokens: the new tokens.
-        rows: rows of each step.
-        sizes: tokens that the prefill gave, then those of each step.
-        times: when decoding began, when the prefill's tokens came, then each step's, in seconds.
-    """
-    prefill, *steps = sizes
-    if len(steps) != len(rows) or len(tokens) != sum(sizes):
-        raise AssertionError(
-            f"every forward pass must give tokens once: {len(rows)} steps, {len(steps)} groups of tokens, "
-            f"{sum(sizes)} tokens in groups, {len(tokens)} in the text"
-        )
-    stats = Stats(prompt_tokens=prompt_tokens, new_tokens=1 + sum(steps))
-    for evaluated, size in zip(rows, steps, strict=True):
-        stats.count_step(evaluated, evaluated - 1, size)
-    first, *seconds = (b - a for a, b in pairwise(times))
-    return Outcome(tokens, stats, prefill, first, steps, rows, seconds)
 
 
 def make_request(
