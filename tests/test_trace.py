@@ -200,7 +200,7 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     path.write_bytes(before[:-20])
     code, _, err = call("show", path, "--output", page)
     assert code == 0
-    assert "is not whole (line" in err
+    assert "is not complete (line" in err
     path.write_bytes(before)
     refused(
         "the page must be a file that can be written", "show", path, "--output", tmp_path / "no" / "p.html"

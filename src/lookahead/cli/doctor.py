@@ -157,7 +157,7 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     if value is None:
-        return "not there"
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -18,7 +18,7 @@ from .console import note
 PAGE = Path(__file__).with_name("trace.html")
 #: The element of the page that contains the trace.
 TRACE_TAG = '<script type="application/jsonl" id="trace">'
-#: A browser takes seconds to open a larger page, and the user should know why.
+#: A browser takes seconds to open a larger page, so the user is told its size.
 LARGE = 50_000_000
 
 
@@ -39,7 +39,7 @@ def show(
         raise SettingsError(f"--output must be another file than the trace, got {path}")
     if trace.problem:
         note(
-            f"note: {file} is not whole ({trace.problem}): the page has its first {trace.steps} steps",
+            f"note: {file} is not complete ({trace.problem}): the page has its first {trace.steps} steps",
             "yellow",
         )
     text = page_of(trace)
@@ -49,7 +49,7 @@ def show(
         raise SettingsError(
             f"the page must be a file that can be written, got {path} ({error.strerror})"
         ) from None
-    size = f"; {len(text) / 1e6:.0f} MB, which a browser needs seconds for" if len(text) > LARGE else ""
+    size = f"; {len(text) / 1e6:.0f} MB, which takes a browser seconds to open" if len(text) > LARGE else ""
     note(f"{trace.steps} steps in {path}{size}")
     if output is None and not webbrowser.open(path.absolute().as_uri()):
         note(f"there is no browser here; open {path} in one", "yellow")

@@ -139,7 +139,7 @@ def _read_packed(
 ) -> PackedModel | None:
     """A model that keeps a GGUF file's quantized weights packed: on a CPU, without a dtype; None otherwise.
 
-    Warns where the compiled path cannot use the file; transformers reads it then.
+    Warns if the compiled path cannot use the file; transformers reads it then.
     """
     gguf = checkpoint.gguf
     if chosen.weights is not None:
@@ -197,7 +197,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
 
 def dismiss_ranks() -> None:
-    """Tell the ranks that torchrun started to end. Called on rank 0 where no model is needed."""
+    """Tell the ranks that torchrun started to end. Called on rank 0 if no model is needed."""
     from ..parallel import dismiss, start
 
     dismiss(start())
@@ -215,7 +215,7 @@ def _dtype(dtype: str | torch.dtype) -> str:
 
 
 def _device(device: str | torch.device | None) -> str:
-    """The device asked for, else a GPU if there is one, as torch writes it; refused where torch cannot use it."""
+    """The requested device, else a GPU if there is one, as torch writes it; refused if torch cannot use it."""
     if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
         return "cpu"
     import torch

@@ -4,8 +4,8 @@
         for update in llm.run([prompt], drafter="5,4,5"):
             trace.write(update)
 
-docs/trace.md has the format. A trace holds the text of each token, so nobody needs the tokenizer to read it. The file
-is complete once it has the line with ``end``; a reader shows what a shorter file holds, and says that it is cut off.
+docs/trace.md has the format. A trace holds the text of each token, so reading it needs no tokenizer. The file is
+complete once it has the line with ``end``; readers show what a shorter file holds and say that it is cut off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .results import Update
 
-#: Of the format. A reader refuses another one.
+#: Of the format. Readers refuse others.
 VERSION = 1
 
 
@@ -47,7 +47,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._known: set[int] = set()
 
     def write(self, update: Update) -> None:
-        """Append what one forward pass gave the text.
+        """Append one step of the text.
 
         Raises:
             SettingsError: the update is of another text, or the file cannot be written any more.
@@ -109,7 +109,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         )
 
     def _texts(self, tokens: Iterable[int]) -> dict[str, Any]:
-        """The text of each token that no line before has, by token id."""
+        """The texts of tokens that no earlier line has, by token id."""
         new = sorted(set(tokens) - self._known)
         self._known.update(new)
         tokenizer = self._llm.tokenizer
@@ -122,20 +122,20 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
 
 def _settings(drafter: Any) -> dict[str, Any]:
-    """The drafter's settings that JSON can say."""
+    """The drafter's settings whose values JSON can hold."""
     values = {name: getattr(drafter, name) for name in getattr(drafter, "__dataclass_fields__", ())}
     return {name: v for name, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace as it was read.
+    """The contents of a trace file.
 
     Attributes:
         header: its first line.
-        lines: the lines as they are in the file, header included; those that cannot be read left out.
-        steps: how many steps they hold.
-        problem: why it is not a whole trace; "" where it is.
+        lines: the lines of the file that can be read, unchanged, header included.
+        steps: the number of steps in them.
+        problem: why the trace is not complete; "" if it is.
     """
 
     header: dict[str, Any]
@@ -145,10 +145,10 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace, also one that is cut off. The file is not changed.
+    """Read a trace, which may be cut off. The file is not changed.
 
     Raises:
-        SettingsError: no such file, no trace, or a trace of another version.
+        SettingsError: there is no such file, or it is not a trace of this version.
     """
     try:
         lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
@@ -183,7 +183,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """A line as a JSON object; None where it is none."""
+    """A line as a JSON object; None if it is something else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The logits of one forward pass, read by node. Loads torch only where a row is read whole."""
+"""The logits of one forward pass, read by node. Loads torch only if a whole row is read."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def generation_config_of(file: GGUFFile) -> SimpleNamespace:
 
 
 class NeedsModule(SettingsError, AttributeError):
-    """A part of a transformers model was requested of an ``OwnModel``.
+    """An ``OwnModel`` does not have this part of a transformers model.
 
     Args:
         name: the missing attribute.
@@ -87,10 +87,10 @@ class OwnModel:
         return torch.float16 if self.rows_interact else torch.float32
 
     def __getattr__(self, name: str) -> Any:
-        """Called for missing attributes only: ``generate``, ``parameters``, hooks and others that a module has.
+        """Called for missing attributes only, such as ``generate``, ``parameters`` and hooks.
 
         Raises:
-            NeedsModule: always; an AttributeError that says what to do.
+            NeedsModule: always.
         """
         raise NeedsModule(name)
 

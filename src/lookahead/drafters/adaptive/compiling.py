@@ -47,7 +47,7 @@ def compiled(function: Function) -> Function:
 def entry(function: Function) -> Function:
     """A function that Python calls, always with arguments of the same types: dtypes, dimensions and layouts.
 
-    Its machine code is kept on disk, where there is a folder to write to.
+    Its machine code is kept on disk if there is a folder to write to.
     """
     result = _jit(function)
     if result is not function and numba_version() <= CHECKED:  # the same function where the JIT is off

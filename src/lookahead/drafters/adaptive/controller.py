@@ -24,7 +24,7 @@ seconds are worth more tokens, so it takes fewer unlikely rows.
   budget. A step that could lose more than the loss budget is not made. This limits the loss; it does not exclude it.
 - Before the first accepted draft, a step may lose at most ``COLD_SHARE`` of the loss budget.
 - If the loss budget does not cover the smallest drafted step, plain steps follow until it does (cooldown).
-- Growing a tree that is not used (a probe) costs time too. Where it is not cheap, not every step probes.
+- Growing a tree that is not used (a probe) costs time too. If it is not cheap, not every step probes.
 - F is corrected by the ratio of accepted to expected tokens of recent steps.
 
 In a batch all sequences wait for the rows and the drafter of each one, so these costs count once for each sequence.

@@ -20,8 +20,8 @@ class Adaptive(AdaptiveSettings, Drafter):
     Attributes:
         max_rows: largest number of rows of a step, 1 to 512.
         budget: whether measured step times choose the number of rows. False: every step may have ``max_rows``, and
-            the drafts depend on the tokens only. None: step times choose where the text cannot depend on the choice;
-            elsewhere a step has at most ``UNTIMED_ROWS``.
+            the drafts depend on the tokens only. None: step times choose if the text cannot depend on the choice;
+            otherwise a step has at most ``UNTIMED_ROWS``.
         sources: the names in ``SOURCES`` that may propose candidates. Without "logits" nothing reads what the window
             explores.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
@@ -65,7 +65,7 @@ class Adaptive(AdaptiveSettings, Drafter):
         return replace(self, budget=False, max_rows=min(self.max_rows, UNTIMED_ROWS))
 
     def precompile(self) -> None:
-        """Compile the drafter's code in another process, where that has not been done on this machine."""
+        """Compile the drafter's code in another process, unless that has been done on this machine."""
         from . import precompile  # loads numba
 
         precompile.start()

@@ -295,7 +295,7 @@ def grow(
 ) -> int:
     """Grow a tree of at most ``rows`` nodes and depth ``max_depth``.
 
-    It ends early where the next row k has a probability below ``stop[k]``.
+    It ends early if the next row k has a probability below ``stop[k]``.
 
     Returns:
         Minus the number of rows; or a depth of at least 0 at which noise is missing. The caller stores that noise and

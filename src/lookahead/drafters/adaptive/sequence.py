@@ -236,7 +236,7 @@ class AdaptiveDraftState(DraftState):
     ) -> None:
         """Learn from the logits of all rows of a step.
 
-        ``tree`` holds the first rows of the one drafted where the engine evaluated no more, or has no more logits.
+        ``tree`` has only the first rows of the drafted tree if the engine evaluated no more or has no more logits.
         """
         grower, window = phase.grower, phase.window
         grower.cut(len(tree))

@@ -12,7 +12,7 @@ SOURCES = {
     "suffix": "what followed the longest earlier match of the last tokens in this text",
     "logits": "the best tokens of the last row that was evaluated after the same last tokens",
     "jacobi": "what the last step answered at the same position",
-    "corpus": "suffix matches over the texts of earlier requests too, where a state is kept",
+    "corpus": "suffix matches over the texts of earlier requests too, if a state is kept",
 }
 #: All but the corpus: the texts of one request are proposed in another only if the caller asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")

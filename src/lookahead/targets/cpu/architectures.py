@@ -244,7 +244,7 @@ class _Parts:
         self.order = formats.paired(self.head_size, self.rotary_size)
 
     def setting(self, name: str, default: float) -> float:
-        """A field of the config, where the spec names one and the config has it."""
+        """A field of the config if the spec names one and the config has it; else the default."""
         return float((getattr(self.config, name) if name else None) or default)
 
     def angles(self, positions: int) -> Array:

@@ -120,7 +120,7 @@ def round_up(number: int, multiple: int) -> int:
 class ArrayMemory:
     """Contiguous memory of ``size`` bytes for many arrays, each of which starts on a cache line.
 
-    It consists of large pages where the system grants them: fewer pages, fewer stalls.
+    It consists of large pages if the system grants them, because fewer pages cause fewer stalls.
     """
 
     def __init__(self, size: int) -> None:

@@ -203,7 +203,7 @@ def integers(value: int, width: int = LANES) -> ir.Constant:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c on vectors of fp32, rounded once where the processor can."""
+    """a * b + c on vectors of fp32, rounded once if the processor can."""
     if FUSED:
         return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)

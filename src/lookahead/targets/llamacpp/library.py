@@ -232,7 +232,7 @@ class Context:
         """Evaluate rows and keep their keys and values. A row comes after those that it sees.
 
         Args:
-            sequences: the ids that each row bears.
+            sequences: the ids of each row.
             wanted: the rows whose logits are computed.
 
         Returns:
@@ -271,7 +271,7 @@ class Context:
         return self._run(size, sum(wanted))
 
     def decode_one(self, token: int, position: int, sequence: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """``decode`` of one row, in a fifth of its time: plain decoding is nothing else."""
+        """``decode`` of one row, in a fifth of its time; every step of plain decoding calls it."""
         self._tokens[0], self._positions[0], self._ids[0] = token, position, sequence
         self._counts[0] = self._wanted[0] = 1
         self._pointers[0] = self._ids.ctypes.data
@@ -308,7 +308,7 @@ class Context:
         self._library.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
     def first(self, sequence: int) -> int:
-        """The lowest position of a sequence that is kept; sliding windows let early ones go."""
+        """The lowest position of a sequence that is kept; models with sliding windows drop early ones."""
         return int(self._library.llama_memory_seq_pos_min(self.memory, sequence))
 
     def read(self, sequence: int) -> ctypes.Array[ctypes.c_uint8]:

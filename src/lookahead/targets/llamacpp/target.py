@@ -45,7 +45,7 @@ class Slot:
         base: the id that has all committed tokens.
         known: by id, how many of the committed tokens it has.
         length: T.
-        pending: the ids of each row of the last tree; None where nothing waits for a commit.
+        pending: the ids of each row of the last tree; None if it has been committed.
     """
 
     base: int
@@ -62,7 +62,7 @@ class PassLogits(HostLogits):
         self.rows = self.rows.copy()
 
     def argmax(self, b: int, r: int) -> int:
-        """The largest logit's token by numpy, which reads this row alone; -1 where a logit is NaN."""
+        """The token with the largest logit, by numpy, which reads this row alone; -1 if a logit is NaN."""
         row = self.rows[r]
         token = int(row.argmax())  # to numpy NaN is the largest
         return -1 if np.isnan(row[token]) else token
@@ -92,7 +92,7 @@ class LlamaCppTarget:
         return self._lease.context
 
     def depth_limit(self, slot: int) -> int:
-        """The positions left up to the model's last; 0 where llama.cpp cannot cut its memory back."""
+        """Room up to the model's last position; 0 if llama.cpp cannot truncate its memory."""
         if not self._weights.trees:
             return 0
         return max(0, self._max_positions - 1 - self._slots[slot].length)
@@ -116,7 +116,7 @@ class LlamaCppTarget:
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        """Evaluate all trees in one batch, or in several where there are too many rows for one."""
+        """Evaluate all trees in one batch, or in several if there are too many rows for one."""
         for slot, _ in trees:
             self._drop_pending(self._slots[slot])
         self._make_room(sum(len(tree) for _, tree in trees))
@@ -145,11 +145,11 @@ class LlamaCppTarget:
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the rows of each slot's path: the ids of its last row keep all of it, others the part they share."""
+        """Keep the rows of each slot's path: the ids of its last row keep all of it, others what they share."""
         for slot, path in paths:
             held = self._slots[slot]
             assert held.pending is not None
-            if len(held.pending) == 1:  # plain decoding, which should cost nothing extra
+            if len(held.pending) == 1:  # plain decoding: nothing else needs to be done
                 held.length += 1
                 held.known[held.base], held.pending = held.length, None
                 continue
@@ -187,7 +187,7 @@ class LlamaCppTarget:
         return LogitsRows(self._logits(rows), 0, [0])
 
     def _detach(self) -> None:
-        """Give the last pass's logits memory of their own, if somebody still uses them."""
+        """Copy the logits of the last pass if they are still in use, because the next pass overwrites them."""
         last = self._last() if self._last is not None else None
         if last is not None:
             last.detach()
