@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,14 +213,10 @@ class RowNoise:
     row: int
     start: int
     temperature: float
-    overlaps: ClassVar[bool] = False
 
     def at(self, index: int) -> torch.Tensor:
         """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
         return self.stream.at(self.start + index)[self.row]
-
-    def prepare(self, index: int) -> None:
-        """Does nothing: the generator's numbers are drawn when they are needed, in order."""
 
     def __call__(self, index: int) -> Any:
         """``at`` as Gumbel noise, for drafters: argmax(p / q) is argmax(log p - log q), so the noise is -log q."""
@@ -282,7 +278,7 @@ class Chooser(Choose):
 
     def overlap(self, tree: TokenTree) -> None:
         """Compute the noise of every position that the step may emit, while a device evaluates the step."""
-        if self.noise is not None and self.noise.overlaps:
+        if isinstance(self.noise, SeededNoise) and self.noise.overlaps:
             first = self.position - self._start
             for index in range(first, first + max(tree.depths) + 1):
                 self.noise.prepare(index)

@@ -182,11 +182,10 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         )
     gc.disable()  # imports and metadata make a million objects that stay; collecting among them takes a second
     try:
-        from ..engine.loading import load as load_llm
+        from ..engine.loading import load_with
 
         quiet()
-        parallel = "lookahead" if ranks() > 1 else None
-        return load_llm(**replace(load, drafter=drafter, parallel=parallel).keywords())
+        return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
     finally:
         gc.freeze()
         gc.unfreeze()  # freeze and unfreeze make these objects old, so a text is not interrupted to scan them

@@ -30,9 +30,8 @@ def make_process(
     ends, steps = sorted(eos), list[Any]()
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
-        from transformers.generation import (
-            logits_process,  # takes half a second, which greedy texts need not wait for
-        )
+        # Importing it takes half a second, which greedy texts need not wait for.
+        from transformers.generation import logits_process
 
         steps.append(getattr(logits_process, name)(*arguments, **options))
 

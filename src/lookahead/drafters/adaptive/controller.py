@@ -181,9 +181,7 @@ class Controller:
             plain = self.table[0]
             passes = [min(seconds, SPIKE * plain) for seconds in passes]
             self.regret += self.batch * own
-            if (
-                disturbed and passes and self.batch == 1
-            ):  # the pass of a batch is too large for the caches anyway
+            if disturbed and passes and self.batch == 1:  # a batch is too large for the caches anyway
                 after, most = self.times.after, NOISE * plain
                 # Compared with the probe's own pass: a machine that became slower is not a cost of drafting.
                 seen = passes[0] - max(plain, self._probe_pass or 0.0)

@@ -495,9 +495,7 @@ class Grower:
             found = tree.matches["token"][source, parent].tolist()
             proposed[name] = found[: found.index(-1)] if -1 in found else found
         names = [name for name, tokens in proposed.items() if token in tokens]
-        return names or [
-            "jacobi"
-        ]  # the answers of the step before, of which those of this step took the place
+        return names or ["jacobi"]  # the answers of the step before, which this step's have replaced
 
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""

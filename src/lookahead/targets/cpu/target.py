@@ -50,9 +50,8 @@ class BufferPool:
     def release(self, buffer: Array) -> None:
         """Return a buffer; the caller must not use it any more."""
         with self._lock:
-            insort_left(
-                self._free, buffer, key=len
-            )  # first of its size, because its pages are in the CPU's cache
+            # First of its size, because its pages are in the CPU's cache.
+            insort_left(self._free, buffer, key=len)
             del self._free[: -self._most]
 
 

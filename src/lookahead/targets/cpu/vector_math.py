@@ -58,11 +58,8 @@ def soft_cap(builder: Any, x: Any, cap: Any) -> Any:
 
 def activation(builder: Any, x: Any, a: Any, b: Any) -> Any:
     """x * sigmoid(a x + b x^3) in every lane."""
-    u = x
-    for bound, outside in (
-        (-88.0, "<"),
-        (88.0, ">"),
-    ):  # beyond, the sigmoid is constant and a cube may overflow
+    u = x  # within bounds, because beyond them the sigmoid is constant and a cube may overflow
+    for bound, outside in ((-88.0, "<"), (88.0, ">")):
         u = builder.select(builder.fcmp_ordered(outside, u, floats(bound)), floats(bound), u)
     u = builder.fmul(u, multiply_add(builder, b, builder.fmul(u, u), a))
     below = builder.fadd(floats(1.0), exponential(builder, builder.fneg(u)))

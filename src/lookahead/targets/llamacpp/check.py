@@ -38,9 +38,7 @@ def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
     if not model.loaded.trees:
         return False, "its recurrent state cannot be cut back to a shorter text", None
     try:
-        for number in range(
-            len(PROMPT_LENGTHS)
-        ):  # if a text fails, try another: a control may be small by chance
+        for number in range(len(PROMPT_LENGTHS)):  # the control may be small by chance in one text
             comparison = compare(model, number)
             if comparison.ok:
                 break

@@ -179,9 +179,8 @@ class Context:
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
         parameters.n_seq_max = weights.sequences
         parameters.kv_unified = True  # sequences share the cells of their common prefix
-        parameters.swa_full = (
-            True  # otherwise llama.cpp drops rows that left the window, which a truncation needs
-        )
+        # Otherwise llama.cpp drops rows that have left the window, which a truncation needs.
+        parameters.swa_full = True
         parameters.no_perf = True
         parameters.n_threads = parameters.n_threads_batch = settings.threads or cpu_count() or 1
         parameters.flash_attn_type = FLASH_ATTENTION[settings.flash_attn]
