@@ -37,10 +37,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...files.gguf import GGUFFile
-
-
-class UnsupportedFile(Exception):
-    """A GGUF file cannot be read into packed weights; the message is one line that says why."""
+from .blueprint import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +254,12 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
     """Read the settings of a file.
 
     Raises:
-        UnsupportedFile: the architecture is not in ``GGUF_NAMES``, a setting is not supported, or settings and
+        Unsupported: the architecture is not in ``GGUF_NAMES``, a setting is not supported, or settings and
             tensors contradict each other.
     """
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_NAMES:
-        raise UnsupportedFile(
-            f"the architecture must be one of {', '.join(GGUF_NAMES)}, got {architecture!r}"
-        )
+        raise Unsupported(f"the architecture must be one of {', '.join(GGUF_NAMES)}, got {architecture!r}")
     names = GGUF_NAMES[architecture]
     read = _Metadata(file, architecture, names)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
@@ -275,18 +270,16 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         given = "none" if embedding is None else f"of shape {embedding.shape}"
-        raise UnsupportedFile(f"token_embd.weight must have rows of {hidden} numbers, got {given}")
+        raise Unsupported(f"token_embd.weight must have rows of {hidden} numbers, got {given}")
     if (value_length := read.get("attention.value_length", head_size)) != head_size:
-        raise UnsupportedFile(f"keys and values must have the same size, got {head_size} and {value_length}")
+        raise Unsupported(f"keys and values must have the same size, got {head_size} and {value_length}")
     if read.get("expert_count", 0):
-        raise UnsupportedFile("the compiled path has no mixtures of experts")
+        raise Unsupported("the compiled path has no mixtures of experts")
     window, slides = read.window(layer_count, max_positions)
     tables, rotary = read.rotary(layer_count, slides)
     rotary_size = read.size("rotary_dim", head_size) if tables else head_size
     if names.permuted and rotary_size != head_size:
-        raise UnsupportedFile(
-            f"permuted heads must rotate as a whole, got {rotary_size} of {head_size} numbers"
-        )
+        raise Unsupported(f"permuted heads must rotate as a whole, got {rotary_size} of {head_size} numbers")
     return GGUFSettings(
         names=names,
         vocabulary=embedding.shape[0],
@@ -329,10 +322,10 @@ class _Metadata:
         value = self.get(key) if key else None
         if value is None:
             if default is None:
-                raise UnsupportedFile(f"the file must have {self._architecture}.{key}, and does not")
+                raise Unsupported(f"the file must have {self._architecture}.{key}, and does not")
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnsupportedFile(
+            raise Unsupported(
                 f"{self._architecture}.{key} must be one number for all layers, got {value!r:.60}"
             )
         return float(value)
@@ -341,7 +334,7 @@ class _Metadata:
         """A field that must be a whole number above 0."""
         value = self.number(field, default)
         if value < 1 or value != int(value):
-            raise UnsupportedFile(
+            raise Unsupported(
                 f"{self._architecture}.{self._names.settings[field]} must be 1 or more, got {value:g}"
             )
         return int(value)
@@ -363,7 +356,7 @@ class _Metadata:
         if pattern is not None and not isinstance(pattern, int):  # one truth value per layer
             layers = [bool(sliding) for sliding in pattern]
             if len(layers) != layer_count:
-                raise UnsupportedFile(
+                raise Unsupported(
                     f"the pattern of sliding windows must have {layer_count} layers, got {len(layers)}"
                 )
             return window, layers
@@ -372,7 +365,7 @@ class _Metadata:
         if self._names.slides is None:
             if window >= max_positions:  # the window has no effect
                 return 0, [False] * layer_count
-            raise UnsupportedFile(
+            raise Unsupported(
                 f"the file must say which layers of {self._architecture} have its sliding window"
             )
         return window, [self._names.slides(layer) for layer in range(layer_count)]
@@ -384,12 +377,10 @@ class _Metadata:
             return (), (0,) * layer_count
         kind = self.get("rope.scaling.type", "none")
         if kind not in ("none", "linear"):
-            raise UnsupportedFile(
-                f"the compiled path reads no rotary positions of type {kind!r} from GGUF files"
-            )
+            raise Unsupported(f"the compiled path reads no rotary positions of type {kind!r} from GGUF files")
         for name in _FACTORS_BY_LENGTH:
             if name in self._file.tensors:
-                raise UnsupportedFile(f"rotary positions that change with the length of the text ({name})")
+                raise Unsupported(f"rotary positions that change with the length of the text ({name})")
         factor = float(self.get("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
         table = RotaryTable(self.number("rope_theta", 10000.0), factor)
         if self._architecture != "gemma3":

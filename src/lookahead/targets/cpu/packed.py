@@ -44,7 +44,6 @@ class Kind:
 
     Attributes:
         name: in GGUF.
-        gguf_type: its number in GGUF.
         bits: of q; 16 or 32 for numbers that are not quantized.
         zero: the zero point; 0 for none.
         offsets: whether blocks have offsets.
@@ -54,7 +53,6 @@ class Kind:
     """
 
     name: str
-    gguf_type: int
     bits: int
     zero: int
     offsets: bool
@@ -95,17 +93,17 @@ class Kind:
 
 #: Compiled code identifies a kind by its index in this tuple.
 KINDS = (
-    Kind("F32", 0, 32, 0, False, False, 1, 128),
-    Kind("F16", 1, 16, 0, False, False, 1, 64),
-    Kind("BF16", 30, 16, 0, False, False, 1, 64),
-    Kind("Q4_0", 2, 4, 8, False, False, 1, 18),
-    Kind("Q4_1", 3, 4, 0, True, False, 1, 20),
-    Kind("Q5_0", 6, 5, 16, False, False, 1, 22),
-    Kind("Q5_1", 7, 5, 0, True, False, 1, 24),
-    Kind("Q8_0", 8, 8, 128, False, False, 1, 34),
-    Kind("Q4_K", 12, 4, 0, True, True, 1, 144),
-    Kind("Q5_K", 13, 5, 0, True, True, 1, 176),
-    Kind("Q6_K", 14, 6, 32, False, True, 2, 210),
+    Kind("F32", 32, 0, False, False, 1, 128),
+    Kind("F16", 16, 0, False, False, 1, 64),
+    Kind("BF16", 16, 0, False, False, 1, 64),
+    Kind("Q4_0", 4, 8, False, False, 1, 18),
+    Kind("Q4_1", 4, 0, True, False, 1, 20),
+    Kind("Q5_0", 5, 16, False, False, 1, 22),
+    Kind("Q5_1", 5, 0, True, False, 1, 24),
+    Kind("Q8_0", 8, 128, False, False, 1, 34),
+    Kind("Q4_K", 4, 0, True, True, 1, 144),
+    Kind("Q5_K", 5, 0, True, True, 1, 176),
+    Kind("Q6_K", 6, 32, False, True, 2, 210),
 )
 #: Outputs of a group, which is two panels.
 GROUP = 2 * PANEL

@@ -26,7 +26,7 @@ from . import formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .compiled_model import CompiledModel, checked
 from .formats import ArrayMemory, round_up
-from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, UnsupportedFile, read_settings
+from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, read_settings
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
 if TYPE_CHECKING:
@@ -336,8 +336,6 @@ def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int
             angles=reader.angles(),
         )
         reader.finish()
-    except UnsupportedFile as error:
-        raise Unsupported(str(error)) from None
     except KeyError as error:
         raise Unsupported(f"the file must hold the tensor {error}, and does not") from None
     return blueprint, settings, reader.decoded
@@ -487,7 +485,7 @@ def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     for begin in range(0, len(order), 512):  # 512 panels at a time, because the fp32 numbers are a copy
         rows = order[begin : begin + 512]
         fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
-        raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType(kind.gguf_type))
+        raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType[kind.name])
         raw = raw.view(np.uint8).reshape(len(fp32), -1)
         local = np.where(rows >= 0, rows - begin * PANEL, -1)
         pack_panels(index, raw, local, inner, panels[begin : begin + 512])
