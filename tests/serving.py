@@ -46,7 +46,7 @@ class Served:
 
     @property
     def llm(self):
-        return self.server.loop.llm
+        return self.server.ready.llm
 
     def start(self):
         self._thread.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -19,7 +19,7 @@ from ..drafters import Adaptive, Lookahead, with_old_keywords
 from ..targets.factory import make_target, probe
 from ..targets.fingerprint import fingerprint
 from ..targets.own_model import OwnModel
-from .engine import UNLIMITED_SEQUENCES, Engine
+from .engine import Engine
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .processors import make_process
@@ -136,34 +136,16 @@ class LLM:
         with notice_if_slow("compiling the model for this processor (once)"):
             return make_target(self.model, path=path, exact=self.exact)
 
-    def engine(
-        self,
-        *,
-        target: Target | None = None,
-        max_sequences: int = UNLIMITED_SEQUENCES,
-        prefix_cache: int = 0,
-        **limits: int,
-    ) -> Engine:
-        """An engine on this model; the arguments are those of ``Engine``."""
-        return Engine(
-            lambda: self.target(),
-            self.model,
-            probed=self.probe,
-            target=target,
-            max_sequences=max_sequences,
-            prefix_cache=prefix_cache,
-            **limits,
-        )
+    def engine(self, **options: Any) -> Engine:
+        """An engine on this model; the options are the keywords of ``Engine``."""
+        return Engine(lambda: self.target(), self.model, probed=self.probe, **options)
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
         """An engine for one call. One caller at a time may use the finished texts that the last call kept."""
         if not self._prefix_cache or not self._lent.acquire(blocking=False):
-            engine = self.engine(max_sequences=max_sequences)
-            try:
+            with closing(self.engine(max_sequences=max_sequences)) as engine:
                 yield engine
-            finally:
-                engine.close()
             return
         try:
             state, kept = fingerprint(self.model), self._kept

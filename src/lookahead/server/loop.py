@@ -42,7 +42,6 @@ class Loop:
         self._failed, self._started = failed, started
         self._wake = threading.Condition()
         self._stop_at: float | None = None
-        self.llm: LLM | None = None
         self.engine: Engine | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lookahead-loop", daemon=True)
@@ -107,14 +106,13 @@ class Loop:
     def _run(self) -> None:
         settings = self._settings
         try:
-            llm = self._load()
-            engine = llm.engine(
+            engine = self._load().engine(
                 max_sequences=settings.max_concurrent,
                 prompt_rows=settings.prompt_rows,
                 row_budget=settings.row_budget,
                 prefix_cache=settings.prefix_cache,
             )
-            self.llm, self.engine = llm, engine
+            self.engine = engine
             self._started()
             while self._wait_for_work(engine):
                 self._step(engine)

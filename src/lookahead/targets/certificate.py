@@ -48,22 +48,18 @@ def _find_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAtte
     if not on_gpu(model):
         return _certified(model, facts, exact.attend, captured=False)
     attention, why = None, uncapturable(model, facts)
-    for attend in () if why else exact_attention_functions(model):
+    functions: list[Attend] = [exact.attend]
+    if model.device.type == "cuda" and has_triton():
+        from ..attention import exact_triton
+
+        functions.insert(0, exact_triton.attend)  # it is faster
+    for attend in () if why else functions:
         attention, reason = _certified(model, facts, attend, captured=True)
         if attention is not None:
             return attention, reason
         why = why or reason
     attention, reason = _certified(model, facts, exact.attend, captured=False)
     return attention, f"{reason}; passes are not captured: {why}"
-
-
-def exact_attention_functions(model: PreTrainedModel) -> list[Attend]:
-    """Attention functions for captured passes in exact mode, the fastest first."""
-    if model.device.type == "cuda" and has_triton():
-        from ..attention import exact_triton
-
-        return [exact_triton.attend, exact.attend]
-    return [exact.attend]
 
 
 def on_gpu(model: PreTrainedModel) -> bool:
