@@ -33,11 +33,11 @@ RESET = "\x1b[0m"
 @with_options(without=())
 def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
     """Complete a prompt, or every prompt of a file. The text is the model's own with every method."""
-    if task.compare and draft.plain:
+    drafter = draft.resolve()
+    if task.compare and isinstance(drafter, Plain):
         raise SettingsError(
             "--compare compares a drafter with plain decoding; --drafter plain is plain decoding"
         )
-    drafter = draft.resolve()
     if task.trace is not None:
         check_trace(task.trace, task.overwrite)
     if is_follower():  # only rank 0 reads and writes; the others work for it from here on

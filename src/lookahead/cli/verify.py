@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import Adaptive
+from .. import Adaptive, Plain
 from ..core import SettingsError
 from ..core.target import PROMISES
 from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
@@ -61,9 +61,9 @@ def verify(
             "--reference generate is for greedy decoding without other options; leave "
             f"{', '.join(sorted(map(flag_of, others)))} out, or use --reference plain"
         )
-    if draft.plain and reference == "plain":
-        raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     drafter = draft.resolve() or Adaptive()
+    if isinstance(drafter, Plain) and reference == "plain":
+        raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     if isinstance(drafter, Adaptive):  # draft as much as possible, because drafts are what is tested
         drafter = replace(drafter, budget=False)
     llm = load_model(load, drafter)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
@@ -170,7 +170,7 @@ def _own_name(kind: type[Drafter], name: str) -> str:
 def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -> Drafter:
     """A drafter with some settings changed, given by any of their names."""
     kind = base if isinstance(base, type) else type(base)
-    known: list[str] = setting_names(kind) if is_dataclass(kind) else []
+    known = setting_names(kind)
     resolved: dict[str, Any] = {}
     for key, value in settings.items():
         if key == "ALWAYS_FWD_ONE" and value in (0, 1):

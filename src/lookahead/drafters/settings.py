@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ..core import SettingsError
@@ -26,7 +26,7 @@ def check_flag(settings: Any, name: str) -> None:
 
 def setting_names(kind: type) -> list[str]:
     """The settings of a drafter that a text can give: all fields but objects that sequences share."""
-    return [field.name for field in fields(kind) if field.compare]
+    return [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else []
 
 
 def all_settings(settings: Any) -> dict[str, Any]:

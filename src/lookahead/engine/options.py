@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import Drafter, SettingsError
-from ..drafters import Plain, as_drafter, known_names, with_old_keywords
+from ..drafters import as_drafter, known_names, with_old_keywords
 from .fields import OptionSet, documented, option
 
 if TYPE_CHECKING:
@@ -367,11 +367,6 @@ class DraftOptions(OptionSet):
                 f"--warm keeps what adaptive learns and has no effect with {drafter}; leave it out"
             )
         return drafter
-
-    @property
-    def plain(self) -> bool:
-        """Whether this is plain decoding."""
-        return isinstance(self.resolve(), Plain)
 
 
 def flag_of(name: str) -> str:

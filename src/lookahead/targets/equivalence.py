@@ -76,15 +76,7 @@ def _tree(ids: Sequence[int], vocabulary: int, parents: Sequence[int]) -> TokenT
     return tree
 
 
-def _control_tree(tree: TokenTree, vocabulary: int) -> TokenTree:
-    """The negative control: rows 5 and 7 have another parent of the same depth, row 3 is one position off."""
-    wrong = _tree(tree.tokens, vocabulary, [0, 1, 2, 0, 1, 1, 2])
-    wrong.tokens = list(tree.tokens)
-    wrong.depths[3] += 1
-    return wrong
-
-
-#: Rows of ``_control_tree`` with a wrong ancestor, and with a wrong position.
+#: Rows of ``Trial.control_tree`` with a wrong ancestor, and with a wrong position.
 WRONG_ANCESTOR, WRONG_POSITION = (5, 7), (3,)
 #: The path that a trial commits. Its last rows are neither adjacent nor in place.
 PATH = (0, 1, 6, 7)
@@ -165,8 +157,13 @@ class Trial:
         return torch.stack(rows), torch.stack(control)
 
     def control_tree(self) -> TokenTree:
-        """The negative control of slot 0's first tree."""
-        return _control_tree(self.trees[0][0], self.vocabulary)
+        """The negative control of slot 0's first tree: two rows have another parent of the same depth, one is a
+        position off."""
+        tokens = self.trees[0][0].tokens
+        wrong = _tree(tokens, self.vocabulary, [0, 1, 2, 0, 1, 1, 2])
+        wrong.tokens = list(tokens)
+        wrong.depths[3] += 1
+        return wrong
 
     def control_error(self, logits: torch.Tensor, reference: torch.Tensor, unit: torch.Tensor) -> float:
         """The error of the negative control, of its weaker fault.
