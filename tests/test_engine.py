@@ -684,6 +684,7 @@ def packages(monkeypatch, tmp_path):
         return SimpleNamespace(origin=str(tmp_path / "__init__.py")) if name in found else None
 
     monkeypatch.setattr(checkpoints, "find_spec", find)
+    monkeypatch.setattr("lookahead.engine.gguf.find_spec", find)
     return found
 
 

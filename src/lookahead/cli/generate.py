@@ -93,9 +93,7 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
             typer.echo(f"{start}{update.piece}{end}", file, nl=False, color=color)
     typer.echo(file=file)
     assert result is not None
-    if result.error is not None:
-        raise result.error
-    return result
+    return result.checked()
 
 
 def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:

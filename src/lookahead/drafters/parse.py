@@ -246,7 +246,7 @@ def _from_old(
 ) -> Drafter:
     base: Drafter
     if method is None and config is None and not sizes:
-        kind = Lookahead if isinstance(pool, NGramPool) else Adaptive
+        kind: type[Lookahead] | type[Adaptive] = Lookahead if isinstance(pool, NGramPool) else Adaptive
         given = (default, getattr(pool, "settings", None))
         base = next((each for each in given if isinstance(each, kind)), kind())
     elif config is None:

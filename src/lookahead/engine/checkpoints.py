@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from ..core import SettingsError
 from ..core.errors import first_line
-from .gguf import GGUFCheckpoint
+from .gguf import GGUFCheckpoint, missing_packages
 from .options import LoadOptions
 from .tokenizer import GGUFTokenizer, build_tokenizer
 
@@ -233,7 +233,7 @@ def _default() -> Path:
     except SettingsError:
         missing = GET_DEFAULT
     else:
-        absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+        absent = missing_packages()
         if not absent:
             return folder / file
         missing = f"its file needs {' and '.join(absent)}: pip install {' '.join(absent)}"

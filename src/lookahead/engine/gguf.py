@@ -19,6 +19,11 @@ from ..files.gguf import GGUFFile
 PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+def missing_packages() -> list[str]:
+    """The packages that transformers needs for GGUF files and that are not installed."""
+    return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+
+
 class GGUFCheckpoint:
     """A GGUF file that holds a whole model.
 
@@ -59,8 +64,7 @@ class GGUFCheckpoint:
         Raises:
             SettingsError: a package is missing.
         """
-        missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-        if missing:
+        if missing := missing_packages():
             raise SettingsError(
                 f"to read {self.file.path.name} the packages gguf and accelerate must be installed, and {missing[0]} "
                 "is not; pip install gguf accelerate"

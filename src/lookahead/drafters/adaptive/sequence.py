@@ -249,6 +249,11 @@ class AdaptiveDraftState(DraftState):
         self._accepted += len(tokens) - 1
 
     @property
+    def _drafting(self) -> Drafting | None:
+        """The sources and the last tree; None before drafting was set up."""
+        return self._phase.drafting if isinstance(self._phase, PlainSteps) else self._phase
+
+    @property
     def estimates(self) -> list[float]:
         """The estimated probability of each node of the last tree, without the window's rows, which follow."""
         return list(self._phase.grower.probabilities) if isinstance(self._phase, Drafting) else []
@@ -260,22 +265,21 @@ class AdaptiveDraftState(DraftState):
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
         """The estimated probability of each row that verification reaches it, and the sources that proposed it."""
-        phase = self._phase.drafting if isinstance(self._phase, PlainSteps) else self._phase
-        if tree is None or len(tree) == 1 or not isinstance(phase, Drafting):
+        drafting = self._drafting
+        if tree is None or len(tree) == 1 or drafting is None:
             return {}
-        grower, own = phase.grower, phase.own_rows
+        grower, window, own = drafting.grower, drafting.window, drafting.own_rows
         return {
             "probabilities": [round(probability, 4) for probability in grower.probabilities[:own]],
             "sources": [[], *(grower.sources_of(row) for row in range(1, own))],
-            "window": phase.window.nodes() if phase.window is not None and len(tree) > own else [],
+            "window": window.nodes() if window is not None and len(tree) > own else [],
         }
 
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and observed acceptance, and the controller's statistics."""
-        phase, controller = self._phase, self._controller
-        drafting = phase.drafting if isinstance(phase, PlainSteps) else phase
+        drafting, controller = self._drafting, self._controller
         credit, rows = dict.fromkeys((*SOURCES, "window"), 0), 0
-        if isinstance(drafting, Drafting):
+        if drafting is not None:
             credit = drafting.grower.credit
             rows = drafting.window.rows_used if drafting.window is not None else 0
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}

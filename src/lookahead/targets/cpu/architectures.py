@@ -20,7 +20,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ..facts import ModelFacts
 from ..fingerprint import active_hooks
 from . import dense, formats
-from .blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, Unsupported
+from .blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
 from .dense import Linear, bits_of
 
 
@@ -263,7 +263,7 @@ class _Parts:
         spec, config, hidden = self.spec, self.config, int(self.config.hidden_size)
         for index, layer in enumerate(self.modules):
             norms = {name: norm_of(layer, getattr(spec, name), hidden, spec.norm_offset) for name in NORMS}
-            head_norm, joint = self.head_norm(layer) if spec.query_norm else (None, False)
+            head_norm, joint = self.head_norm(layer)
             attention: Any = layer.get_submodule(spec.attention)
             kind = config.layer_types[index] if len(self.rotary_types) > 1 else self.rotary_types[0]
             yield LayerParts(
@@ -298,16 +298,14 @@ class _Parts:
         qkv = dense.joined(query, key, value)
         return {"qkv": qkv, "output": linear_of(layer, spec.output), "up": up, "down": down}
 
-    def head_norm(self, layer: nn.Module) -> tuple[Norm, bool]:
-        """Query and key norms, and whether each is over all heads together (OLMo 2)."""
-        spec, weights, joint = self.spec, [], False
-        for path, heads in ((spec.query_norm, self.heads), (spec.key_norm, self.key_heads)):
-            norm = norm_of(layer, path, 0, spec.norm_offset)
-            # With a single key head, the key norm has the same shape either way; then the query norm decides.
-            joint = joint or len(norm.weight) > self.head_size
-            by_head = norm.weight.reshape(-1, self.head_size)[:, self.order]
-            weights.append(np.broadcast_to(by_head, (heads, self.head_size)))
-        return norm._replace(weight=np.concatenate(weights)), joint
+    def head_norm(self, layer: nn.Module) -> tuple[Norm | None, bool]:
+        """``LayerParts.head_norm`` and ``joint_norm``."""
+        spec = self.spec
+        if not spec.query_norm:
+            return None, False
+        query, key = (norm_of(layer, path, 0, spec.norm_offset) for path in (spec.query_norm, spec.key_norm))
+        weights = [(query.weight, self.heads), (key.weight, self.key_heads)]
+        return head_norm_of(weights, self.order, key.epsilon)
 
 
 def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:

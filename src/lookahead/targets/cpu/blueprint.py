@@ -7,7 +7,7 @@ GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +44,22 @@ class Norm(NamedTuple):
     def none(cls, size: int) -> Norm:
         """Stands for a norm that the model does not have; rows of ``size`` pass unchanged."""
         return cls(np.ones(size, np.float32), np.zeros(size, np.float32), 0.0, 0)
+
+
+def head_norm_of(weights: Sequence[tuple[Array, int]], order: Array, epsilon: float) -> tuple[Norm, bool]:
+    """The RMS norm of query and key heads, and whether it runs over all heads together (OLMo 2).
+
+    Args:
+        weights: of the queries' norm and of the keys' norm, each with its number of heads.
+        order: of the numbers of a head (``formats.paired``).
+        epsilon: of both.
+    """
+    size = len(order)
+    # With a single key head, the key norm has the same shape either way; then the query norm decides.
+    joint = any(len(weight) > size for weight, _ in weights)
+    by_head = [np.broadcast_to(w.reshape(-1, size)[:, order], (heads, size)) for w, heads in weights]
+    joined = np.concatenate(by_head)
+    return Norm(joined, np.zeros_like(joined), epsilon, 1), joint
 
 
 @dataclass(slots=True)

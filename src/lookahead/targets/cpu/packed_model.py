@@ -23,7 +23,7 @@ from ...threads import thread_count
 from ..limits import Limits
 from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from . import formats
-from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported
+from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
 from .compiled_model import CompiledModel, checked
 from .formats import ArrayMemory, round_up
 from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, read_settings
@@ -217,16 +217,13 @@ class _Reader:
         return Norm(weight, bias, self.settings.epsilon, self.names.norm_kind)
 
     def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
-        """Query and key norms, and whether each is over all heads together (OLMo 2)."""
-        settings, weights, joint = self.settings, [], False
+        """``LayerParts.head_norm`` and ``joint_norm``."""
+        settings = self.settings
         if "query_norm" not in self.names.tensors:
             return None, False
-        for part, heads in (("query_norm", settings.heads), ("key_norm", settings.key_heads)):
-            weight = self.fp32(f"{self.name(part, layer)}.weight").reshape(-1, settings.head_size)
-            joint = joint or len(weight) > 1
-            weights.append(np.broadcast_to(weight[:, self.order], (heads, settings.head_size)))
-        joined = np.concatenate(weights)
-        return Norm(joined, np.zeros_like(joined), settings.epsilon, 1), joint
+        parts = (("query_norm", settings.heads), ("key_norm", settings.key_heads))
+        weights = [(self.fp32(f"{self.name(part, layer)}.weight"), heads) for part, heads in parts]
+        return head_norm_of(weights, self.order, settings.epsilon)
 
     def layers(self) -> Iterable[LayerParts]:
         """The layers, in order."""
