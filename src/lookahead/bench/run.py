@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from ..core.stats import first_divergence
+from ..core import first_divergence, ngrams_of
 from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt
@@ -144,9 +144,9 @@ def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
     return prompt if isinstance(prompt, Prompt) else Prompt(str(number), "tokens", ("",), ids=tuple(prompt))
 
 
-def loop_free(tokens: Sequence[int], size: int = LOOP_SIZE) -> bool:
-    """Whether no n-gram of ``size`` tokens occurs twice: small models loop, and loops favour n-gram methods."""
-    grams = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+def loop_free(tokens: Sequence[int]) -> bool:
+    """Whether no n-gram of ``LOOP_SIZE`` tokens occurs twice: small models loop, and loops favour n-gram methods."""
+    grams = list(map(tuple, ngrams_of(tokens, LOOP_SIZE)))
     return len(set(grams)) == len(grams)
 
 

@@ -72,7 +72,7 @@ class PromptLookupDraftState(DraftState):
         for n in range(min(self._settings.max_ngram, len(text)), 0, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
-                tree.add_candidate(text[start : start + max(0, length)])
+                tree.add_candidate(text[start : start + length])
                 break
         return tree
 
