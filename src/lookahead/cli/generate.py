@@ -133,7 +133,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
 
 # ------------------------------------------------------------------------------- a file of prompts
 
-#: Keys of a prompt in a line of the input, and their types.
+#: Keys of a prompt in a line of the input, and the types of their values.
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
 
 

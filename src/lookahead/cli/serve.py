@@ -13,7 +13,7 @@ from ..core import SettingsError
 from .console import note
 from .options import Command, metavar_of, quiet
 
-#: What follows ``serve`` is read by a command made of the settings, so that no other command has to load these.
+#: The arguments after ``serve`` are read by a command that is made from the settings, so no other command loads them.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -58,6 +58,6 @@ def show(
 def page_of(trace: Trace) -> str:
     """The page that replays a trace."""
     before, tag, after = PAGE.read_text(encoding="utf-8").partition(TRACE_TAG)
-    # Of all text in JSON only these two would end a script early; both are escaped in JSON's way.
+    # Only these two sequences would end a script early; both are escaped as JSON allows.
     lines = "\n".join(trace.lines).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     return f"{before}{tag}{lines}{after}"

@@ -187,7 +187,7 @@ class LoadOptions(OptionSet):
 class Options(OptionSet):
     """The options of one generation.
 
-    The defaults give the model's greedy text. Of the model's saved generation config only the end tokens are used.
+    The defaults give the model's greedy text. Only the end tokens are taken from the model's generation config.
     ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .results import Update
 
-#: Of the format. Readers refuse others.
+#: The version of the format. Readers refuse others.
 VERSION = 1
 
 

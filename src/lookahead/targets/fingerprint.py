@@ -49,8 +49,8 @@ def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """A value that changes when a weight, buffer, module, method, hook, attribute or setting of the model changes.
 
-    It also changes when torch.autocast is switched on or off. Of the settings whose names begin with "_", which
-    belong to transformers, only the attention implementation counts.
+    It also changes when torch.autocast is switched on or off. Settings whose names begin with "_" belong to
+    transformers; only the attention implementation counts among them.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):  # weights that nobody else can reach

@@ -312,7 +312,7 @@ def grow(
 
 @compiled
 def _source_of(tree: Tree, node: int, right: int, matched: int, recalled: int) -> int:
-    """The source to credit with an accepted token. Of several the most specific one is credited."""
+    """The source to credit with an accepted token: the most specific one of several."""
     row = tree.nodes[node]
     if matched == 0:
         return BY_SUFFIX

@@ -101,11 +101,11 @@ def _keep_errors(level: int, text: bytes, _: Any) -> None:
 _log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_keep_errors)
 
 
-def _said() -> str:
+def _logged() -> str:
     """The errors that llama.cpp has logged since the last call, in one line."""
-    said = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
+    lines = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
     _errors.clear()
-    return "; ".join(dict.fromkeys(said))[:300] or "it does not say why"
+    return "; ".join(dict.fromkeys(lines))[:300] or "it does not say why"
 
 
 class Weights:
@@ -135,7 +135,7 @@ class Weights:
         _errors.clear()
         self.pointer = lib.llama_model_load_from_file(str(file).encode(), parameters)
         if not self.pointer:
-            raise SettingsError(f"llama.cpp cannot load {file.name}: {_said()}")
+            raise SettingsError(f"llama.cpp cannot load {file.name}: {_logged()}")
         weakref.finalize(self, lib.llama_model_free, self.pointer)
         if lib.llama_model_has_encoder(self.pointer) or lib.llama_model_is_diffusion(self.pointer):
             raise SettingsError(
@@ -189,12 +189,10 @@ class Context:
         _errors.clear()
         self.pointer = lib.llama_init_from_model(weights.pointer, parameters)
         if not self.pointer:
-            said = _said()
-            if "alloc" in said or "memory" in said:
-                raise OutOfMemory(
-                    f"llama.cpp has no memory for {cells} cells ({said}); give a shorter prompt"
-                )
-            raise SettingsError(f"llama.cpp cannot evaluate {weights.file.name} with these settings: {said}")
+            why = _logged()
+            if "alloc" in why or "memory" in why:
+                raise OutOfMemory(f"llama.cpp has no memory for {cells} cells ({why}); give a shorter prompt")
+            raise SettingsError(f"llama.cpp cannot evaluate {weights.file.name} with these settings: {why}")
         self._free = weakref.finalize(self, lib.llama_free, self.pointer)
         self.weights, self._library = weights, lib  # the model must outlive its contexts
         self.memory = lib.llama_get_memory(self.pointer)
@@ -288,7 +286,7 @@ class Context:
                 "or a smaller cache_type_k and cache_type_v"
             )
         if status:
-            raise EngineFailed(f"llama.cpp could not evaluate a pass of {size} rows: {_said()}")
+            raise EngineFailed(f"llama.cpp could not evaluate a pass of {size} rows: {_logged()}")
         shape = (reads, self.weights.vocabulary)
         if not reads:
             return np.empty(shape, np.float32)
@@ -322,7 +320,7 @@ class Context:
         """Give a sequence the keys and values that ``read`` returned."""
         _errors.clear()
         if not self._library.llama_state_seq_set_data(self.pointer, data, len(data), sequence):
-            raise EngineFailed(f"llama.cpp could not move a sequence to more memory: {_said()}")
+            raise EngineFailed(f"llama.cpp could not move a sequence to more memory: {_logged()}")
 
     def empty(self, sequences: Iterable[int]) -> None:
         """Drop all rows of these sequences."""

@@ -183,7 +183,7 @@ def _write(
 
 @compiled
 def write_rows(tree: Tree, cache: Cache, constants: Constants, step: StepResult, window_start: int) -> None:
-    """Store all rows of a step. Of two rows with one key the later write stays: likelier rows, then the path."""
+    """Store all rows of a step. Rows with equal keys overwrite each other: unlikely rows first, the path last."""
     nodes, count = tree.nodes, tree.sizes[0].rows
     for order in range(ORDERS):
         # All lookups first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
