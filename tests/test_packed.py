@@ -8,12 +8,15 @@ from numba import njit
 
 from lookahead.targets.cpu import packed
 from lookahead.targets.cpu.formats import ROW_BLOCK
-from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decode_output, pack_panels
+from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, pack_panels
 from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
 
 #: 40 outputs: the last panel of the second group has none, the one before is half full.
 INNER, OUTPUTS = 512, 40
 NAMES = [kind.name for kind in KINDS]
+
+
+decode_output = njit(packed.decode_output, error_model="numpy")
 
 
 @njit

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 from numpy.lib.stride_tricks import as_strided
 
 GROUP = 32
@@ -49,7 +50,7 @@ def top_of_rows(
     return ids, odds
 
 
-@njit(error_model="numpy", cache=True)
+@register_jitable(error_model="numpy", no_cfunc_wrapper=True)
 def _insert(best: Any, value: int, number: int) -> None:
     """Insert (value, number) into ``best``, which holds the largest values in descending order.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from numba.core.caching import FunctionCache
+from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: The newest version of numba whose private attributes (``_cache`` of a dispatcher, ``entry_point`` of an overload)
@@ -23,8 +24,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 CHECKED = (0, 68)
 #: An integer as compiled code holds it. In uncompiled code it widens fields of records, so that sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
-#: Numba's type annotations lack some of the settings.
-_njit = cast(Callable[..., Any], numba.njit)
+#: Numba's type annotations lack some of the settings. No function here makes or returns an array, so none needs
+#: numba's reference counting, which would take ten times as long as the computation for a node.
+_njit, _register = (
+    partial(cast(Callable[..., Any], decorator), error_model="numpy", _nrt=False)
+    for decorator in (numba.njit, register_jitable)
+)
 
 
 def numba_version() -> tuple[int, ...]:
@@ -32,15 +37,12 @@ def numba_version() -> tuple[int, ...]:
     return tuple(int(part) for part in numba.__version__.split(".")[:2])
 
 
-def _jit(function: Any) -> Any:
-    # No function here makes or returns an array, so none needs numba's reference counting, which would take ten times
-    # as long as the computation for a node.
-    return _njit(error_model="numpy", _nrt=False)(function)
-
-
 def compiled(function: Function) -> Function:
-    """A function that other compiled functions call. It must not create arrays or return views."""
-    result: Function = _jit(function)
+    """A function that other compiled functions call. It must not create arrays or return views.
+
+    It is returned as it is: Python runs it uncompiled, and numba emits no code with which Python could call it.
+    """
+    result: Function = _register(no_cfunc_wrapper=True)(function)
     return result
 
 
@@ -49,7 +51,7 @@ def entry(function: Function) -> Function:
 
     Its machine code is kept on disk if there is a folder to write to.
     """
-    result = _jit(function)
+    result = _njit()(function)
     if result is not function and numba_version() <= CHECKED:  # the same function where the JIT is off
         # Without a folder that can be written to it is compiled in each process.
         with suppress(RuntimeError):

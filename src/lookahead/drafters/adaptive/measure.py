@@ -213,6 +213,17 @@ def _was_busy(kept: StepTimes, target: Any) -> bool:
     return table is not None and min(spent) * BUSY < table[0]
 
 
+def _compile_reading(target: Any) -> None:
+    """Read the best tokens of a row, whose code is compiled then: here, while the other process compiles the rest.
+
+    In ``measure_times`` it would use up the time for measuring.
+    """
+    target.prefill([(0, [0])])
+    (scores,) = target.forward([(0, TokenTree(0))])
+    scores.top([0], 1)
+    target.release(0)
+
+
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = weakref.WeakKeyDictionary()
 
 
@@ -230,8 +241,9 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
     if key not in mine:
-        precompile.wait()
         target = make_target()
+        _compile_reading(target)
+        precompile.wait()
         name = model_key(model, path)
         times = load_times(name)
         if times is None or _was_busy(times, target):

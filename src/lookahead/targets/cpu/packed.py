@@ -147,13 +147,13 @@ bytes_at = address_as(types.CPointer(types.uint8))
 _floats_at, _shorts_at = (address_as(types.CPointer(kind)) for kind in (types.float32, types.uint16))
 
 
-@njit(error_model="numpy")
+@llvm.jit
 def _integer(raw: Any, index: int) -> int:
     """A byte as a signed 64-bit integer; numba would turn sums of unsigned and signed integers into floats."""
     return np.int64(raw[index])  # type: ignore[return-value]  # an int to compiled code
 
 
-@njit(error_model="numpy")
+@llvm.jit
 def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     """The 6-bit scale and offset of block j of a Q4_K or Q5_K superblock, from the 12 bytes at ``start``.
 
@@ -166,7 +166,7 @@ def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     return (both & 15) | (scale >> 6) << 4, (both >> 4) | (shift >> 6) << 4
 
 
-@njit(error_model="numpy")
+@llvm.jit
 def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
     """Read a block of an output into ``q`` (32,), unsigned, and ``scales`` (4,), both bytes.
 
@@ -207,7 +207,7 @@ def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
             q[e] = value | (_integer(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@llvm.jit
 def pack_panel(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
     """Copy up to 16 outputs into a panel. Missing outputs decode to zeros.
 
