@@ -4,7 +4,7 @@
 
 vLLM takes chains only. Each line takes something more away, in our own engine. Every step drafts (no budget), and
 what is learned of one text serves the next. S is tokens per pass after the prompt; it depends on no times. Prints a
-table.
+table, which ``benchmarks.vllm`` puts on its page too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,35 @@ def variants(drafted: int) -> dict[str, Drafter]:
     }
 
 
+def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: int) -> str:
+    """S of each variant, by data set and over all of them.
+
+    Args:
+        model: a file or a folder.
+        dtype: of the weights.
+        data: folder of the data sets.
+        limit: prompts of each data set.
+        tokens: of each text.
+        drafted: most tokens of a short chain.
+    """
+    llm = lookahead.load(model, dtype=dtype)
+    sets = {name: load_workload(name, limit, data=data) for name in SETS}
+    rows = []
+    for name, drafter in variants(drafted).items():
+        if isinstance(drafter, Adaptive):
+            drafter = replace(drafter, state=AdaptiveState(drafter))
+        emitted, steps = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
+        for number in range(limit):  # prompts of one set come at different times, as in a server
+            for workload in SETS:
+                prompt = sets[workload][number].tokens(llm.tokenizer)
+                stats = llm.generate(prompt, max_new_tokens=tokens, drafter=drafter).stats
+                emitted[workload] += stats.new_tokens - 1
+                steps[workload] += stats.steps
+        each = (f"{emitted[workload] / steps[workload]:.2f}" for workload in SETS)
+        rows.append([name, *each, f"{sum(emitted.values()) / sum(steps.values()):.2f}"])
+    return markdown_table(["S", *SETS, "all"], rows)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -50,22 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafted", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args(words)
-    llm = lookahead.load(arguments.model, dtype=arguments.dtype)
-    sets = {name: load_workload(name, arguments.limit, data=arguments.data) for name in SETS}
-    rows = []
-    for name, drafter in variants(arguments.drafted).items():
-        if isinstance(drafter, Adaptive):
-            drafter = replace(drafter, state=AdaptiveState(drafter))
-        tokens, steps = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
-        for number in range(arguments.limit):  # prompts of one set come at different times, as in a server
-            for workload in SETS:
-                prompt = sets[workload][number].tokens(llm.tokenizer)
-                stats = llm.generate(prompt, max_new_tokens=arguments.tokens, drafter=drafter).stats
-                tokens[workload] += stats.new_tokens - 1
-                steps[workload] += stats.steps
-        each = (f"{tokens[workload] / steps[workload]:.2f}" for workload in SETS)
-        rows.append([name, *each, f"{sum(tokens.values()) / sum(steps.values()):.2f}"])
-    print(markdown_table(["S", *SETS, "all"], rows))
+    print(table(**vars(arguments)))
 
 
 if __name__ == "__main__":

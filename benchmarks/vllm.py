@@ -5,7 +5,8 @@
 Run it with a Python that has vLLM and this package. MODEL is a folder that vLLM loads. Each method and number of
 clients is a process of its own (``vllm_run``), so that nothing learnt in one run serves another; within a run, what
 is learnt of one text serves the next, as in a server. A client sends its next prompt when its last text has ended.
-Runs that are in the records are not made again, so an interrupted command continues. Greedy, eager mode.
+Runs of the same commit that are in the records are not made again, so an interrupted command continues. Greedy, eager
+mode. A last table (``chain_s``) says what vLLM's interface costs in S: the same prompts on this library's own engine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from lookahead.bench import Records
-from lookahead.bench.record import environment, key_of
+from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
 from lookahead.cli.options import numbers
 from lookahead.core import LookaheadError, SettingsError
 
+from .chain_s import table
 from .datasets import SETS, load_workload
 from .page import write_page
 from .vllm_run import RESULT
@@ -137,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     # Prompts of one set come at different times, as in a server.
     prompts = [pair for _, pair in sorted(enumerate(prompts), key=lambda entry: entry[0] % arguments.limit)]
     store, chosen = Records(arguments.records), []
-    known = {record["key"]: record for record in store.read()}
+    known = {record["key"]: record for record in store.read() if record["commit"] == commit()}
     for clients in numbers(arguments.clients, "--clients"):
         for method in arguments.method or METHODS:
             speculative = METHODS[method]
@@ -182,6 +184,19 @@ def main(words: Sequence[str] | None = None) -> None:
         "Equal: to plain decoding with as many clients.",
         "",
         *page(chosen),
+        "## The same prompts on this library's own engine",
+        "",
+        "Every step drafts, one text at a time; each line takes away something that vLLM's interface does not allow.",
+        "",
+        table(
+            str(arguments.model),
+            arguments.dtype,
+            arguments.data,
+            arguments.limit,
+            arguments.tokens,
+            arguments.drafted,
+        ),
+        "",
     ]
     print(write_page(arguments.out, "Drafting on vLLM", record, figures, body))
 
