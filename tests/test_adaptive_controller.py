@@ -20,6 +20,7 @@ from lookahead.drafters.adaptive.measure import measure_times
 from lookahead.drafters.adaptive.sequence import AdaptiveDraftState, Drafting, PlainSteps
 from lookahead.drafters.adaptive.step_times import (
     FORMAT,
+    GUESS,
     MENU,
     SAMPLED,
     WEIGHT,
@@ -272,6 +273,16 @@ def test_step_times_are_kept_by_context_and_batch():
     assert times.table(1, 5000)[menu_index(8)] > 0.05
 
 
+def test_a_plain_step_of_few_sequences_is_not_guessed_as_slow_as_one_of_many():
+    """In vLLM the first passes may have 16 requests; a plain step of two has fewer rows than any of them."""
+    times = StepTimes(guess=0.25)
+    times.learn((16, 100, 0), 1, 0.260)
+    few = times.table(2, 100)
+    assert few[0] == pytest.approx(0.260 * 1.25 / 4.75)
+    assert few[menu_index(8)] == pytest.approx(0.260)  # as many rows in all as were measured
+    assert few == sorted(few)
+
+
 def test_before_any_measurement_rows_of_a_batch_cost_what_as_many_rows_of_one_text_cost():
     """16 sequences, and rows that each cost a quarter of a plain step: a second row of each: 1.84 times as long."""
     times = StepTimes(guess=0.25)
@@ -290,7 +301,7 @@ def test_a_batch_that_was_never_measured_is_priced_by_its_rows():
     assert times.table(16, 100, True) == pytest.approx([1.0 + 0.1 * 16 * k for k in MENU])
     alone = StepTimes({(8, 0): [1.0 + 0.1 * 16 * k for k in MENU]}).table(1, 100)
     assert alone[menu_index(32)] == pytest.approx(1.0 + 0.1 * 32)
-    assert alone[0] == pytest.approx(1.0 + 0.1 * 16)  # nothing is known of fewer rows
+    assert alone[0] == pytest.approx((1.0 + 0.1 * 16) / (1 + GUESS * 15))  # of fewer rows there is the guess
 
 
 def test_a_slow_machine_is_not_a_loss():

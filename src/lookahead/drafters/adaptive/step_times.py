@@ -108,17 +108,27 @@ class StepTimes:
         key = self.bin_of(batch, context, sampled)
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
-            more = 2.0 ** ((key[0] % SAMPLED - near[0] % SAMPLED) / 2)  # how many times as many sequences
-            self.bins[key] = [interpolated(MENU, self.bins[near], k * more) for k in MENU]
+            known, wanted = (2.0 ** (each[0] % SAMPLED / 2) for each in (near, key))  # sequences
+            # Fewer rows in all than any known pass: by the guess, or one plain step of 16 sequences would make plain
+            # steps of two look as slow, and drafting free.
+            self.bins[key] = [
+                interpolated(MENU, self.bins[near], k * wanted / known)
+                * min(1.0, self._guessed(wanted * k) / self._guessed(known))
+                for k in MENU
+            ]
         return self.bins.get(key)
+
+    def _guessed(self, rows: float) -> float:
+        """The time of a pass by the guess, in passes of one row."""
+        return 1 + self._guess * (rows - 1)
 
     def learn(self, where: Sequence[int], rows: float, seconds: float, steps: float = 1) -> None:
         """Learn that ``steps`` steps of ``rows`` rows took ``seconds`` each; ``where``: arguments of ``bin_of``."""
         table = self.table(*where)
         if table is None:
             # ``rows`` are per sequence, so a pass has ``where[0]`` times as many.
-            one_row = seconds / (1 + self._guess * (where[0] * rows - 1))
-            self.bins[self.bin_of(*where)] = [one_row * (1 + self._guess * (where[0] * k - 1)) for k in MENU]
+            one_row = seconds / self._guessed(where[0] * rows)
+            self.bins[self.bin_of(*where)] = [one_row * self._guessed(where[0] * k) for k in MENU]
             return
         if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
             share = rows - 1
