@@ -46,7 +46,8 @@ class StepTimes:
     """t(k) in seconds, by number of sequences and length of the context.
 
     There is one table for each (batch, context) bin. A bin that was never measured starts from the nearest one, read
-    at the same total number of rows. Rows are counted per sequence, as the mean over the pass. A step of one row
+    at the same total number of rows; of fewer rows than that one has, by the guess.
+    Rows are counted per sequence, as the mean over the pass. A step of one row
     shows how fast the machine is now and scales the whole table; a step of more rows changes its own entry, and its
     neighbours less and less. So t(1) follows from plain steps alone.
 
