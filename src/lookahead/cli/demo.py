@@ -49,7 +49,7 @@ def demo(
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
         raise SettingsError(f"--prompts must be a folder of text files, got {folder}")
-    note("loading the model; its first use in a dtype compiles code, which takes about nine seconds")
+    note("loading the model; its first use in a dtype compiles code, which takes half a minute")
     start = perf_counter()
     llm = load_model(load)
     for drafter in (None, Plain()):  # compile, and measure step times, before anything is timed
