@@ -6,6 +6,7 @@ import threading
 import weakref
 from bisect import insort_left
 from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ...core import TokenTree
 from ..cache import StoredTarget
 from ..limits import Limits, memory_errors
 from ..logits import HostLogits, LogitsRows
+from ..top import GROUP
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
 
@@ -77,7 +79,6 @@ class PassLogits(HostLogits):
         peaks = memory[end : end + rows * peaks_stride].view(np.float32).reshape(rows, peaks_stride // 4)
         super().__init__(numbers[:, : compiled.vocabulary], peaks)
         self.memory = memory
-        self._best: list[int] | None = None
 
     def detach(self) -> Array:
         """Replace the logits by a copy. Returns the memory, which may be reused then."""
@@ -86,10 +87,15 @@ class PassLogits(HostLogits):
         return self.memory
 
     def argmax(self, b: int, r: int) -> int:
-        if self._best is None:
-            assert self.peaks is not None
-            self._best = np.where(np.isnan(self.peaks).any(1), -1, self.top(1)[0][0, :, 0]).tolist()
-        return self._best[r]
+        """The first largest logit of the first group with the largest peak: of 49,152 logits 1,568 are read."""
+        assert self.peaks is not None
+        group = int(self.peaks[r].argmax())  # to numpy NaN is the largest
+        if isnan(self.peaks[r, group]):
+            return -1
+        numbers = self.rows[r, group * GROUP : (group + 1) * GROUP]
+        if numbers.dtype == np.int16:  # the bits of bf16
+            numbers = (numbers.astype(np.int32) << 16).view(np.float32)
+        return group * GROUP + int(numbers.argmax())
 
 
 class CpuTarget(StoredTarget):
