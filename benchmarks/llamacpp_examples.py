@@ -37,7 +37,7 @@ OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
 MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
-    "prompt out. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup drafts its default of "
+    "prompt out. llama-bench decodes random tokens after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup drafts its default of "
     "three tokens, ours ten; the server's modes have their defaults. llama-lookup and llama-lookahead print no token "
     "ids, so their texts cannot be compared."
 )
@@ -101,15 +101,15 @@ def examples(arguments: argparse.Namespace) -> dict[str, Callable[[str, int], Co
     return {f"llama-{name}": runner(name) for name in ("lookup", "lookahead")}
 
 
-def plain_of_bench(arguments: argparse.Namespace, depth: int) -> float:
-    """Tokens per second of llama-bench, of texts that begin after ``depth`` tokens."""
+def plain_of_bench(arguments: argparse.Namespace, depth: int) -> Cost:
+    """What llama-bench needs for a text that begins after ``depth`` tokens; it decodes random ones."""
     command = [program(arguments.bin, "bench"), "-m", str(arguments.model), "-t", str(arguments.threads)]
-    command += ["-p", "0", "-n", str(arguments.tokens), "-d", str(depth), "-r", "3", "-o", "json"]
+    command += ["-p", "0", "-n", str(arguments.tokens), "-d", str(depth), "-r", "1", "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r'"avg_ts":\s*([\d.]+)', done.stdout)
     if found is None:
         raise SettingsError(f"llama-bench must print avg_ts, got {done.stderr[-200:]!r}")
-    return float(found.group(1))
+    return arguments.tokens, arguments.tokens, arguments.tokens / float(found.group(1))
 
 
 def program_if_there(folder: Path, name: str) -> str | None:
@@ -163,6 +163,7 @@ def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]
         llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
     for ids in prompts:
         text = llm.tokenizer.decode(ids, skip_special_tokens=False)
+        costs.setdefault("llama-bench, plain", []).append(plain_of_bench(arguments, len(ids)))
         for drafter in OURS:
             result = llm.generate(ids, max_new_tokens=arguments.tokens, drafter=drafter)
             stats = result.stats
@@ -172,8 +173,7 @@ def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]
         for name, run in theirs.items():
             costs.setdefault(name, []).append(run(text, len(ids)))
     plain = texts["ours, plain"]
-    depth = round(sum(map(len, prompts)) / len(prompts))
-    rows = [["llama-bench, plain", "", "", f"{plain_of_bench(arguments, depth):.1f}", ""]]
+    rows = []
     for name, each in costs.items():
         equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
         rows.append(_row(name, each, "not compared" if equal is None else f"{equal} of {len(plain)}"))
