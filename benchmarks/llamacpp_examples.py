@@ -37,9 +37,9 @@ OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
 MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
-    "prompt out. llama-bench decodes random tokens after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup drafts its default of "
-    "three tokens, ours ten; the server's modes have their defaults. llama-lookup and llama-lookahead print no token "
-    "ids, so their texts cannot be compared."
+    "prompt out. llama-bench decodes random tokens after as many as each prompt has. (15,5,15) is the triple that is "
+    "compiled into llama-lookahead. llama-lookup drafts its default of three tokens, ours ten; the server's modes "
+    "have their defaults. llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
 )
 #: (tokens, passes, seconds) of one prompt, or of all.
 Cost = tuple[int, int, float]

@@ -47,6 +47,7 @@ STUDY = {
     "sampling-quality": (5, 40),
     "end-to-end": (1, 40),
     "parallel": (1, 60),
+    "attention": (1, 15),
 }
 #: The page whose table is in the README.
 IN_README = "bench-packed"

@@ -19,7 +19,7 @@ from . import __doc__ as about
 from . import committed, settings
 from .study import Study, page_facts, page_text
 
-STUDIES = ("scaling-law", "ablation", "sampling-quality", "end-to-end", "parallel")
+STUDIES = ("scaling-law", "ablation", "sampling-quality", "end-to-end", "parallel", "attention")
 PAGES = Path("docs/results")
 INTERRUPTED = "\ninterrupted: finished records are kept, and the same command continues"
 

@@ -1,0 +1,118 @@
+"""Appendix E of the paper: does an attention kernel for token trees change S?
+
+The same model, prompts and settings, once with the kernel (the compiled CPU path, or Triton's on a GPU) and once with
+transformers' own attention and the tree as a 4-D mask. The two round differently, so texts may part where two logits
+nearly tie. A kernel that showed a row the wrong keys would lose accepted tokens, which would lower S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+from torch.nn import Module
+
+from lookahead.bench.methods import Drafted, ModelUnderTest, Outcome, RunOptions, load_model
+from lookahead.bench.plots import COLOURS, label, new_figure
+from lookahead.bench.record import Record
+from lookahead.bench.report import figures, number
+from lookahead.core import Drafter, Target
+from lookahead.drafters import Lookahead
+from lookahead.targets.factory import make_target
+
+from .committed import Head
+from .intervals import differ, drawn_ratios, interval
+from .study import Page, Study, model_and_machine
+
+METHOD = "lookahead:15,5,15"
+WITH, WITHOUT = f"{METHOD}, attention kernel", f"{METHOD}, attention mask"
+WORKLOADS = ("humaneval", "mt-bench")
+
+
+class OnTarget(Drafted):
+    """A drafter of ours on a target of its own, in place of the model's."""
+
+    def __init__(self, drafter: Drafter, name: str, target: Target) -> None:
+        super().__init__(drafter, name, "")
+        self.target = target
+        self.settings |= {"path": target.path, "reason": target.reason}
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        return super().decode(replace(model, target=self.target), prompt, options)
+
+
+def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
+    """Both kinds of attention. Packed weights have no transformers path: their model is taken in float32."""
+    model = study.model
+    if not isinstance(model.model, Module):
+        model = load_model(study.model_path, dtype="float32")
+    without = make_target(model.model, path="transformers")
+    methods = [
+        OnTarget(Lookahead(15, 5, 15), name, target)
+        for name, target in ((WITH, model.target), (WITHOUT, without))
+    ]
+    prompts = study.prompts(10, WORKLOADS)
+    records = replace(study, model=model).run(methods, prompts, replace(study.options, warm=False))
+    return records, {"attention": {WITH: model.target.path, WITHOUT: without.path}}
+
+
+def page(head: Head, records: Sequence[Record]) -> Page:
+    """The page of these records."""
+    measured = [r for r in records if "skipped" not in r]
+    workloads = list(dict.fromkeys(r["workload"] for r in measured))
+    body = ["| prompts | S with the kernel | S with the mask | difference | texts equal to plain decoding |"]
+    body.append("| --- |" + " ---: |" * 4)
+    ratios: dict[str, tuple[float, float]] = {}
+    alike = True
+    for name in [*workloads, *(["all"] if len(workloads) > 1 else [])]:
+        own = [r for r in measured if name in ("all", r["workload"])]
+        x, y = (figures([r for r in own if r["method"] == method], {}) for method in (WITH, WITHOUT))
+        drawn = drawn_ratios(own, [WITH, WITHOUT])
+        low, high = interval(drawn[:, 0] - drawn[:, 1])
+        ratios[name], alike = (x.s_steps, y.s_steps), not differ(*drawn.T)
+        body.append(
+            f"| {name} | {number(x.s_steps)} | {number(y.s_steps)} "
+            f"| {x.s_steps - y.s_steps:+.3f} [{low:+.3f} to {high:+.3f}] "
+            f"| {x.equal}/{x.compared}, {y.equal}/{y.compared} |"
+        )
+    paths = head["attention"]
+    kernel, mask = ratios["all" if len(workloads) > 1 else workloads[0]]
+    verdict = (
+        "The difference is within its 95 % interval over draws of prompts."
+        if alike
+        else "The difference is larger than its 95 % interval over draws of prompts."
+    )
+    body += [
+        "",
+        f"Lookahead (15, 5, 15). The kernel is that of the {paths[WITH]} path; the mask is that of the "
+        f"{paths[WITHOUT]} path. {verdict}",
+    ]
+    differs = [
+        model_and_machine(head, records),
+        "The paper compares its FlashAttention kernel with PyTorch's attention; here each side has also its own "
+        "matrix products, which round differently too.",
+        f"Over all prompts S is {kernel:.3f} with the kernel and {mask:.3f} without, a ratio of "
+        f"{kernel / mask if mask else nan:.3f}.",
+    ]
+    alt = "S with the attention kernel and with the mask: " + "; ".join(
+        f"{name} {number(a)} and {number(b)}" for name, (a, b) in ratios.items()
+    )
+    return Page("Attention kernel (appendix E)", body, differs, lambda: _figure(ratios), alt=alt)
+
+
+def _figure(ratios: dict[str, tuple[float, float]]) -> Any:
+    figure, axes = new_figure(7.0, 4.0)
+    for index, what in enumerate(("attention kernel", "attention mask")):
+        axes.bar(
+            [x - 0.2 + 0.4 * index for x in range(len(ratios))],
+            [pair[index] for pair in ratios.values()],
+            0.38,
+            color=COLOURS[index],
+            label=what,
+        )
+    axes.set_xticks(range(len(ratios)), list(ratios))
+    axes.grid(False, axis="x")
+    label(axes, "Lookahead (15, 5, 15) with and without the kernel", "prompts", "S (tokens per step)")
+    return figure
