@@ -204,6 +204,8 @@ class Context:
         self._wanted = np.zeros(self._rows, np.int8)
         self._ids = np.zeros(self._rows, np.int32)  # of all rows, one row's after the other's
         self._pointers = np.zeros(self._rows, np.uintp)  # to each row's first id
+        self._place: Any = None  # shape and address of ``_logits``
+        self._logits = np.empty((0, 0), np.float32)
         self._batch = lib.llama_batch()
         for name, array in (
             ("token", self._tokens),
@@ -290,7 +292,12 @@ class Context:
         shape = (reads, self.weights.vocabulary)
         if not reads:
             return np.empty(shape, np.float32)
-        return np.ctypeslib.as_array(lib.llama_get_logits(self.pointer), shape)
+        numbers = lib.llama_get_logits(self.pointer)
+        # To make an array of a pointer takes 90 us, and llama.cpp seldom moves its buffer.
+        place = shape, ctypes.addressof(numbers.contents)
+        if place != self._place:
+            self._place, self._logits = place, np.ctypeslib.as_array(numbers, shape)
+        return self._logits
 
     def clear(self) -> None:
         """Drop all rows."""
