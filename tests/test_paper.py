@@ -325,6 +325,7 @@ def tiny(monkeypatch):
     model = ModelUnderTest.of(LLM(tiny_model(), Words(), name="tiny"))
     monkeypatch.setattr(paper, "load_model", lambda *options, **more: model)
     monkeypatch.setattr(scaling_law, "WINDOWS", (2, 4))
+    monkeypatch.setattr(scaling_law, "HELD", 4)
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))
     monkeypatch.setattr(parallel, "EXCHANGES", 3)

@@ -32,6 +32,8 @@ from .study import (
 )
 
 WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
+#: What W or G is while the other varies.
+HELD = 16
 #: N of the paper's settings (table 4).
 PAPER_N = 5
 
@@ -106,15 +108,30 @@ PAPER = Fit(0.425, 3.106, nan)
 EXTRA = (("7B", (15, 5, 15), 120), ("13B", (10, 5, 10), 80), ("34B", (7, 5, 7), 56))
 
 
+def _method(w: int, n: int, g: int) -> str:
+    return f"lookahead:{w},{n},{g}:{WINDOW_ONLY}"
+
+
 def methods() -> dict[tuple[int, int], str]:
     """(W = G, N) -> method."""
-    return {(w, n): f"lookahead:{w},{n},{w}:{WINDOW_ONLY}" for n in NGRAMS for w in WINDOWS}
+    return {(w, n): _method(w, n, w) for n in NGRAMS for w in WINDOWS}
+
+
+def apart() -> dict[str, dict[int, str]]:
+    """The letter that varies, W or G -> its size -> method, at the paper's N; the other is ``HELD``."""
+    return {
+        "W": {size: _method(size, PAPER_N, HELD) for size in WINDOWS},
+        "G": {size: _method(HELD, PAPER_N, size) for size in WINDOWS},
+    }
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """S of every W = G and N on the first turns of MT-Bench."""
+    """S of every W = G and N, and of W and G apart, on the first turns of MT-Bench."""
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in study.prompts(20, ["mt-bench"])]
-    return study.run(list(methods().values()), prompts, replace(study.options, warm=False)), {}
+    names = dict.fromkeys(
+        [*methods().values(), *(name for sizes in apart().values() for name in sizes.values())]
+    )
+    return study.run(list(names), prompts, replace(study.options, warm=False)), {}
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
@@ -143,6 +160,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
             "no prompt gave a text with steps to measure; use more prompts or another workload"
         )
     points, found, drawn = next(iter(fits.values()))
+    body += _doublings(found, {(w, n): s for w, n, s in points}, drawn)
+    body += _apart(records)
     body += [
         f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
         f"{1 / (1 - found.alpha):.2f} tokens per step, whatever its length.",
@@ -174,6 +193,59 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         f"{max(s for *_, s in points):.2f}"
     )
     return Page(title, body, differs, lambda: _figure(points, found, rows), alt=alt)
+
+
+def _doublings(
+    found: Fit, measured: Mapping[tuple[int, int], float], drawn: Mapping[tuple[int, int], Any]
+) -> list[str]:
+    """Where the law bends: what S gains when W = G doubles, beside what equation 7 says that it gains."""
+    steps = list(itertools.pairwise(WINDOWS))
+    lines = [
+        "Where the law bends: what S gains when W = G doubles.",
+        "",
+        "| N | " + " | ".join(f"{a} to {b}" for a, b in steps) + " |",
+        "| --- |" + " ---: |" * len(steps),
+    ]
+    for n in NGRAMS:
+        cells = []
+        for a, b in steps:
+            low, high = interval(drawn[b, n] - drawn[a, n])
+            laws = [
+                compression_ratio(law.alpha, law.f, n - 1, b) - compression_ratio(law.alpha, law.f, n - 1, a)
+                for law in (found, PAPER)
+            ]
+            gain = measured.get((b, n), nan) - measured.get((a, n), nan)
+            cells.append(f"{gain:+.2f} [{low:+.2f} to {high:+.2f}] ({laws[0]:+.2f}; {laws[1]:+.2f})")
+        lines.append(f"| {n} | " + " | ".join(cells) + " |")
+    return [
+        *lines,
+        "",
+        "In square brackets the 95 % interval, in round ones equation 7 as fitted here and with the paper's values.",
+        "",
+    ]
+
+
+def _apart(records: Sequence[Record]) -> list[str]:
+    """S by W alone and by G alone; nothing if the records have only W = G."""
+    measured = ratios(records)
+    sizes = apart()
+    if any(name not in measured for column in sizes.values() for name in column.values()):
+        return []
+    lines = [
+        f"W and G apart, N = {PAPER_N}:",
+        "",
+        "| | " + " | ".join(str(size) for size in WINDOWS) + " |",
+        "| --- |" + " ---: |" * len(WINDOWS),
+    ]
+    for letter, other in (("W", "G"), ("G", "W")):
+        names = list(sizes[letter].values())
+        draws = drawn_ratios(records, names)
+        cells = [
+            f"{measured[name]:.2f} [{'–'.join(f'{end:.2f}' for end in interval(draws[:, i]))}]"
+            for i, name in enumerate(names)
+        ]
+        lines.append(f"| S by {letter}, {other} = {HELD} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def _by_window(
