@@ -27,7 +27,7 @@ help:
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
-	@echo "make gpu-check  every check that needs a GPU, in one table"
+	@echo "make gpu-check  the main checks that need a GPU, in one table"
 
 # torch first, alone and pinned, so that TORCH chooses its build and nothing else's.
 $(READY): pyproject.toml constraints.txt
