@@ -48,12 +48,12 @@ __all__ = [
     "load",
     "refresh",
 ]
-#: Modules of the names that are imported on first use; all others come from the engine.
+#: The module of each name that is imported on first use; all other names come from the engine.
 MODULES = {"generate": "lookahead.hf", "AdaptiveState": "lookahead.drafters.adaptive.state"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LookaheadConfig":  # of version 0.1
+    if name == "LookaheadConfig":  # the name in version 0.1
         warnings.warn(
             "LookaheadConfig is now Lookahead; use lookahead.Lookahead", DeprecationWarning, stacklevel=2
         )

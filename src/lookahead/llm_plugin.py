@@ -1,7 +1,7 @@
 """A plug-in for the command-line tool ``llm``: ``llm -m lookahead "..."``, ``llm -m lookahead/PATH_OR_NAME "..."``.
 
-llm finds it by its entry point and imports it at every start, so torch is not loaded before the first prompt. Prompts
-and conversations are llm's; the options and their help are the library's (``engine.options``).
+llm finds it through its entry point and imports it at every start, so torch is not loaded before the first prompt.
+Prompts and conversations come from llm; the options and their help come from the library (``engine.options``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from .engine import LLM
 
-#: Some of llm's functions have no types.
+#: Some of llm's functions have no type annotations.
 _untyped: Any = llm
-#: The default model. The names of others are this one, a slash, and a path or a hub id.
+#: The default model. The name of any other model is this one, a slash, and a path or a hub id.
 NAME = "lookahead"
 #: Options that have another name in llm.
 RENAMED = {"max_new_tokens": "max_tokens"}
-#: Options of loading. Another value loads the model again.
+#: Options of loading. If the value of one changes, the model is loaded again.
 LOADING = ("dtype", "weights", "device", "threads", "engine")
-#: An answer in a conversation is longer than the library's default text; ``lookahead chat`` has the same limit.
+#: Answers in a conversation may be longer than the library's default; ``lookahead chat`` has the same limit.
 LONGEST = 512
 
 

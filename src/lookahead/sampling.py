@@ -2,8 +2,8 @@
 
 A sampled token is y_p = argmax(s + g_p), where s are the processed scores after the true prefix and g_p is Gumbel
 noise that does not depend on the draft. By the Gumbel-max trick (Gumbel, 1954), y_p has the probabilities softmax(s).
-``SeededNoise`` computes g_p from a seed and p, the position in the text (prompt included), so continuing a text with
-the same seed gives the same tokens as decoding it in one call. ``GeneratorNoise`` uses the numbers that
+``SeededNoise`` computes g_p from a seed and the position p in the text (prompt included), so continuing a text with
+the same seed gives the same tokens as decoding it in a single call. ``GeneratorNoise`` uses the numbers that
 ``torch.multinomial`` would draw from torch's generator, in the same order.
 """
 
@@ -49,10 +49,10 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
     same on every device and in every version of torch, whose own CPU generator uses only 32 bits of its seed.
 
     Args:
-        seed: taken modulo 2**64.
-        position: of the sampled token in the text, prompt included, from 0.
+        seed: any integer; it is taken modulo 2**64.
+        position: the sampled token's position in the text, prompt included, from 0.
         vocabulary: V.
-        device: of the result; None for the CPU.
+        device: the device of the result; None for the CPU.
     """
     start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
     if torch.device(device or "cpu").type == "cpu":
@@ -77,10 +77,10 @@ def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callabl
 
 
 def _on_cpu(start: int, vocabulary: int) -> Any:
-    """Gumbel noise by numpy, which has unsigned integers and takes half of torch's time on one thread."""
+    """Gumbel noise by numpy, which has unsigned integers and takes half as long as torch on a single thread."""
     x = np.arange(1, vocabulary + 1, dtype=np.uint64)
     uniform = _splitmix(x, start, lambda value: value, lambda x, by: x >> by).astype(np.float64)
-    # Adding a half before scaling keeps the numbers strictly between 0 and 1, so both logarithms are finite.
+    # Adding 0.5 before scaling keeps the numbers strictly between 0 and 1, so both logarithms are finite.
     uniform += 0.5
     uniform *= 2.0**-52
     for _ in range(2):
@@ -98,14 +98,14 @@ def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
 
 @dataclass
 class SeededNoise:
-    """The noise of one sequence, which can be computed ahead. Implements ``lookahead.core.drafter.Noise``.
+    """The noise of one sequence, which can be computed in advance. Implements ``lookahead.core.drafter.Noise``.
 
     Attributes:
-        seed: of the sequence.
+        seed: the sequence's seed.
         start: position of the first sampled token: the length of the prompt.
         vocabulary: V.
         temperature: divisor of the logits before the noise is added.
-        device: of the scores; None for the CPU.
+        device: the device of the scores; None for the CPU.
         overlaps: whether noise can be computed while the device evaluates a step, at no cost.
     """
 
@@ -162,14 +162,14 @@ def _drop_before(index: int, by_index: dict[int, torch.Tensor]) -> None:
 class GeneratorNoise:
     """The random numbers of ``torch.multinomial`` for a batch, drawn from torch's generator in order of time steps.
 
-    torch.multinomial(p, 1) is argmax(p / q) with exponential noise q of p's shape. Rows of a batch reach a time step
-    in different forward passes, and a drafter may ask for noise ahead; at the end the generator is still in the state
-    in which plain sampling would have left it.
+    torch.multinomial(p, 1) is argmax(p / q) with exponential noise q of p's shape. The rows of a batch reach a time
+    step in different forward passes, and a drafter may ask for noise in advance; in the end, the generator still has
+    the state in which plain sampling would have left it.
 
     Args:
         batch: B, the rows of the batch.
         vocabulary: V.
-        device: of the noise.
+        device: the device of the noise.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class GeneratorNoise:
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generator = torch.cuda.default_generators[index]
         self._noise: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # of the generator, before the draw of each time step
+        self._states: dict[int, torch.Tensor] = {}  # the generator's state before the draw of each time step
         self._drawn = 0
 
     def at(self, step: int) -> torch.Tensor:
@@ -266,7 +266,7 @@ class Chooser(Choose):
             if self.process is not None:
                 row = self._processed(self.process, row)
             value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
-            # One copy from the device for both; float32 holds integers up to 2 ** 24.
+            # One copy from the device for both; float32 represents integers up to 2 ** 24 exactly.
             largest, token = torch.stack((value.float(), best.float())).tolist()
         if not largest > float("-inf"):
             raise NumericalError(

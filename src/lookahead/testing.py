@@ -26,13 +26,13 @@ from .drafters import Plain, as_drafter
 
 
 def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[Sequence[int]], int]:
-    """A deterministic next-token function of the last ``order`` tokens, with patterns that drafters can predict."""
+    """A deterministic next-token function of the last ``order`` tokens, with patterns that drafters can learn."""
 
     def next_token(prefix: Sequence[int]) -> int:
         state = seed
         for token in prefix[-order:]:
             state = (state * 1_000_003 + token * 7919 + 12345) & 0x7FFFFFFF
-        # In four of five cases the next token is the last one plus 1, which n-gram methods can learn.
+        # In four out of five cases the next token is the last one plus 1, which n-gram methods can learn.
         if state % 5:
             return (prefix[-1] + 1) % vocabulary
         return (state >> 8) % vocabulary
@@ -80,7 +80,7 @@ class FakeTarget:
     Args:
         vocabulary: V.
         next_token: prefix -> token; a negative token stands for NaN logits.
-        max_positions: of a text, which bounds the depth of trees.
+        max_positions: length of the longest text, which bounds the depth of trees.
         max_rows: a step of more rows raises OutOfMemory.
     """
 
@@ -143,7 +143,7 @@ def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> An
 
     Args:
         model_type: transformers' name of the family.
-        seed: of the weights.
+        seed: seed of the random weights.
         **overrides: fields of the config, or ``attn_implementation``.
     """
     import torch
@@ -171,7 +171,7 @@ def run(target: Any, requests: Sequence[Request]) -> list[Generation]:
     """Decode the requests together to the end."""
     decoder = Decoder(target)
     generations = [decoder.add(request) for request in requests]
-    while decoder.busy:  # ``decode`` would raise what ended a sequence
+    while decoder.busy:  # ``decode`` would raise the error that ended a sequence
         decoder.step()
     return generations
 
@@ -187,8 +187,8 @@ def assert_same_as_autoregressive(
     """Decode with a drafter and plainly, compare token for token, and return the drafter's generations.
 
     Args:
-        drafter: what ``lookahead.as_drafter`` takes.
-        choose: makes a fresh ``choose`` for each sequence; greedy by default.
+        drafter: anything that ``lookahead.as_drafter`` accepts.
+        choose: makes a new ``choose`` for each sequence; greedy by default.
 
     Raises:
         AssertionError: the texts differ; the message names the first position.

@@ -1,14 +1,14 @@
 """``one_thread``: runs small torch operations between steps on a single thread.
 
-The threads of a compiled step (``targets.cpu``) poll for the next step on their cores for a while. A parallel region
-of torch's OpenMP threads would wait for a free core, or its threads would still spin when the next step begins; on
-two cores either takes as long as several steps. Operations between steps work on rows of a single vocabulary, for
-which one thread is as fast.
+After a compiled step (``targets.cpu``), its threads keep polling for the next step for a while. A parallel region of
+torch's OpenMP threads would have to wait for a free core, or its threads would still be spinning when the next step
+begins; on two cores, either takes as long as several steps. Operations between steps work on single rows of logits,
+for which one thread is as fast.
 
 The number of OpenMP threads is a property of the calling thread. ``torch.set_num_threads`` also changes the number
-for threads that start later, which must remain the user's; so this module calls OpenMP directly.
+for threads that start later, which is the user's setting; so this module calls OpenMP directly.
 
-torch is not loaded here: packed weights are decoded without it, which saves a second of every start.
+This module does not load torch: packed weights are decoded without it, which saves a second at every start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _torch() -> Any:
 
 @cache
 def _default_count() -> int:
-    """The number of threads that torch begins with: OMP_NUM_THREADS, or the cores that this process may use."""
+    """The number of threads that torch starts with: OMP_NUM_THREADS, or the cores that this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
@@ -69,15 +69,15 @@ def _setter() -> Callable[[int], object]:
 
 class _Local(threading.local):
     depth = 0
-    before: int | None = None  # the number before the outermost block, if that was not one
+    before: int | None = None  # the number before the outermost block, unless it was 1
 
 
 _local = _Local()
 
 
 class OneThread:
-    """A context in which torch's CPU operations run on the calling thread only. Blocks may be nested, and the object
-    may be shared between threads."""
+    """A context manager within which torch's CPU operations run on the calling thread only. Blocks may be nested, and
+    threads may share the object."""
 
     def __enter__(self) -> None:
         if _local.depth == 0 and _torch() is not None:
@@ -95,9 +95,9 @@ class OneThread:
 
 
 def thread_count() -> int:
-    """The number of threads that torch and compiled passes use in the calling thread, which must not be in a block.
+    """The number of threads that torch and compiled passes use in the calling thread. Do not call it in a block.
 
-    If an interrupt left a block without restoring the number, it is restored now.
+    If an interrupt left a block without restoring the number, it is restored here.
     """
     if _local.before is not None:
         _setter()(_local.before)

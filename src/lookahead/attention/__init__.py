@@ -1,4 +1,4 @@
-"""Attention of a token tree's rows over a KV cache: tensors in, tensors out; knows no tree class.
+"""Attention of a token tree's rows over a KV cache: tensors in, tensors out; independent of the tree class.
 
 Row i of a step sees the committed prefix, its ancestors among the step's rows, and itself (paper, section 3.3; drawn
 in ``lookahead.targets.masks``). Every backend computes the same function:
@@ -11,14 +11,14 @@ in ``lookahead.targets.masks``). Every backend computes the same function:
     lengths  (B,) int32        T_b, the committed tokens
     words    (B, Q, W) int32   ancestor bits: bit c % 32 of word c // 32 says whether the row sees row c
     depths   (B, Q) int32      the row's position is T_b + depth
-    scale    of the scores; None for 1 / sqrt(D)
+    scale    factor of the scores; None for 1 / sqrt(D)
     window   keys ``window`` or more positions before the row are not seen; 0 for no limit
     softcap  scores s become softcap * tanh(s / softcap); 0 for none
-    sinks    (H,) one more score per head, which counts in the softmax but has no value; None for none
+    sinks    (H,) an additional score per head, which counts in the softmax but has no value; None for none
     out      (B, H, Q, Dv)     in the query's dtype
 
     reference  the definition, sequence by sequence; any dtype, float64 included
-    sdpa       one mask over the whole cache, made on the device; any device
+    sdpa       one mask over the whole cache, computed on the device; any device
     triton     no mask: the prefix in parts, the tree by its ancestor bits, in one kernel; NVIDIA GPUs
 
 Example of ``words``: a tree of 4 rows, root 0 with children 1 and 2, and 3 below 1. Each row has one word, because
@@ -26,7 +26,7 @@ Example of ``words``: a tree of 4 rows, root 0 with children 1 and 2, and 3 belo
 
     row 0: 0b0001    row 1: 0b0011    row 2: 0b0101    row 3: 0b1011
 
-``exact`` and ``exact_triton`` compute the same attention for exact mode, from other arguments.
+``exact`` and ``exact_triton`` compute the same attention for exact mode, from different arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
     """A backend by name; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
 
     Raises:
-        SettingsError: an unknown name, or triton without the package.
+        SettingsError: an unknown name, or triton is not installed.
     """
     if name == "auto":
         name = "triton" if torch.device(device).type == "cuda" and has_triton() else "sdpa"

@@ -41,7 +41,7 @@ def unpack_bits(words: torch.Tensor) -> torch.Tensor:
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, words: torch.Tensor) -> None:
-    """Raises SettingsError if shapes do not match."""
+    """Raise SettingsError if the shapes do not match or a head is too large."""
     heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[-1]
     if heads % kv_heads:
         raise SettingsError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")

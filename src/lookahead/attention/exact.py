@@ -1,19 +1,19 @@
-"""Attention whose sums depend only on absolute positions: a row has the same bits in a tree, in a batch and alone.
+"""Attention whose sums depend only on absolute positions: a row has the same bits in a tree, in a batch or alone.
 
 A row at position p sees keys at positions 0 .. p, in two parts of fixed shape whose boundary depends only on p:
 
 - keys before B(p) = max(0, p - ``DEPTH``), in pages of ``PAGE`` columns, read in place. Trees are at most ``DEPTH``
   deep, so all these keys are committed, and a key's column is its position;
 - keys from B(p) on, at most ``WINDOW``, gathered in the order of the row's path: committed columns, then the row's
-  ancestors from the root on, and the row itself.
+  ancestors from the root down, and the row itself.
 
 Example: T = 600 tokens, a row at depth 2, so p = 602 and B(p) = 571. Its pages are columns 0 .. 255, 256 .. 511 and
 512 .. 767 (of which it sees 512 .. 570), and its window is columns 571 .. 599, its two ancestors and itself: 32 keys.
 In plain decoding the same row would gather the same 32 keys from columns 571 .. 602.
 
-The running softmax (Milakov and Gimelshein, 2018) processes the window first and then the pages. A page of which a
-row sees nothing does not change the row's bits. What remains are operations of fixed shape, which must treat their
-rows alike; a model's certificate checks this (``targets.certificate``).
+The running softmax (Milakov and Gimelshein, 2018) processes the window first and then the pages. A page in which a
+row sees nothing does not change the row's bits. All other operations have fixed shapes and must treat their rows
+alike; a model's certificate checks this (``targets.certificate``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 DEPTH = 31
 #: The most keys from B(p) to p.
 WINDOW = DEPTH + 1
-#: Columns that are evaluated together; a cache's capacity is a multiple of it.
+#: Columns that are evaluated together; the capacity of a cache is a multiple of this.
 PAGE = 256
 
 
@@ -50,14 +50,14 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows of any sequences in one flat step; the options are those of the package.
+    """Attention of rows of any sequences in one flat step; the options are those of the package.
 
     Args:
         query: (1, H, R, D).
         key, value: the whole cache, (S, Hkv, C, D) and (S, Hkv, C, Dv).
-        slots, positions: of the rows, both (R,).
+        slots, positions: each row's slot and position, both (R,).
         counts: keys in each row's window, (R,).
-        columns: of the keys in each row's window, (R, WINDOW); entries behind the count are ignored.
+        columns: columns of the keys in each row's window, (R, WINDOW); entries after the count are ignored.
         pages: (slot, number of pages) for every slot with rows whose B(p) is above 0.
 
     Returns:

@@ -1,8 +1,8 @@
-"""``attention.exact`` in one kernel for NVIDIA GPUs: one program per row and key head, divided by the same B(p).
+"""``attention.exact`` in one kernel for NVIDIA GPUs: one program per row and key head, divided at the same B(p).
 
 A program evaluates one row of the pass, with the heads of its group in a tile of fixed size, so its sums do not
 depend on other rows. It processes the row's window first and then the keys before B(p), in blocks at absolute
-positions. All that changes from step to step is read on the device, so one captured graph serves all lengths.
+positions. Everything that changes from step to step is read on the device, so one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _rows(  # type: ignore[no-untyped-def]
         UPCAST,
     )
     first = begin * 0
-    if WINDOW:  # whole blocks that the row does not see would change nothing
+    if WINDOW:  # skip whole blocks that the row does not see; they would change nothing
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     for start in range(first, begin, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
@@ -154,7 +154,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ``attention.exact.attend``; ``pages`` are not used, because the kernel reads the positions."""
+    """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
     (_, heads, rows, size), kv_heads, value_size = query.shape, key.shape[1], value.shape[-1]

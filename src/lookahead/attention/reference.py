@@ -22,7 +22,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes; computed in the query's own dtype."""
+    """See the package for arguments and shapes. The attention is computed in the query's own dtype."""
     _, heads, rows, size = query.shape
     scale = scale if scale is not None else size**-0.5
     group = heads // key.shape[1]

@@ -1,7 +1,7 @@
-"""Attention with one mask over the whole cache, made on the device from lengths and ancestor bits; for any device.
+"""Attention with one mask over the whole cache, computed on the device from lengths and ancestor bits; any device.
 
-Nothing is read on the host, because a captured graph must not wait for it. Lengths enter through the mask only, so
-the cost depends on the cache's capacity.
+Nothing is read on the host, because a captured graph cannot wait for the host. Lengths enter only through the mask,
+so the cost depends on the cache's capacity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attend(
     batch, heads, rows, size = query.shape
     kv_heads, group = key.shape[1], heads // key.shape[1]
     lengths = torch.as_tensor(lengths, device=query.device).long()
-    # Each column's index among the step's rows: negative in the prefix, Q or more behind the rows.
+    # Each column's index among the step's rows: negative in the prefix, Q or more after the rows.
     index = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)
     row = index.clamp(0, rows - 1)
     own = unpack_bits(words).gather(2, row[:, None].expand(-1, rows, -1))
@@ -50,6 +50,6 @@ def attend(
         extra = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, rows)
         scores = torch.cat([scores, extra.reshape(batch, kv_heads, -1, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
-    # Columns behind the rows were not written and may hold NaN, and 0 times NaN is NaN.
+    # Columns after the rows were not written and may hold NaN, and 0 times NaN is NaN.
     out = weights @ value.masked_fill(~live[:, None, :, None], 0)
     return out.reshape(batch, heads, rows, -1)

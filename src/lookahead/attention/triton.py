@@ -1,7 +1,7 @@
 """The kernel for NVIDIA GPUs: flash decoding (Dao et al., 2023) over a token tree.
 
-There are two launches. The first has one program per (part of the context, tile of rows, key head of a sequence). If
-they fit (groups times rows up to ``BLOCK_M``), all query rows of a key head are in one tile, so the cache is read
+There are two launches. The first has one program per (part of the context, tile of rows, key head of a sequence).
+All query rows of a key head are in one tile if they fit (groups times rows up to ``BLOCK_M``), so the cache is read
 once. Parts 0 .. P - 1 are consecutive ranges of the committed prefix and need no mask; part P is the tree itself,
 with one word of ancestor bits per query row and 32 columns, held in registers. The second launch merges the parts by
 log-sum-exp and adds the sinks.
@@ -68,7 +68,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     return new, total, acc
 
 
-# Arguments that change with the rows of a step or the capacity of a cache are not specialised; otherwise kernels
+# Arguments that change with the rows of a step or the capacity of a cache are not specialised. Otherwise, kernels
 # would be compiled for every bucket of rows.
 _CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
 
@@ -195,7 +195,7 @@ def _parts(  # type: ignore[no-untyped-def]
                 PRECISION,
                 UPCAST,
             )
-    # If a row saw nothing in this part, only its best is written: -inf, by which ``_merge`` recognises it.
+    # If a row saw nothing in this part, only its maximum is written: -inf, by which ``_merge`` recognises it.
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -263,7 +263,7 @@ def attend(
     """See the package for arguments and shapes. Lengths on the device are not read back.
 
     Args:
-        tuning: tile sizes instead of those of ``blocks``, and "parts" instead of that of ``split``.
+        tuning: tile sizes that replace those of ``blocks``, and "parts", which replaces the result of ``split``.
     """
     check(query, key, value, words)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -351,8 +351,8 @@ def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[st
 
 
 def split(longest: int, programs: int, block_n: int, processors: int) -> int:
-    """The number of parts of a prefix: about two programs per processor, and at least 4 blocks per part at the
-    longest."""
+    """The number of parts of a prefix: about two programs per processor, and at least 4 blocks per part for the
+    longest prefix."""
     wanted = max(1, 2 * processors // max(1, programs))
     return max(1, min(wanted, int(triton.cdiv(max(1, longest), 4 * block_n)), 64))
 

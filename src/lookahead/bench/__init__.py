@@ -1,4 +1,4 @@
-"""Measurement: does it pay here? Methods side by side on the same prompts, step costs, tables and plots.
+"""Measurement: does drafting pay here? Methods side by side on the same prompts, step costs, tables and plots.
 
     from lookahead.bench import run
     records = run(["lookahead:15,5,15"], ["def fibonacci(n):"])
@@ -6,11 +6,11 @@
 The life of a measurement:
     workloads.load_workload   a file, or "stdlib" -> prompts
     methods.load_model        the model under test: weights, tokenizer, target
-    methods.make_methods      a name -> what decodes a prompt, and the one counter of what a text cost
-    run.run                   interleaved prompt by prompt -> records
+    methods.make_methods      a name -> methods that decode prompts and count what each text cost
+    run.run                   methods interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
     report                    tables and plots, computed from records
-    step_cost                 the time of a step by its rows
+    step_cost                 the time of a step by its number of rows
 """
 
 from .methods import (

@@ -1,8 +1,8 @@
-"""What is measured: a model, ways to decode a prompt with it, and one counter of what a text cost.
+"""What is measured: a model, ways to decode a prompt with it, and the cost of each text.
 
-The counter is the same for every method, ours or another library's: the first forward pass of the target is the
-prefill, every later pass is a step; the rows of a step are the positions it evaluates, and its tokens are those that
-it adds to the text, the end token included.
+The cost is counted in the same way for every method, ours or another library's: the first forward pass of the target
+is the prefill, every later pass is a step; the rows of a step are the positions that it evaluates, and its tokens are
+those that it adds to the text, including the end token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..engine import LLM, Engine, Options, load
 from ..engine.processors import make_process
 from ..sampling import SeededNoise, make_choose
 
-#: Plain decoding: what every other method is compared with.
+#: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
 UNLIMITED = 1 << 30
 
@@ -34,13 +34,13 @@ class ModelUnderTest:
 
     name: str  # for the records
     target: Target  # evaluates the steps of our methods
-    model: Any = None  # of transformers; None if there is only a target
-    tokenizer: Any = None  # of transformers; None if prompts are token ids
+    model: Any = None  # a transformers model; None if there is only a target
+    tokenizer: Any = None  # a transformers tokenizer; None if prompts are token ids
     eos: frozenset[int] = frozenset()  # tokens that end a text
-    max_positions: int = UNLIMITED  # the longest text that the model takes, in tokens
+    max_positions: int = UNLIMITED  # the model's longest text, in tokens
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
-    parameter_count: int | None = None  # numbers of its weights; None if there is only a target
+    parameter_count: int | None = None  # the number of its weights; None if there is only a target
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
@@ -62,7 +62,7 @@ def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any
     llm = load(path_or_id, **options)
     file = Path(path_or_id or "-")
     if file.exists():
-        llm.name = file.resolve().name  # records show no folder of this machine
+        llm.name = file.resolve().name  # records must not show this machine's folders
     model = ModelUnderTest.of(llm, path)
     model.gguf = str(file) if file.suffix == ".gguf" else None
     return model
@@ -74,10 +74,10 @@ class RunOptions:
 
     max_new_tokens: int = 128  # at least 1
     temperature: float = 0.0  # 0 is greedy; above it, tokens are sampled
-    top_k: int = 0  # sample among the k most likely tokens; 0 for all
-    seed: int = 0  # of the samples
+    top_k: int = 0  # sample from the k most likely tokens; 0 for all
+    seed: int = 0  # seed of the random numbers
     repeats: int = 1  # how often every prompt is decoded
-    warm: bool = True  # measure methods that keep state a second time, with the state of earlier prompts
+    warm: bool = True  # measure methods that keep state twice, the second time with the state of earlier prompts
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
@@ -89,14 +89,14 @@ class RunOptions:
 class Outcome:
     """One text, and what it cost.
 
-    The prefill of another library may verify a draft too. Its tokens beyond the first are in ``tokens`` and
+    The prefill of another library may also verify a draft. Its tokens beyond the first are in ``tokens`` and
     ``prefill_tokens``, not in ``stats``.
     """
 
     tokens: list[int]  # the new tokens
     stats: Stats
-    prefill_tokens: int  # how many of the tokens the prefill gave
-    prefill_seconds: float  # until they were there
+    prefill_tokens: int  # how many of the tokens came from the prefill
+    prefill_seconds: float  # seconds until they were emitted
     step_tokens: list[int] = field(default_factory=list)  # tokens of each step
     step_rows: list[int] = field(default_factory=list)  # rows of each step
     step_seconds: list[float] = field(default_factory=list)  # duration of each step
@@ -105,7 +105,7 @@ class Outcome:
 class Method(ABC):
     """Decodes prompts one after the other."""
 
-    label: str  # name with its settings
+    label: str  # name with settings
     state: str = ""  # "cold" or "warm" if the method keeps state between prompts
     settings: dict[str, Any]  # for the records
 
@@ -118,7 +118,7 @@ class Method(ABC):
         return True
 
     def forget(self) -> None:  # noqa: B027
-        """Drop the state kept between prompts; called before every repeat."""
+        """Drop the state that is kept between prompts; called before every repeat."""
 
 
 def make_request(
@@ -128,7 +128,7 @@ def make_request(
     options: RunOptions,
     step_times: Any = None,
 ) -> Request:
-    """One text for the library's loop; if it is sampled, the drafter sees the noise too.
+    """A request for the library's loop; if the text is sampled, the drafter also sees the noise.
 
     Args:
         step_times: measured step times of the model, for a drafter that needs them.
@@ -146,10 +146,10 @@ def make_request(
 
 
 def timed_decode(target: Target, request: Request) -> Outcome:
-    """Decode one text and record what every step gave and took.
+    """Decode one text and record the tokens, rows and seconds of every step.
 
     Raises:
-        LookaheadError: what ended the text early.
+        LookaheadError: the error that ended the text early.
     """
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
@@ -174,12 +174,12 @@ def timed_decode(target: Target, request: Request) -> Outcome:
 
 
 class Drafted(Method):
-    """A drafter of ours, driven by the library's loop.
+    """One of our drafters, driven by the library's loop.
 
     Args:
-        drafter: with its settings.
+        drafter: the drafter with its settings.
         label: its name in records.
-        state: "warm" to keep the pool or what was learnt from text to text; "cold" or "" to start each text anew.
+        state: "warm" to keep the pool or the learned state from text to text; "cold" or "" to start each text afresh.
     """
 
     def __init__(self, drafter: Drafter, label: str, state: str) -> None:
@@ -191,7 +191,7 @@ class Drafted(Method):
         self._kept = None
 
     def _with_state(self) -> Drafter:
-        """The drafter with a fresh pool or state that is kept from text to text."""
+        """The drafter with a new pool or state that is kept from text to text."""
         if isinstance(self.drafter, Lookahead):
             pool = NGramPool(self.drafter.guess_set_size, self.drafter.max_pool_keys)
             return replace(self.drafter, pool=pool)
@@ -206,30 +206,30 @@ class Drafted(Method):
             if self._kept is None:
                 self._kept = self._with_state()
             drafter = self._kept
-        if drafter.needs_step_times and model.model is not None:  # of the machine: ``forget`` keeps them
+        if drafter.needs_step_times and model.model is not None:  # they describe the machine; ``forget`` keeps them
             from ..drafters.adaptive.measure import times_for
 
             times = times_for(model.model, model.target.path, lambda: model.target)
         return timed_decode(model.target, make_request(model, prompt, drafter, options, times))
 
 
-#: Makes the methods of one name; cold and warm for a method that keeps state, unless ``warm`` is False.
+#: Makes the methods for one name: cold and warm if the method keeps state, unless ``warm`` is False.
 MakeMethods = Callable[[str, ModelUnderTest, bool], list[Method]]
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:
-    """Names of lists such as ``jacobi,lookahead:15,5,15 adaptive``; a comma before a digit is part of W,N,G."""
+    """The names in lists such as ``jacobi,lookahead:15,5,15 adaptive``; a comma before a digit is part of W,N,G."""
     names = [name for text in texts for name in re.split(r"\s+|,(?=[A-Za-z])", text) if name]
     return list(dict.fromkeys(names))
 
 
 def default_methods() -> list[str]:
-    """Every method of ours; plain decoding is always measured."""
+    """All our methods except plain decoding, which is always measured."""
     return [name for name in METHODS if name != PLAIN]
 
 
 def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
-    """The methods of a text that ``lookahead.as_drafter`` reads, such as ``lookahead:7,5,7:pool_from_prompt=0``.
+    """The methods for a text that ``lookahead.as_drafter`` reads, such as ``lookahead:7,5,7:pool_from_prompt=0``.
 
     Raises:
         SettingsError: an unknown name, or a setting out of range.

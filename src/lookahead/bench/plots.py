@@ -1,7 +1,7 @@
-"""Plots drawn from records: PNG and SVG, axes with units, colours that everyone can tell apart.
+"""Plots drawn from records: PNG and SVG, axes with units, colours that everyone can distinguish.
 
-Colours are those of Okabe and Ito (2008), without the yellow that is faint on white; lines differ in their markers
-too, so that a grey copy can be read.
+Colours are those of Okabe and Ito (2008), without the yellow, which is faint on white; lines also differ in their
+markers, so that a greyscale copy remains readable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def colour(index: int) -> dict[str, Any]:
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
-    """(figure, axes) in inches, drawn without a screen.
+    """(figure, axes) of this size in inches, drawn without a screen.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -60,14 +60,14 @@ def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
 
 
 def label(axes: Any, title: str, x: str, y: str = "", legend: bool = True) -> None:
-    """Title, axes with their units, and a legend."""
+    """Set the title, the axes' labels with units, and a legend."""
     axes.set(title=title, xlabel=x, ylabel=y)
     if legend:
         axes.legend(fontsize=8)
 
 
 def powers_of_two(axes: Any, values: Sequence[int]) -> None:
-    """A logarithmic x axis with a tick at each value."""
+    """Make the x axis logarithmic, with a tick at each value."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [str(value) for value in values])
 

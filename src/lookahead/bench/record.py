@@ -1,7 +1,7 @@
 """Records: one JSON line per prompt, method and repeat, with the machine, the versions and the settings.
 
-The key of a record is a hash of all settings it was measured under; a run that finds the key in the file does not
-measure again. In the file each record has a checksum, so that one that was edited by hand is not taken for measured.
+The key of a record is a hash of all settings under which it was measured; a run that finds the key in the file does
+not measure again. In the file, each record has a checksum, so that a record edited by hand is not taken as measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INSTRUCTIONS = (
 
 @lru_cache
 def machine() -> dict[str, Any]:
-    """Processor, the instruction sets that bound the speed, cores, memory, graphics card."""
+    """Processor, the instruction sets that limit the speed, cores, memory, graphics card."""
     name, flags = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def was_busy(records: Iterable[Record]) -> str:
-    """A warning if other work ran during a quarter of the measurement or more, else an empty text."""
+    """A warning if other work ran during a quarter of the measurements or more, else an empty text."""
     loads = [(r["load"], r["machine"]["cores"]) for r in records if r.get("load") is not None]
     busy = [load for load, cores in loads if load > cores + 1]
     if len(busy) * 4 < len(loads) or not busy:
@@ -64,14 +64,14 @@ def was_busy(records: Iterable[Record]) -> str:
 
 @lru_cache
 def commit() -> str:
-    """The library's git commit, with a plus if its sources are changed; without git, the package's version."""
+    """The library's git commit, with a plus sign if its sources have changed; without git, the package's version."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
-        # Fails if the repository is another one, around site-packages.
+        # This fails if the repository is a different one that contains site-packages.
         git("ls-files", "--error-unmatch", "core/tree.py")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
@@ -80,7 +80,7 @@ def commit() -> str:
 
 
 def environment() -> Record:
-    """Where and with what a record is made: a part of every record."""
+    """Where and with which versions a record is made: a part of every record."""
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -92,12 +92,12 @@ def environment() -> Record:
 
 
 def key_of(*fields: Any) -> str:
-    """A short hash of the settings that a record was measured under."""
+    """A short hash of the settings under which a record was measured."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """A checksum of a record as its line of JSON has it, whatever the order of its fields."""
+    """A checksum of a record as it is in its JSON line, independent of the order of its fields."""
     as_written = json.loads(json.dumps(finite(record)))
     return hashlib.sha256(json.dumps(as_written, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -113,7 +113,7 @@ class Records:
         """All finished records.
 
         Raises:
-            SettingsError: naming the file and the line that is not a record, or that was changed by hand.
+            SettingsError: a line is not a record, or was changed by hand; the message names the file and the line.
         """
         records = read_records(self.path, "key", "`lookahead bench`")
         for record in records:
@@ -133,7 +133,7 @@ class Records:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """One line that says where and with what a record was made."""
+    """One line that says where and with which versions a record was made."""
     host, threads = record["machine"], record["threads"]
     path = f" on the {record['path']} path" if record.get("path") else ""
     parts = [

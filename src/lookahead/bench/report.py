@@ -1,8 +1,8 @@
-"""What the records say: figures by workload and method, as tables on the terminal, as Markdown and as a plot.
+"""The results in the records: figures by workload and method, as tables on the terminal, in Markdown and as a plot.
 
 Everything here is computed from records. Definitions, the same for every method:
-    rate        tokens after the prefill, over the seconds of the steps
-    speed-up    rate over that of plain decoding, of totals
+    rate        tokens after the prefill, divided by the seconds of the steps
+    speed-up    rate divided by that of plain decoding, from totals
     S           tokens per step, the mean over all steps (equation 6 of the paper; the bonus token counts)
 """
 
@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(slots=True)
 class Summary:
-    """Lines, prompts left out by workload, and the texts that are not equal to plain decoding."""
+    """Lines, the number of skipped prompts by workload, and the texts that are not equal to plain decoding."""
 
     lines: list[Line]
     skipped: dict[str, int]
@@ -93,11 +93,11 @@ def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
 
 
 def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> Figures:
-    """Sum up the records of one method in one state.
+    """Summarise the records of one method in one state.
 
     Args:
-        records: without skipped prompts.
-        plain: as ``plain_of`` gives it.
+        records: the records, without skipped prompts.
+        plain: the result of ``plain_of``.
     """
     if not records:
         return Figures()
@@ -106,7 +106,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     for record in records:
         repeats[record["repeat"]].append(record)
     rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)] or [NAN]
-    # A text of one token has no step: it has no speed.
+    # A text of one token has no step, and therefore no speed.
     pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
     pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
     compared = [record["equal"] for record in records if record["equal"] is not None]
@@ -124,7 +124,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
 
 
 def summarise(records: Iterable[Record]) -> Summary:
-    """Sum up records of one setup, by workload, method and state, each in the order of first appearance."""
+    """Summarise the records of one setup, by workload, method and state, each in the order of first appearance."""
     records = list(records)
     measured = [record for record in records if "skipped" not in record]
     left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r)
@@ -136,7 +136,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
     for line in lines:
         line.over_hf = line.all.rate / theirs.get(line.workload, NAN)
-    # The methods of a prompt come in rotating order; that of the first prompt is kept for all.
+    # The order of the methods rotates from prompt to prompt; the first prompt's order is used for all.
     workloads, methods = ([group[column] for group in groups] for column in (0, 1))
     lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
     skipped = Counter(workload for workload, *_ in left_out)
@@ -147,7 +147,7 @@ def summarise(records: Iterable[Record]) -> Summary:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """For people; a dash for NaN."""
+    """A number for people; a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -176,7 +176,7 @@ def columns(lines: Sequence[Line]) -> dict[str, Callable[[Line], str]]:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Markdown; the first ``texts`` columns are left-aligned, the others right-aligned."""
+    """A Markdown table; the first ``texts`` columns are left-aligned, the others right-aligned."""
     rules = ["---"] * texts + ["---:"] * (len(headings) - texts)
     return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rules, *rows])
 
@@ -189,7 +189,7 @@ def markdown(summary: Summary) -> str:
 
 
 def unequal_text(record: Record) -> str:
-    """A text that is not equal: its speed, where it differs, and how close the two logits are there."""
+    """A line about an unequal text: its speed, where it differs, and how close the two logits are there."""
     gap = record["logit_gap"]
     near = f", where the two logits are {gap:.2g} apart" if gap is not None else ""
     return (
@@ -241,7 +241,7 @@ def speeds(summary: Summary) -> Any:
 
 
 def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
-    """Prompts that were left out, texts that are not equal, and a busy machine."""
+    """Notes about skipped prompts, unequal texts and a busy machine."""
     left_out = [
         f"{count} prompts of {workload} were left out: the context is too short."
         for workload, count in summary.skipped.items()

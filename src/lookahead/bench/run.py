@@ -1,8 +1,8 @@
 """The measurement: all methods on the same prompts in one process, interleaved prompt by prompt.
 
-For every repeat, every prompt and every turn: plain decoding first, whose text is what the others are compared with
-and what the next turn follows; then the other methods, in an order that rotates. So drift of the machine affects
-all methods alike. Before that, each method decodes one prompt that is not recorded.
+For every repeat, prompt and turn, plain decoding comes first: the other methods are compared with its text, and the
+next turn follows it. Then come the other methods, in a rotating order, so that drift of the machine affects all
+methods alike. Before the measurement, each method decodes one prompt that is not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, RunOptions, loa
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt
 
-#: called with (records finished, records in all, what comes next)
+#: Called with (finished records, total records, what comes next).
 Progress = Callable[[int, int, str], None]
 #: A text loops if an n-gram of this size occurs twice.
 LOOP_SIZE = 8
@@ -37,12 +37,12 @@ def run(
 
     Args:
         methods: names that ``make`` knows, or methods; plain decoding is always measured.
-        prompts: of a workload, or texts, or token ids.
-        model: the model under test; the default model if None.
+        prompts: prompts of a workload, texts, or token ids.
+        model: the model under test; None for the default model.
         options: how to decode.
-        records: where records are written as they are made, and where finished records are read from.
+        records: where records are written as they are made, and finished records are read.
         progress: called before every record.
-        make: makes the methods of a name.
+        make: makes the methods for a name.
 
     Raises:
         SettingsError: an unknown method, or a method that lacks what it needs.
@@ -60,7 +60,7 @@ def run(
     plan = list(_plan(workload, measured, options.repeats))
     result: list[Record] = []
     warmed_up = False
-    #: Prompts whose records existed already: a warm method decodes them before its next record.
+    #: Prompts whose records already existed: a warm method decodes them before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
     for repeat, number, turn, method in plan:
         prompt = workload[number]
@@ -153,7 +153,7 @@ def loop_free(tokens: Sequence[int]) -> bool:
 def _measure(
     model: ModelUnderTest, prompt: list[int], method: Method, options: RunOptions, reference: list[int] | None
 ) -> Record:
-    """Decode one text; ``reference`` is the text of plain decoding, None if this is plain decoding."""
+    """Decode one text. ``reference`` is plain decoding's text; it is None if this is plain decoding."""
     outcome = method.decode(model, prompt, options)
     tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
     record = {
@@ -178,7 +178,7 @@ def _measure(
     divergence = first_divergence(tokens, plain) if comparable else None
     gap = None
     if divergence is not None and divergence < min(len(tokens), len(plain)):
-        # The difference of the two logits at that position: near 0, rounding alone can explain the divergence.
+        # The difference between the two logits at that position; if it is near 0, rounding explains the divergence.
         (scores,) = model.target.prefill([(0, prompt + plain[:divergence])])
         row = scores.row(0)
         gap = float(row[plain[divergence]]) - float(row[tokens[divergence]])

@@ -1,7 +1,7 @@
 """t(k): the time of a step of k rows, and its ratio to that of one row. Which rows are almost free?
 
-Times are those of ``measure_times``, with which the adaptive drafter chooses its rows: the fastest of some steps on
-random tokens, from the forward pass to the commit.
+Times come from ``measure_times``, as for the adaptive drafter, which uses them to choose its rows: the fastest of
+several steps on random tokens, from the forward pass to the commit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def measure(
 
     Args:
         model: the model under test.
-        contexts: committed tokens, T; a context that the model is too short for is left out.
-        rows: rows of a step, k.
-        progress: called with (points measured, points in all, the point measured last).
+        contexts: numbers of committed tokens, T; contexts that are too long for the model are skipped.
+        rows: numbers of rows of a step, k.
+        progress: called with (points measured, total points, the point measured last).
     """
     target = model.target
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
-    # A target on the plain path takes one row only.
+    # A target on the plain path evaluates only one row.
     counts = rows if target.path != "plain" else [k for k in rows if k == 1]
     points = [(t, k) for t in contexts for k in counts if t + k <= model.max_positions]
     records: list[Record] = []

@@ -1,7 +1,7 @@
-"""Prompts to measure with: any JSON-lines file, or functions of the running Python's standard library.
+"""Prompts for measurements: any JSON-lines file, or functions of the running Python's standard library.
 
-Code ends without its last line break for a model without a chat template: many tokenizers merge a line break with
-the indentation after it into one token, and a prompt must not cut that token in two.
+For a model without a chat template, code prompts end without their last line break: many tokenizers merge a line
+break and the indentation after it into one token, and a prompt must not cut that token in two.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Prompt:
     workload: str
     turns: tuple[str, ...]  # the user's turns; the answers between them are the target's own
     plain: str | None = None  # the first turn for a model without a chat template; ``turns[0]`` if None
-    category: str = ""  # for workloads that mix several kinds of prompt
-    reference: str | None = None  # what the last answer is compared with, if there is a reference
+    category: str = ""  # for workloads that mix several kinds of prompts
+    reference: str | None = None  # the text with which the last answer is compared, if any
     ids: tuple[int, ...] | None = None  # the only turn as token ids, in place of text
 
     def tokens(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
@@ -112,7 +112,7 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
 
 
 def conversation(workload: str, name: str, category: str, turns: Any, references: Any) -> Prompt:
-    """A prompt of several turns; a list of references has one for each turn, and the last is kept."""
+    """A prompt of several turns. A list of references has one reference for each turn; only the last is kept."""
     if isinstance(turns, str) or not turns:
         raise TypeError(f"turns must be a list of at least one text, got {turns!r:.60}")
     texts = tuple(str(turn) for turn in turns)
@@ -140,7 +140,7 @@ def read_prompts(
         fields: what a row must have, for errors.
 
     Raises:
-        SettingsError: naming the file and line of the row that cannot be read.
+        SettingsError: a row cannot be read; the message names its file and line.
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}

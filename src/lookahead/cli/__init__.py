@@ -1,7 +1,7 @@
-"""The command line: one file per command. A new command is a file, and a line at the end of this one.
+"""The command line: one file per command. A new command is a new file, and a line at the end of this file.
 
-A wrong option or input gives one red line, ``error: ...``, on stderr and exit status 2. Other errors (NaN logits,
-memory) give such a line and exit status 1; Ctrl-C gives exit status 130. None of them shows a traceback.
+An invalid option or input prints one red line, ``error: ...``, on stderr; the exit status is 2. Other errors (NaN
+logits, memory) print such a line with exit status 1; Ctrl-C gives exit status 130. None of them shows a traceback.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before typer makes it a silent exit
+        except KeyboardInterrupt:  # before typer turns it into a silent exit
             raise Interrupted("interrupted") from None
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -58,7 +58,7 @@ class Commands(TyperGroup):
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
         """The exit status; errors are reported on stderr."""
-        if sys.stdout is None:  # closed: files opened from here on would get its number
+        if sys.stdout is None:  # closed: a file opened later would get its file descriptor
             problem("stdout must be open, but it is closed; redirect it to a file or to /dev/null")
             return 2
         try:
@@ -71,14 +71,14 @@ class Commands(TyperGroup):
         except (Interrupted, KeyboardInterrupt) as error:
             note(str(error) or "interrupted", "yellow")
             return 130
-        except OSError as error:  # of stdout: errors of named files are reported where they are opened
+        except OSError as error:  # from stdout: errors of named files are reported where they are opened
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the flush at exit would fail again
             if isinstance(error, BrokenPipeError):  # the reader of the output has closed it
                 return 1
             problem(f"the output must be writable: {error.strerror or error}")
             return 2
         except Exception as error:
-            # Wrong usage: its class differs between versions of typer, but always has these two attributes.
+            # A usage error: its class differs between versions of typer, but always has these two attributes.
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
                 raise
             if error.format_message():

@@ -1,6 +1,6 @@
-"""``lookahead bench [MODEL]``: is drafting faster on this machine, with this model? And step times by rows.
+"""``lookahead bench [MODEL]``: is drafting faster on this machine, with this model? Also step times by rows.
 
-The first word after ``bench`` is a command below, or else a model.
+The first word after ``bench`` is one of the commands below, or else a model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
 
 
 def can_draw() -> bool:
-    """Whether plots can be drawn; if not, a line says so before anything is measured."""
+    """Whether plots can be drawn; if not, print a line that says so before anything is measured."""
     from ..bench import plots
 
     drawable = plots.can_draw()

@@ -43,7 +43,7 @@ class Conversation:
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
-        """Yield the answer in pieces. Message and answer join the conversation once the answer has begun.
+        """Yield the answer in pieces. If the answer has begun, message and answer are added to the conversation.
 
         Args:
             line: the user's message.
@@ -109,7 +109,7 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
 
 
 def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> None:
-    """Stream one answer. If it is refused or fails, report it and continue the conversation without it."""
+    """Stream one answer. If it is refused or fails, report that and continue the conversation without it."""
     answered = False
     try:
         for piece in conversation.say(line, **options):

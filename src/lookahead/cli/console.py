@@ -31,25 +31,25 @@ def is_follower() -> bool:
 
 
 def note(text: str, style: str = "dim") -> None:
-    """Print one line without wrapping or markup; only rank 0 prints."""
+    """Print one line without wrapping or markup. Only rank 0 prints, except errors (red)."""
     if style == "red" or not is_follower():
         stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
 
 
 def problem(text: str) -> None:
-    """An error in one red line."""
+    """Print an error as one red line."""
     note(f"error: {text}", "red")
 
 
 def progress_bar() -> Progress:
-    """A bar with the remaining time and the next item, if stderr is a terminal."""
+    """A progress bar with the remaining time and the next item, if stderr is a terminal."""
     item = TextColumn("{task.description}", markup=False)
     columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), item
     return Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
 
 
 def as_record(result: Result) -> dict[str, Any]:
-    """A result as the record of a batch; steps are forward passes after the prefill."""
+    """A result as a record of the output; steps are forward passes after the prefill."""
     record = {
         "output_ids": result.tokens,
         "text": result.text,
@@ -89,7 +89,7 @@ def _steps(stats: Stats) -> str:
 
 
 def compared(llm: LLM, comparison: Comparison) -> str:
-    """One line: equal or not, steps and seconds of both."""
+    """One line: whether the texts are equal, and the steps and seconds of both."""
     ours, plain = comparison.ours, comparison.plain
     cost = (
         f"steps {ours.stats.steps} against {plain.stats.steps} · seconds {ours.seconds:.2f} against "
@@ -104,5 +104,5 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 if texts differ in 32 bits or more. In 16 bits rounding may decide near ties differently."""
+    """Exit status: 1 if texts differ in 32 bits or more. In 16 bits, rounding may decide near ties differently."""
     return int(not all(equal) and llm.model.dtype.itemsize >= 4)

@@ -1,4 +1,4 @@
-"""``lookahead demo``: four texts, streamed with the tokens of each step in one colour, then a table of speeds."""
+"""``lookahead demo``: four texts, streamed with the tokens of each step in one colour, and a table of speeds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def demo(
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
         ours = print_text(run(), color)
-        with open(os.devnull, "w") as nowhere:  # plain decoding pays for streaming too
+        with open(os.devnull, "w") as nowhere:  # so that plain decoding also pays for streaming
             plain = print_text(run(drafter=Plain()), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain))

@@ -1,4 +1,4 @@
-"""``lookahead doctor``: this machine, this installation, a model, and the time that its start takes."""
+"""``lookahead doctor``: this machine, this installation, a model, and how long its start takes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
     """Load a model and generate a few tokens, as ``lookahead generate`` does.
 
     Returns:
-        The model, and the seconds of each part of the start, in order. The first tokens include the work that is done
+        The model, and the seconds of each part of the start, in order. The first tokens include work that is done
         once per process: kernels are compiled or read from their cache, and steps are timed.
     """
     seconds: dict[str, float] = {}
@@ -100,7 +100,7 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
 
 
 def _process_seconds() -> float | None:
-    """Seconds since this process was started; None if the system does not provide them."""
+    """Seconds since this process was started; None if the system does not provide this."""
     try:
         # Field 22 of /proc/self/stat, in clock ticks since boot; the name in field 2 may contain spaces.
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

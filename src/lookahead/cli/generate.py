@@ -1,4 +1,4 @@
-"""``lookahead generate``: completes a prompt, streamed, or a file of prompts, with a JSON line for each."""
+"""``lookahead generate``: completes one prompt, streamed, or a file of prompts, with a JSON line for each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
 
 
 def check_trace(path: Path, overwrite: bool) -> None:
-    """Refuse a file for a trace before a model is loaded for it."""
+    """Reject an unusable trace file before a model is loaded."""
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise SettingsError(f"--trace must be a file in a folder that exists, got {path}")
     if path.is_file() and path.stat().st_size and not overwrite:
@@ -83,7 +83,7 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
     """Stream one text to a file or to stdout; with ``color``, the tokens of each step in one colour.
 
     Raises:
-        LookaheadError: the error that ended the text early; the text until then is shown.
+        LookaheadError: the error that ended the text early; the text up to it is shown.
     """
     result: Result | None = None
     for number, update in enumerate(updates):
@@ -97,7 +97,7 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
 
 
 def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
-    """Stream one text to stdout; the exit status."""
+    """Stream one text to stdout. Returns the exit status."""
     from ..engine import compare as comparing
 
     if task.compare:  # so that neither measurement includes work that is done once per process
@@ -115,7 +115,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         again = comparing.plainly(result.seed, options)
         if task.json:
             plain = llm.generate(prompt, **again)
-        else:  # streamed like the other, because printing between steps leaves cold caches
+        else:  # streamed like the first text, because printing between steps leaves the caches cold
             with open(os.devnull, "w") as nowhere:
                 plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
@@ -245,7 +245,7 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
         output: the file of the results.
         settings: those of this run.
         earlier: whether the output has results of an earlier run.
-        mix: whether to continue even if the settings differ; the file then has the newest.
+        mix: whether to continue even if the settings differ; the file then has the newest settings.
 
     Raises:
         SettingsError: the earlier run had other settings.
@@ -279,7 +279,7 @@ def run_batch(
     Args:
         task: input and output.
         load: loads the model; called only if there is something to do.
-        options: of each text.
+        options: the options of each text.
         warm: the file in which adaptive keeps what it learns, or None.
         settings: the settings that the results depend on, written beside the output.
 
@@ -314,7 +314,7 @@ def run_batch(
                     done += output is None
         except KeyboardInterrupt:
             where = ""
-            if output is not None:  # count the file's records: the last one may be complete or not
+            if output is not None:  # count the file's records, because the last one may be incomplete
                 done += len(read_records(output, "id", "this run")) - len(earlier)
                 where = f" in {output}; the same command with --resume continues"
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
@@ -347,7 +347,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
 
 
 def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The record of each job as soon as it is done; a bad line has a record with its error."""
+    """The record of each job as soon as it is done; for an unusable line, a record with the error."""
     from ..engine import compare as comparing
 
     bad: list[tuple[int, dict[str, Any]]] = []
@@ -360,7 +360,7 @@ def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> 
         except LookaheadError as error:
             bad.append((job.line, job.failed(str(error))))
     seeds = None
-    if "seed" in options:  # the line decides, so that a resumed run draws the same
+    if "seed" in options:  # the line determines the seed, so that a resumed run draws the same tokens
         seeds = [options["seed"] + job.line - 1 for job, _ in good]
     for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
         (job, ids), result = good[update.index], update.result

@@ -46,7 +46,7 @@ class Command(TyperCommand):
 
 
 def without_types(parameters: Any) -> Any:
-    """The same parameters of typer; flags, such as ``--help``, show no placeholder for a value."""
+    """The same typer parameters; flags, such as ``--help``, show no placeholder for a value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = METAVARS[bool]
@@ -54,7 +54,7 @@ def without_types(parameters: Any) -> Any:
 
 
 def metavar_of(kind: Any) -> str | None:
-    """The placeholder of a value of this type; None if typer chooses it."""
+    """The placeholder for a value of this type; None to let typer choose it."""
     if isinstance(kind, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
     return METAVARS.get(kind)
@@ -62,7 +62,7 @@ def metavar_of(kind: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(OptionSet):
-    """What to complete, and how results are shown and kept. Contradictory options are refused by name."""
+    """What to complete, and how results are shown and saved. Contradictory options are rejected by name."""
 
     prompt: str | None = option(None, "The prompt.")
     prompt_file: Path | None = option(None, "Read the prompt from a file, unchanged; - is stdin.")
@@ -114,12 +114,12 @@ class Task(OptionSet):
 def with_options(
     *, only: Collection[str] = (), without: Collection[str] = ("parallel_timeout",), **defaults: Any
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """A decorator of commands: a parameter that is a dataclass of options becomes one option per field.
+    """A decorator for commands: a parameter that is a dataclass of options becomes one option per field.
 
     Args:
         only: the fields that are offered; empty for all.
         without: fields that are not offered.
-        **defaults: defaults of this command.
+        **defaults: this command's defaults.
     """
 
     def apply(command: Callable[..., R]) -> Callable[..., R]:
@@ -146,7 +146,7 @@ def with_options(
             return command(**values)
 
         run.__name__ = command.__name__
-        # typer keeps the line ends of all paragraphs but the first.
+        # typer keeps the line breaks of all paragraphs but the first.
         paragraphs = inspect.getdoc(command) or ""
         run.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs.split("\n\n"))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         raise SettingsError(
             "--parallel-timeout is for processes that torchrun starts; leave it out without it"
         )
-    gc.disable()  # imports and metadata make a million objects that stay; collecting among them takes a second
+    gc.disable()  # imports and metadata create a million lasting objects; garbage collection would take a second
     try:
         from ..engine.loading import load_with
 
@@ -188,7 +188,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
     finally:
         gc.freeze()
-        gc.unfreeze()  # freeze and unfreeze make these objects old, so a text is not interrupted to scan them
+        gc.unfreeze()  # freezing and unfreezing moves them to the oldest generation, which is seldom scanned
         gc.enable()
 
 
@@ -206,7 +206,7 @@ def quiet() -> None:
 
 @contextmanager
 def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options with which adaptive continues from a file. What it learns is written back, also after an error."""
+    """Options with which adaptive continues from a file. What it learns is written back, even after an error."""
     if file is None:
         yield {}
         return

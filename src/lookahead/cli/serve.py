@@ -13,7 +13,7 @@ from ..core import SettingsError
 from .console import note
 from .options import Command, metavar_of, quiet
 
-#: The arguments after ``serve`` are read by a command that is made from the settings, so no other command loads them.
+#: A command made from the settings parses the arguments after ``serve``, so no other command loads the settings.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

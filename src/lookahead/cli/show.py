@@ -1,6 +1,6 @@
-"""``lookahead show``: a trace as one HTML page that replays it, step by step.
+"""``lookahead show``: turns a trace into one HTML page that replays it, step by step.
 
-The page is ``trace.html`` with the lines of the trace in it. It needs no network and no server.
+The page is ``trace.html`` with the trace's lines embedded. It needs neither network nor server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .console import note
 PAGE = Path(__file__).with_name("trace.html")
 #: The element of the page that contains the trace.
 TRACE_TAG = '<script type="application/jsonl" id="trace">'
-#: A browser takes seconds to open a larger page, so the user is told its size.
+#: Size in bytes above which a browser takes seconds to open a page, so the user is told its size.
 LARGE = 50_000_000
 
 

@@ -1,4 +1,4 @@
-"""``lookahead tune``: measure the step times that the adaptive method chooses its rows by, and keep them."""
+"""``lookahead tune``: measure and save the step times by which the adaptive drafter chooses its rows."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def verify(
     drafter = draft.resolve() or Adaptive()
     if isinstance(drafter, Plain) and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
-    if isinstance(drafter, Adaptive):  # draft as much as possible, because drafts are what is tested
+    if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafts
         drafter = replace(drafter, budget=False)
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS

@@ -1,10 +1,10 @@
-"""The decoding loop of all methods: draft, forward, verify, commit, observe; for any number of sequences.
+"""The decoding loop that all methods share: draft, forward, verify, commit, observe; for any number of sequences.
 
     tree = state.draft()                   the rows to evaluate, root = last emitted token
     scores = target.forward(tree)          mask = ancestors, position = T + depth
     path, tokens = verify(tree, choose)    the target's own tokens, from the root to a leaf
     target.commit(path)                    keep those rows of the KV cache
-    state.observe(tree, scores, path)      learn from the logits; n-grams come from there
+    state.observe(tree, scores, path)      learn from the logits; this is where n-grams come from
 
 Several sequences are several trees in one forward pass. Users call ``decode``, or ``Decoder.step``.
 
@@ -138,7 +138,7 @@ class Generation:
 class _ended_by_errors:
     """``with _ended_by_errors(generation, "the drafter"):`` an exception in the block ends this sequence alone.
 
-    A class for the same reason as ``timed``.
+    It is a class for the same reason as ``timed``.
     """
 
     __slots__ = ("_generation", "_what")
@@ -179,7 +179,7 @@ class Decoder:
         prompt_rows: rows of prompts in one forward pass. A longer prompt is evaluated in chunks (chunked prefill);
             passes over prompts and passes over trees then alternate.
         row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
-        known: the number of tokens of a prompt that the target has in its cache already (prefix caching). They do
+        known: returns how many tokens of a prompt the target already has in its cache (prefix caching). They do
             not count as rows of the first chunk.
     """
 
@@ -300,7 +300,7 @@ class Decoder:
                 left = self.row_budget
                 running = [generation for generation in self._running if generation.finish_reason is None]
                 for index, generation in enumerate(running):
-                    # An equal share of the rows that are left: rows that a sequence does not use go to later ones.
+                    # An equal share of the rows that are left, so rows that a sequence does not use go to later ones.
                     share = left // (len(running) - index)
                     with _ended_by_errors(generation, "the drafter"):
                         tree = self._draft(generation, share, len(running))
@@ -311,7 +311,7 @@ class Decoder:
             try:
                 with timed("forward", stats):
                     scores = self.target.forward([(generation.slot, tree) for generation, tree in drafted])
-                    # An asynchronous device (CUDA) still computes here; work that needs no logits runs meanwhile.
+                    # An asynchronous device (CUDA) is still computing, so work that needs no logits runs now.
                     for generation, tree in drafted:
                         with _ended_by_errors(generation, "work that overlaps the forward pass"):
                             generation.choose.overlap(tree)

@@ -24,7 +24,7 @@ PREDICTION_CONTEXT = 16
 
 
 class Noise(Protocol):
-    """Sampling with noise that is known ahead (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
+    """Sampling with noise known in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
 
@@ -38,16 +38,16 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a drafter knows of a sequence when drafting starts, right after the prefill.
+    """What a drafter knows about a sequence when drafting starts, right after the prefill.
 
     Attributes:
         prompt: token ids, at least one.
         first: the token that the prefill emitted.
         eos: tokens that end a text.
         vocabulary: V; 0 if unknown.
-        noise: how the sequence is sampled; None for greedy decoding. A drafter may rank candidates with it.
-            The output does not depend on whether it does.
-        predicted: tokens that are likely to follow the prompt, from the caller; empty for none.
+        noise: how the sequence is sampled; None for greedy decoding. A drafter may use it to rank candidates;
+            the output does not depend on whether it does.
+        predicted: tokens that, according to the caller, are likely to follow the prompt; empty for none.
         step_times: measured step times of this model on this machine (``StepTimes``), for drafters that
             choose the rows of a step by their cost; None if nothing was measured.
     """
@@ -84,7 +84,7 @@ class DraftState(ABC):
         Args:
             max_depth: largest depth of a node, at least 0.
             max_rows: largest number of rows, at least 1.
-            batch: sequences in the coming forward pass.
+            batch: sequences in the next forward pass.
         """
 
     @abstractmethod
@@ -94,7 +94,7 @@ class DraftState(ABC):
     def overlap(self, tree: TokenTree) -> None:  # noqa: B027
         """Called between the launch of a step and the first read of its logits.
 
-        An asynchronous device (CUDA) computes meanwhile, so work that does not need the step's result is free here.
+        An asynchronous device (CUDA) is still computing, so work that does not need the step's result is free here.
         ``observe`` follows for the same tree, unless the sequence ends with the step.
         """
 
@@ -103,10 +103,10 @@ class DraftState(ABC):
         return {}
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
-        """What a trace shows of the last step beside its tree (docs/trace.md), as JSON. Called after ``observe``.
+        """What a trace shows of the last step besides its tree (docs/trace.md), as JSON. Called after ``observe``.
 
         Args:
-            tree: of the step; None right after the start, when the prompt has been read.
+            tree: the step's tree; None right after the start, when the prompt has been read.
         """
         return {}
 
@@ -142,7 +142,7 @@ class Drafter(ABC):
     def untimed(self) -> Drafter:
         """These settings for a target whose rounding depends on the rows of a step.
 
-        If measured times chose the rows there, a text could depend on earlier measurements. So they do not, unless
-        the settings ask for it.
+        On such a target, a text could depend on earlier measurements if measured times chose the rows. So they do
+        not choose them unless the settings ask for it.
         """
         return self

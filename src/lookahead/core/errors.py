@@ -30,7 +30,7 @@ def summary(error: BaseException) -> str:
 
 
 def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadError) -> LookaheadError:
-    """The error of a sequence whose code raised ``error``: the same error, or one of ``kind`` caused by it.
+    """The error that ends a sequence whose code raised ``error``: ``error`` itself, or a ``kind`` caused by it.
 
     Args:
         what: what failed, as in "the drafter".

@@ -1,7 +1,7 @@
-"""The n-gram pool (paper, section 3.1): continuations by their first token.
+"""The n-gram pool (paper, section 3.1): n-grams indexed by their first token.
 
 It knows tokens only. A key has at most ``guess_set_size`` continuations; the least recently added one is evicted
-first. Optionally there are at most ``max_keys`` keys, evicted first in, first out.
+first. The number of keys may be limited to ``max_keys``; the oldest key is evicted first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def ngrams_of(tokens: Sequence[int], ngram_size: int, start: int = 0) -> Iterato
 
 
 class NGramPool:
-    """N-grams by their first token, the key.
+    """N-grams indexed by their first token, the key.
 
     Args:
         guess_set_size: G, continuations kept per key (and candidates offered); 0 keeps none.
-        max_keys: number of keys; None for no limit.
+        max_keys: largest number of keys; None for no limit.
 
     Attributes:
-        hits, misses: calls of ``get`` that returned continuations, and calls that returned none.
+        hits, misses: calls to ``get`` that returned continuations, and calls that returned none.
     """
 
     def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of a sequence, counted while it is decoded, and the first difference of two texts."""
+"""Statistics of a sequence, counted while it is decoded, and the first difference between two texts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Stats:
         rows: rows evaluated in those passes.
         drafted: rows below the root that verification could have accepted (all rows above them have logits).
         accepted: rows that verification accepted.
-        tokens_per_step: steps by the number of tokens that they emitted.
-        rows_per_step: steps by their number of rows.
-        seconds: wall time by phase. Sequences of the same forward pass each count its full time.
+        tokens_per_step: number of steps for each number of emitted tokens.
+        rows_per_step: number of steps for each number of rows.
+        seconds: wall time by phase. Sequences that share a forward pass each count its full time.
         drafter: statistics of the drafting method.
         path: how the target evaluates steps (``Target.path``); "" if it has no name.
     """
@@ -91,7 +91,7 @@ class Stats:
 class timed:
     """``with timed("draft", stats):`` adds the block's wall time to that phase of every given ``Stats``.
 
-    A class, because a generator's context costs three times as much, and a step of a small model has five of them.
+    It is a class because a generator-based context manager takes three times as long, and every step enters five.
     """
 
     __slots__ = ("_phase", "_start", "_stats")

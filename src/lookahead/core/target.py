@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from .tree import TokenTree
 
-#: The promise of paths on which the number of rows of a step changes rounding, so that a near tie may be resolved
+#: The promise of paths on which rounding depends on the number of rows in a step, so a near tie may be resolved
 #: differently.
 UP_TO_ROUNDING = "equal up to rounding"
 #: How a text with drafting compares with plain decoding, by the target's ``path``.
@@ -21,7 +21,7 @@ PROMISES = {
     "exact": "bit-equal, as checked at load",  # passes of a fixed number of rows
     "transformers": UP_TO_ROUNDING,  # the model's own forward pass with a tree mask
     "cuda-graph": UP_TO_ROUNDING,  # the same, captured as CUDA graphs
-    "llama.cpp": UP_TO_ROUNDING,  # llama.cpp's passes, a sequence for each leaf
+    "llama.cpp": UP_TO_ROUNDING,  # llama.cpp's passes, one sequence for each leaf
     "batch-rows": UP_TO_ROUNDING,  # the paths of a tree as the rows of a batch (recurrent models)
 }
 
@@ -87,6 +87,6 @@ class Target(Protocol):
     def depth_limit(self, slot: int) -> int:
         """The largest depth of a node in this slot's next tree; 0 allows the root alone.
 
-        The model's maximum position limits it, and so does a length at which the model changes its rotary positions.
+        It is limited by the model's last position, and by a length at which the model changes its rotary positions.
         """
         ...

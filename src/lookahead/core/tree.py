@@ -4,7 +4,7 @@ Every row that the target evaluates in a step is a node. Node 0, the root, is th
 The tree is a trie: a token occurs at most once among the children of a node, because two rows with the
 same path have the same logits and one of them would be wasted.
 
-From the tree alone follow
+The tree alone determines
     the attention mask   a row sees its ancestors, itself and the whole committed prefix
     the positions        T + depth
     verification         walk from the root, descend while a child holds the target's own token
@@ -44,7 +44,7 @@ class TokenTree:
         """A tree from lists of tokens and parents, in which all rows need logits; the root has parent -1.
 
         Raises:
-            ValueError: a parent does not come before its child, or a node has two children of one token.
+            ValueError: a parent does not come before its child, or two children of a node have the same token.
         """
         tree = cls(tokens[0])
         size = len(tokens)
@@ -95,7 +95,7 @@ class TokenTree:
         return self._children.get((node, token))
 
     def chain(self, tokens: Iterable[int]) -> list[int]:
-        """The rows of a chain of tokens under the root, as far as the tree has it."""
+        """The rows of a chain of tokens under the root, up to the first token that the tree lacks."""
         rows, node = list[int](), 0
         for token in tokens:
             child = self.child(node, token)

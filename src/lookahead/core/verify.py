@@ -1,4 +1,4 @@
-"""Verification: autoregressive decoding that reads its logits from rows that were computed ahead.
+"""Verification: autoregressive decoding that reads its logits from rows that were computed in advance.
 
 The drafter never chooses a token. ``choose`` is called once per emitted token, in order, with the row whose
 true prefix is the text so far; so the output is a function of (target, prompt, seed) and not of the draft.
@@ -30,7 +30,7 @@ class Choose(Protocol):
 
 
 class ChooseBy(Choose):
-    """Makes a ``Choose`` of a plain function."""
+    """Turns a plain function into a ``Choose``."""
 
     def __init__(self, function: Callable[[Scores, int], int]) -> None:
         self._function = function
@@ -51,7 +51,7 @@ def as_choose(choose: Choose | Callable[[Scores, int], int]) -> Choose:
 def verify(
     tree: TokenTree, choose: Callable[[int], int], finished: Callable[[int], bool] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Walk down the tree from the root as long as a child holds the target's own token.
+    """Walk down the tree from the root while a child holds the target's own token.
 
     Args:
         tree: the rows that were evaluated.

@@ -1,8 +1,8 @@
 """Jacobi decoding (paper, Algorithm 1): a block of guesses iterated to its fixed point.
 
 The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step evaluates all unknown tokens at once
-from the previous iterate. At least the first of them is right after each step and is emitted, so a block takes at
-most m steps, and fewer if later guesses are right. Then a new block begins.
+from the previous iterate. After each step, at least the first of them is correct and is emitted, so a block takes at
+most m steps, and fewer if later guesses are correct. Then a new block begins.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class Jacobi(Drafter):
 
     Attributes:
         block_size: m, tokens of a block and rows of its first step; 1 to 512. 1 is plain decoding.
-        max_jacobi_iterations: largest number of steps of a block. After it the block is given up, and a new block of
+        max_jacobi_iterations: largest number of steps of a block. Then the block is abandoned, and a new block of
             m guesses starts at its first unknown token. None for no limit.
-        seed: of the random first guesses, which are tokens of the prompt. It changes the draft, never the output.
+        seed: seed of the random first guesses, which are tokens of the prompt. It changes the draft, never the
+            output.
 
     Raises:
         SettingsError: a value out of range.
@@ -68,7 +69,7 @@ class JacobiDraftState(DraftState):
     def _begin_block(self) -> None:
         self._unknown = self._settings.block_size
         self._iterations = 0
-        # The other tokens do not depend on the last one, so it needs no guess.
+        # No other token depends on the last one, so it needs no guess.
         self._guesses = [self._random.choice(self._source) for _ in range(self._unknown - 1)]
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
@@ -95,7 +96,7 @@ class JacobiDraftState(DraftState):
         del self._guesses[needed:]
 
     def stats(self) -> dict[str, float]:
-        """Blocks that reached their fixed point, the iterations that they took, and blocks that were given up."""
+        """Blocks that reached their fixed point, the iterations that they took, and blocks that were abandoned."""
         blocks = len(self._converged)
         return {
             "converged_blocks": blocks,

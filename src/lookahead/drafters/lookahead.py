@@ -1,6 +1,6 @@
 """Lookahead decoding (paper, Algorithms 2 and 3): window, pool and candidates in one tree.
 
-Each step the window closes up to W new n-grams and the pool keeps them; up to G n-grams that begin with
+In each step, the window completes up to W new n-grams and the pool keeps them; up to G n-grams that begin with
 the last token are verified in the same forward pass.
 """
 
@@ -46,7 +46,7 @@ class Lookahead(Drafter):
         max_pool_keys: largest number of keys in the pool; None for no limit.
         max_jacobi_iterations: after this many consecutive steps without an accepted token, the window is refilled
             from the prompt and warms up again; the pool stays. None for never.
-        seed: of the random tokens that fill the window. It changes the draft, never the output.
+        seed: seed of the random tokens that fill the window. It changes the draft, never the output.
         pool: an n-gram pool that sequences share; None: every sequence starts with an empty pool.
 
     Raises:
@@ -107,7 +107,7 @@ class Lookahead(Drafter):
         """The paper's (W, N, G) for an A100 by the size of the model (section 5).
 
         Args:
-            parameters: number of the model's weights, such as 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice
+            parameters: number of parameters, such as 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice
                 for 7B models; up to 20e9 gives (10, 5, 10), for 13B; more gives (7, 5, 7), for 34B.
         """
         if not isinstance(parameters, (int, float)) or isinstance(parameters, bool) or not parameters > 0:
@@ -162,7 +162,7 @@ class LookaheadDraftState(DraftState):
         self._offered: list[tuple[int, ...]] = []
         # N-grams of the window that entered the pool in the last step.
         self._entered: list[tuple[int, ...]] = []
-        self._unread = 0  # where the n-grams begin that the last step's tokens completed
+        self._unread = 0  # start of the n-grams that the last step's tokens completed
         self._steps = self._hits = self._matched = 0
         self._fruitless = 0  # steps in a row without an accepted token
 
@@ -183,18 +183,18 @@ class LookaheadDraftState(DraftState):
         return tree
 
     def _fit_window(self, max_depth: int, max_rows: int) -> None:
-        """Make the window as wide as a step has room for.
+        """Make the window as wide as the step has room for.
 
         Under a small row budget, candidates get their share first. With 64 rows, (15, 5, 15) has 32 rows for
-        candidates; the window keeps 8 columns of 4 levels, which are 32 rows with the root. When the budget grows,
-        the window widens again.
+        candidates; the window keeps 8 columns of 4 levels, which are 32 rows including the root. When the budget
+        grows, the window widens again.
         """
         window, settings = self._window, self.settings
         candidates = settings.guess_set_size * (settings.ngram_size - 1)
         room = max_rows - min(candidates, int(CANDIDATE_SHARE * max_rows))  # with the root
         levels = len(window.levels)
         if not levels and min(max_depth + 2 - window.height, room // window.height) < 1:
-            return  # a warm-up would never be complete
+            return  # the warm-up would never be complete
         # With k levels, c columns have k c rows, the root's included; column i reaches i + k - 1 below the root.
         columns = min(max_depth + 2 - max(1, levels), room // max(1, levels))
         window.narrow(columns)

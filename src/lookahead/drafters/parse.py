@@ -1,4 +1,4 @@
-"""Reads texts, triples and mappings into drafters, for command lines, servers, generation configs and Python alike.
+"""Turns texts, triples and mappings into drafters, for command lines, servers, generation configs and Python.
 
     adaptive    jacobi    prompt-lookup    plain (off)       a method with its default settings
     15,5,15    7b    code                                    lookahead decoding by (W, N, G) or by a preset
@@ -34,7 +34,7 @@ OTHER_NAMES = {"off": "plain", "autoregressive": "plain", "prompt_lookup": "prom
 #: The group of entry points by which other packages add a Drafter: a class or an object.
 GROUP = "lookahead.drafters"
 
-#: Names of settings in the authors' code, in TensorRT-LLM, in transformers, and the paper's letters.
+#: Names of settings in the authors' code, in TensorRT-LLM and in transformers, and the paper's letters.
 ALIASES = {
     "WINDOW_SIZE": "window_size",
     "LEVEL": "ngram_size",
@@ -63,8 +63,8 @@ def as_drafter(value: Any) -> Drafter:
     Args:
         value: a ``Drafter``; a text such as "adaptive", "code", "15,5,15" or "lookahead:7,5,7:seed=1"; a triple
             (W, N, G); or a mapping of settings with an optional "method" (or "drafter"), which is such a text.
-            (1, 1, 0) reads as ``Plain()``. A mapping without a method is for the first of lookahead, adaptive, jacobi
-            and prompt-lookup that has all its settings.
+            (1, 1, 0) means ``Plain()``. A mapping without a method selects the first of lookahead, adaptive, jacobi
+            and prompt-lookup that has all of its settings.
 
     Raises:
         SettingsError: an unknown name, a setting that the drafter does not have, or a value out of range.
@@ -84,7 +84,7 @@ def as_drafter(value: Any) -> Drafter:
 
 
 def known_names() -> list[str]:
-    """Names of methods and presets, those of other packages included."""
+    """Names of methods and presets, including those of other packages."""
     return [*METHODS, "off", *PRESETS, *(point.name for point in entry_points(group=GROUP))]
 
 
@@ -137,7 +137,7 @@ def _triple(text: str) -> dict[str, int]:
 
 
 def _value(text: str) -> Any:
-    """A setting's value: a number, true, false or none, or names separated by +; ``suffix+`` is a list, too."""
+    """A setting's value: a number, true, false or none, or names separated by +; ``suffix+`` is also a list."""
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
@@ -158,7 +158,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Drafter:
         names, known = {_own_name(kind, key) for key in settings}, set(setting_names(kind))
         return names <= known, len(names & known)
 
-    # The first method that has all of them; else the one that has most, and the error names the others.
+    # The first method that has all settings; else the method that has the most, and the error names the others.
     return _with_settings(max(METHODS.values(), key=fit), settings)
 
 
@@ -214,7 +214,7 @@ def with_old_keywords(
         method, config, pool: the old keywords: a method's name, its settings, and its pool or state.
         sizes: single settings that were keywords.
         default: the drafter of calls that name none.
-        few_rows: whether lookahead decoding without a (W, N, G) takes the preset "cpu".
+        few_rows: whether lookahead decoding without a (W, N, G) uses the preset "cpu".
 
     Returns:
         None if nothing was given.

@@ -26,7 +26,7 @@ class Plain(Drafter):
 
 
 class PlainDraftState(DraftState):
-    """The last token."""
+    """The drafting state of plain decoding: the last token."""
 
     def __init__(self, first: int) -> None:
         self._last = first

@@ -14,8 +14,8 @@ class PromptLookup(Drafter):
     """One candidate: the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n.
 
     Attributes:
-        max_ngram: largest n, at least 1; smaller n down to 1 are tried if it has no match.
-        max_drafted: tokens of the longest candidate, at least 1.
+        max_ngram: largest n, at least 1; if it has no match, smaller n are tried down to 1.
+        max_drafted: number of tokens in the longest candidate, at least 1.
 
     Raises:
         SettingsError: a value out of range.

@@ -1,4 +1,4 @@
-"""What the settings of all drafters have in common: checks of their values, and their text form."""
+"""What the settings of all drafters share: checks of their values, and their text form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_flag(settings: Any, name: str) -> None:
 
 
 def setting_names(kind: type) -> list[str]:
-    """The settings of a drafter that a text can give: all fields but objects that sequences share."""
+    """The settings of a drafter that can be given as text: all fields except objects that sequences share."""
     return [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else []
 
 
@@ -35,7 +35,7 @@ def all_settings(settings: Any) -> dict[str, Any]:
 
 
 def text_form(name: str, settings: Any, triple: tuple[str, ...] = ()) -> str:
-    """A drafter as text, which ``as_drafter`` reads: NAME, then W,N,G if it has them, then changed settings."""
+    """A drafter as text that ``as_drafter`` reads: NAME, then W,N,G if it has them, then changed settings."""
     parts = [name]
     if triple:
         parts.append(",".join(str(getattr(settings, field)) for field in triple))

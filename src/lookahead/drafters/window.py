@@ -8,11 +8,11 @@ iterate of the same trajectory. In a step with root x:
     ...
     level N-2          the newest iterate
 
-The target's own next token under each node of the newest level closes W new n-grams
+The target's own next token under each node of the newest level completes W new n-grams
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 is dropped, every level moves up by one, and the new tokens
-become the newest level. N-2 warm-up steps fill the levels from level 0 alone.
+become the newest level. At first there is only level 0; N-2 warm-up steps add the other levels.
 
-An example with W = 3 and N = 4, so three levels; x, y and z are the roots of three steps:
+An example with W = 3 and N = 4, and so three levels; x, y and z are the roots of three steps:
 
     step 1   level 0    x  a1 a2     the target answers n0 n1 n2 under level 2; the new n-grams are
              level 1   b0  b1 b2     (x, b0, c0, n0)  (a1, b1, c1, n1)  (a2, b2, c2, n2)
@@ -44,7 +44,7 @@ def fill_tokens(prompt: Sequence[int], eos: frozenset[int]) -> list[int]:
 
 
 class Window:
-    """Holds tokens only. The caller adds its rows to a tree and passes the target's tokens to ``advance``.
+    """The window's tokens. The caller adds its rows to a tree and passes the target's tokens to ``advance``.
 
     Args:
         width: W, columns; at least 1.
@@ -56,7 +56,7 @@ class Window:
         self.width = width
         self.height = ngram_size - 1
         self._fill = fill
-        # During warm-up level 0 is longer, because every step consumes one of its tokens.
+        # During the warm-up, level 0 is longer, because every step consumes one of its tokens.
         self.levels: list[list[int]] = [[fill() for _ in range(width + self.height - 2)]]
         self._nodes: list[list[int]] = []
 
@@ -73,7 +73,7 @@ class Window:
         return len(self.levels[0]) + 1 if len(self.levels) == 1 else len(self.levels[-1])
 
     def rows(self) -> int:
-        """Rows that ``add_to`` adds at most (rows with a common path are merged)."""
+        """The most rows that ``add_to`` adds (rows with the same path are merged)."""
         return sum(map(len, self.levels))
 
     def widen(self, columns: int) -> None:
@@ -121,7 +121,7 @@ class Window:
         return self._nodes[-1] if self.levels else []
 
     def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
-        """Take in the target's tokens under ``newest_nodes``, and move by one column.
+        """Take the target's tokens under ``newest_nodes``, and move by one column.
 
         Args:
             root: the token that was the root of the step.
@@ -129,7 +129,7 @@ class Window:
             eos: tokens that end a text; they may end an n-gram, but are not kept as guesses.
 
         Returns:
-            The new n-grams, one per column (shorter than N during warm-up).
+            The new n-grams, one per column (shorter than N during the warm-up).
         """
         if not self.levels:
             return []

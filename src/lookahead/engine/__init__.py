@@ -3,8 +3,8 @@
 ``loading.load`` makes an ``llm.LLM``. ``LLM.prepare`` turns a prompt into a request, ``engine.Engine`` decodes
 requests together, and ``text.TextStream`` turns their tokens into text that is safe to show.
 
-``options`` and ``fields`` load no torch, and the names of this package are imported on first use, so ``--help`` does
-not load it.
+``options`` and ``fields`` do not load torch, and the names of this package are imported on first use, so ``--help``
+does not load it either.
 """
 
 from __future__ import annotations

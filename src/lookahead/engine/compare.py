@@ -1,4 +1,4 @@
-"""Compares a text with plain decoding: are they equal, and if not, how close were the logits at the difference?"""
+"""Compares a text with plain decoding: are they equal, and if not, how close are the logits where they differ?"""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Comparison:
         ours: the result with the drafter under test.
         plain: the result of plain decoding.
         first_divergence: index of the first different token; None if the texts are equal.
-        gap: difference of the two largest logits there, from a causal pass over the common text. If it is near 0,
-            rounding decided. None if the texts are equal.
+        gap: difference between the two largest logits there, from a causal pass over the common text. If it is near
+            0, rounding decided. None if the texts are equal.
     """
 
     ours: Result
@@ -67,7 +67,7 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
 
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The greedy text of transformers' own ``model.generate``, as an independent reference."""
+    """The greedy text by transformers' own ``model.generate``, as an independent reference."""
     import torch
     from transformers import GenerationConfig
 

@@ -11,7 +11,7 @@
     decodes plainly if the model cannot evaluate drafts, whatever drafter a request has;
     measures step times for drafters that choose their rows by them, if no text can depend on the choice;
     ends only the sequence whose own code raises (drafter, chooser, logits processor, grammar, stop function, text);
-    continues with a new target after a forward pass that failed.
+    continues with a new target after a forward pass has failed.
 
 The loop over the running sequences is ``lookahead.core.Decoder``.
 """
@@ -51,13 +51,14 @@ class Engine:
     ``add`` and ``cancel`` may be called from any thread and take effect in the next step. One thread calls ``step``.
 
     Args:
-        make_target: makes a target. Called at once, and again after a forward pass that failed.
+        make_target: makes a target. Called at once, and again after a forward pass has failed.
         model: the model that the targets evaluate; None if there is only a target, as in tests. The engine probes
             whether it can evaluate drafts, and measures its step times.
-        probed: the result of ``probe`` for the model; None: the engine probes it.
-        target: the first target, which an earlier engine's ``close`` returned.
+        probed: the result of ``probe`` for the model; if None, the engine probes it.
+        target: the first target, which an earlier engine's ``close`` returned; None to make one.
         max_sequences: largest number of sequences that run together.
-        prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks, in turn with steps.
+        prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks that alternate with
+            steps.
         row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
         prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same beginning.
 
@@ -119,7 +120,7 @@ class Engine:
         Args:
             request: what to decode.
             text: turns its tokens into text and finds stop strings; None for token ids only.
-            seed: of the random numbers, for the result.
+            seed: seed of the random numbers, for the result.
             tag: the caller's own value; see ``Sequence``.
         """
         if text is not None and text.stops and request.finished is None:
@@ -197,7 +198,7 @@ class Engine:
             return Plain()
         assert self._decoder is not None
         path = self._decoder.target.path
-        # On llama.cpp rows cost so much that steps of a fixed size would take several times as long as a plain step.
+        # On llama.cpp, rows cost so much that steps of a fixed size would take several times as long as plain steps.
         rounds = PROMISES.get(path) == UP_TO_ROUNDING and path != LlamaCppTarget.path
         dtype = getattr(self._model, "dtype", None) if rounds else None
         return given.untimed() if dtype is not None and dtype.itemsize == 2 else given
@@ -217,7 +218,7 @@ class Engine:
         try:
             steps = {id(step.generation): step for step in decoder.step()}
         except Exception as error:
-            # The state of the target is unknown now, so its sequences end. Waiting sequences will use a new target.
+            # The target's state is unknown now, so its sequences end. Waiting sequences will use a new target.
             self._decoder = None
             failed = failure("the forward pass", error, PassFailed)
             return [self._end(sequence, "error", failed) for sequence in list(self._running)]

@@ -1,7 +1,7 @@
 """Options as dataclass fields with their help and rule, and functions that take these fields as keywords.
 
-Each field is one option everywhere: types, signatures and docstrings of the Python API are made from it, and so is
-``--help`` (``lookahead.cli.options``). Imports no torch.
+Each field declares an option once: the types, signatures and docstrings of the Python API are made from it, and so is
+``--help`` (``lookahead.cli.options``). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ S = TypeVar("S")
 A = TypeVar("A")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
-#: What must hold, as in "a whole number", and the test of it.
+#: What must hold, as in "a whole number", and the test for it.
 Rule = tuple[str, Callable[[Any], bool]]
 
 
@@ -39,12 +39,12 @@ def option(
     Args:
         default: its neutral value.
         help: its description in ``--help`` and in the API reference.
-        rule: what every other value must fulfil.
+        rule: the rule that every other value must satisfy.
         panel, metavar: in ``--help``, the heading of its group (None for the dataclass's ``PANEL``) and the
-            placeholder of its value.
+            placeholder for its value.
         kind: its type on a command line, if that differs from the field's type.
         cli: whether the command line offers it.
-        keyword: whether Python takes it by keyword only.
+        keyword: whether it is a keyword-only argument in Python.
         warper: the class of transformers that applies it to the scores when sampling, and its neutral value, which
             also gives the type.
     """
@@ -85,14 +85,14 @@ class OptionSet:
 
 
 class _Unimported:
-    """Stands for torch where annotations are read: what it holds is Any."""
+    """Stands for torch when annotations are read: every attribute is Any."""
 
     def __getattr__(self, name: str) -> Any:
         return Any
 
 
 def offered_types(options: Any) -> dict[str, Any]:
-    """The fields that a command line offers, with their types: a field's ``kind``, or what its annotation says."""
+    """The fields that a command line offers, with their types: a field's ``kind``, or else its annotation."""
     hints = get_type_hints(options, localns={"torch": _Unimported(), "Process": Any})
     offered = [field for field in dataclasses.fields(options) if field.metadata["cli"]]
     return {field.name: field.metadata["kind"] or hints[field.name] for field in offered}
@@ -112,7 +112,7 @@ def parameters_of(options: Callable[P, object]) -> Callable[[Callable[..., R]], 
 def keywords_of(
     options: Callable[P, object],
 ) -> Callable[[Callable[Concatenate[S, A, ...], R]], Callable[Concatenate[S, A, P], R]]:
-    """A decorator: the method has, beside its first parameter, the fields of this dataclass as keywords."""
+    """A decorator: besides its first parameter, the method has the fields of this dataclass as keywords."""
     return lambda function: _declare(function, options)
 
 

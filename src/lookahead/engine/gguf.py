@@ -1,4 +1,4 @@
-"""Reads GGUF files with transformers, which decodes quantized weights once, into the dtype asked for."""
+"""Reads GGUF files with transformers, which decodes quantized weights once, into the requested dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 
 
 def missing_packages() -> list[str]:
-    """The packages that transformers needs for GGUF files and that are not installed."""
+    """The packages that transformers needs for GGUF files, as far as they are not installed."""
     return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
 
 
@@ -49,7 +49,7 @@ class GGUFCheckpoint:
         types = {tensor.type for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         self._dtypes = [dtype for name, dtype in PLAIN.items() if name in types]
         self.is_quantized = not types <= PLAIN.keys()
-        # Parsing takes seconds, and transformers does it for the configuration and again for the weights.
+        # Parsing takes seconds, and transformers parses once for the configuration and again for the weights.
         self._parse = lru_cache(maxsize=1)(_parse)
 
     @property
@@ -94,7 +94,7 @@ class GGUFCheckpoint:
             (theirs, "tqdm", track),
             (theirs, "_gguf_parse_value", value_of),
         ]
-        # These only save time. The last two are private: another version of transformers may not have them.
+        # All of these only save time. The last two are private: another version of transformers may lack them.
         replacements = [change for change in replacements if hasattr(*change[:2])]
         before = [getattr(module, name) for module, name, _ in replacements]
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
 """A loaded model with three verbs: generate, stream and run.
 
-Each call drives an ``Engine`` of its own, so several threads may call one LLM. The sequences of one call share
-forward passes.
+Each call drives its own ``Engine``, so several threads may call one LLM. The sequences of a call share forward
+passes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LLM:
     Args:
         model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
         tokenizer: None if there is none; then prompts are token ids.
-        drafter: the drafter of calls that name none; what ``as_drafter`` takes, or None for ``Adaptive()``.
-        method, config: deprecated, use drafter.
+        drafter: the drafter of calls that name none; what ``as_drafter`` accepts, or None for ``Adaptive()``.
+        method, config: deprecated; use drafter.
         exact: allow only paths on which drafting changes no bit of a text.
         name: for display.
         tokenizer_error: why there is no tokenizer, for error messages.
@@ -53,7 +53,7 @@ class LLM:
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
-        SettingsError: a drafter that is not valid; ``exact`` without an exact path.
+        SettingsError: the drafter is not valid, or ``exact`` is set and the model has no exact path.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LLM:
 
     @property
     def eos(self) -> frozenset[int]:
-        """End tokens: those of the generation config, or else that of the tokenizer."""
+        """End tokens: those of the generation config, or else the tokenizer's."""
         given = getattr(self.model.generation_config, "eos_token_id", None)
         if given is None:
             given = getattr(self.tokenizer, "eos_token_id", None)
@@ -142,7 +142,7 @@ class LLM:
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
-        """An engine for one call. One caller at a time may use the finished texts that the last call kept."""
+        """An engine for one call. Only one caller at a time may use the finished texts that the last call kept."""
         if not self._prefix_cache or not self._lent.acquire(blocking=False):
             with closing(self.engine(max_sequences=max_sequences)) as engine:
                 yield engine
@@ -205,14 +205,14 @@ class LLM:
 
     @keywords_of(Options)
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """The text of one prompt in pieces, as tokens are accepted; see ``Stream``.
+        """The text that follows one prompt, in pieces, as tokens are accepted; see ``Stream``.
 
         Args:
             prompt: a text, chat messages or token ids.
             {options}
 
         Raises:
-            SettingsError: at once, before the first piece.
+            SettingsError: an option or the prompt is not valid; raised at once, before the first piece.
         """
         prompts, several = as_list(prompt)
         if several:
@@ -223,15 +223,15 @@ class LLM:
     def run(self, prompts: Sequence[Prompt], **options: Any) -> Updates:
         """Decode a list of prompts and yield every step of each.
 
-        At most ``batch_size`` prompts are decoded together; the next one joins when one ends. An error of one
-        prompt ends that prompt alone: its last update has ``finish_reason`` "error".
+        At most ``batch_size`` prompts are decoded together; whenever one ends, the next one joins. An error in one
+        prompt ends only that prompt: its last update has a result with the ``finish_reason`` "error".
 
         Args:
             prompts: texts, chat messages or token ids.
             {options}
 
         Raises:
-            SettingsError: at once, if an option or a prompt is not valid.
+            SettingsError: an option or a prompt is not valid; raised at once.
             RankError: a rank of the group is gone, so no further prompt can be decoded.
         """
         chosen = BatchOptions.of(options)
@@ -266,11 +266,11 @@ class LLM:
     def warm_state(
         self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None
     ) -> AdaptiveState:
-        """A state for ``Adaptive(state=...)``, which keeps what adaptive learns from call to call.
+        """A state for ``Adaptive(state=...)``, which carries what adaptive learns from call to call.
 
         Args:
             file: a file that ``state.save`` wrote for this model. If it does not exist, the state starts empty.
-            settings: give the sizes of the tables; None for the drafter of ``load``, or else the defaults.
+            settings: determine the sizes of the tables; None for the drafter of ``load``, or else the defaults.
 
         Raises:
             SettingsError: the file belongs to another model, or is not such a file.
@@ -293,11 +293,11 @@ class LLM:
         repeats: int,
         progress: Callable[[int, int, int, float], None],
     ) -> Path | None:
-        """Measure the times of steps of all these sizes, and keep them for adaptive on this machine and model.
+        """Measure the times of steps of all these sizes, and save them for adaptive on this machine and model.
 
         Args:
             rows: rows per sequence; must contain 1, which is plain decoding.
-            contexts: numbers of committed tokens; those that do not fit the model are skipped.
+            contexts: numbers of committed tokens; contexts that are too long for the model are skipped.
             batches: numbers of sequences in a pass.
             repeats: measurements of each size, at least 1.
             progress: called with (batch, context, rows, seconds) for each size.
@@ -315,12 +315,12 @@ class LLM:
     def prepare(
         self, prompt: Prompt, options: Options, seed: int | None = None
     ) -> tuple[Request, TextStream]:
-        """The request and the text of one prompt, for an engine: ``engine.add(*llm.prepare(prompt, options))``.
+        """The request and the text stream of one prompt, for ``engine.add(*llm.prepare(prompt, options))``.
 
         Args:
             prompt: a text, chat messages or token ids.
-            options: of the generation.
-            seed: of the random numbers; None for greedy decoding.
+            options: the options of the generation.
+            seed: seed of the random numbers; None for greedy decoding.
 
         Raises:
             SettingsError: the prompt or an option is not valid.

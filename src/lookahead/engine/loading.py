@@ -1,6 +1,6 @@
 """``load``: a path or a hub id -> a checked model, its tokenizer and the result of its probe.
 
-A model that cannot be used is refused here, before the first token, with one line that says why.
+A model that cannot be used is rejected here, before the first token, with one line that says why.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     Raises:
         SettingsError, OutOfMemory: as ``load``.
     """
-    # These raise for wrong options before anything is read.
+    # These raise for invalid options before anything is read.
     drafter = chosen.drafting()
     if chosen.engine is not None:
         _check_engine(chosen)
@@ -114,7 +114,7 @@ NOT_OF_LLAMA_CPP = {
 
 
 def _check_engine(chosen: LoadOptions) -> None:
-    """Refuse options that llama.cpp cannot follow, and a missing installation, before anything is read."""
+    """Reject options that llama.cpp does not support, and a missing installation, before anything is read."""
     given = [name for name in chosen.keywords() if name in NOT_OF_LLAMA_CPP]
     if given:
         raise SettingsError(
@@ -137,7 +137,7 @@ def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel
 def _read_packed(
     checkpoint: Checkpoint, chosen: LoadOptions, dtype: str | torch.dtype, device: str
 ) -> PackedModel | None:
-    """A model that keeps a GGUF file's quantized weights packed: on a CPU, without a dtype; None otherwise.
+    """A model whose quantized weights stay packed as in the GGUF file: on a CPU, without a dtype; None otherwise.
 
     Warns if the compiled path cannot use the file; transformers reads it then.
     """
@@ -182,7 +182,7 @@ def _quantize(model: Any, weights: str) -> PackedModel:
 
 
 def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
-    """(connections to the other ranks that torchrun started, or None; this rank's device as torch writes it)."""
+    """(connections to the other ranks that torchrun started, or None; this rank's device in torch's notation)."""
     timeout = chosen.parallel_timeout
     if chosen.parallel is None:
         if timeout is not None:
@@ -197,7 +197,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
 
 def dismiss_ranks() -> None:
-    """Tell the ranks that torchrun started to end. Called on rank 0 if no model is needed."""
+    """Tell the other ranks that torchrun started to end. Called on rank 0 if no model is needed."""
     from ..parallel import dismiss, start
 
     dismiss(start())
@@ -215,7 +215,7 @@ def _dtype(dtype: str | torch.dtype) -> str:
 
 
 def _device(device: str | torch.device | None) -> str:
-    """The requested device, else a GPU if there is one, as torch writes it; refused if torch cannot use it."""
+    """The requested device, else a GPU if there is one, in torch's notation. It must be usable by torch."""
     if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
         return "cpu"
     import torch
@@ -232,7 +232,7 @@ def _device(device: str | torch.device | None) -> str:
 
 
 def _torch_has_gpu_code() -> bool:
-    """Whether this build of torch has CUDA's or ROCm's library. Does not import torch, which takes a second."""
+    """Whether this build of torch includes CUDA or ROCm. Does not import torch, which takes a second."""
     package = find_spec("torch")
     places = package.submodule_search_locations if package is not None else None
     names = ("*torch_cuda*", "*torch_hip*")
@@ -240,7 +240,7 @@ def _torch_has_gpu_code() -> bool:
 
 
 def _check_causal(model: Any, name: str) -> None:
-    """Refuse a model in which a later token changes an earlier row: masked models load as causal ones too."""
+    """Reject a model in which a later token changes an earlier row; masked models also load as causal models."""
     import torch
 
     size = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -261,8 +261,8 @@ def _check_causal(model: Any, name: str) -> None:
 def refresh(model: Any) -> None:
     """Forget a model's probe, compiled weights and captured passes, so that its weights are read again.
 
-    Needed after weights were written behind torch's back (``weight.data += delta``, as some adapters are merged;
-    docs/cpu.md says which changes are seen without it). Runs that have begun do not change.
+    Call it after weights were changed without torch's knowledge (``weight.data += delta``, the way some adapters are
+    merged); docs/cpu.md says which changes are noticed without it. Generations in progress are not affected.
 
     Args:
         model: a transformers model, or an ``LLM``.

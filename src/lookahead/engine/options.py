@@ -1,8 +1,8 @@
 """The options of loading, generating and drafting, each declared once with its help and rule. Loads no torch.
 
-A new option is one field here: types, signatures and docstrings of the Python API, and the command line, are made
-from it. Fields of ``Options`` that name a warper are applied in the order of the fields. Other options are applied in
-``processors`` and ``loading``.
+A new option is one field here: the types, signatures and docstrings of the Python API are made from it, and so is the
+command line. Fields of ``Options`` that name a warper are applied in the order of the fields. Other options are
+applied in ``processors`` and ``loading``.
 """
 
 # ruff: noqa: RUF009
@@ -37,7 +37,7 @@ def _number(value: Any) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A value, a sequence of values or None as a list."""
+    """A value, a sequence of values, or None, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]

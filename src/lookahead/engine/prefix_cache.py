@@ -1,7 +1,7 @@
 """Prefix caching: a prompt reuses the keys and values of a finished text with the same beginning.
 
-So earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path the rows have
-the same bits as without the cache; on other paths they are equal up to rounding.
+Thus earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path, the rows
+have the same bits as without the cache; on other paths they are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class ReusingTarget(Target, Protocol):
     """A target that can start a slot with the keys and values of another slot.
 
     Attributes:
-        keeps_prefixes: whether rows that are reused equal the rows of a prompt that is evaluated as a whole.
+        keeps_prefixes: whether reused rows equal the rows of a prompt that is evaluated as a whole.
     """
 
     keeps_prefixes: bool
 
     def reuse(self, slot: int, source: int, length: int) -> None:
-        """Start a slot with the first ``length`` tokens of another slot; if both are the same, truncate it.
+        """Start a slot with the first ``length`` tokens of another slot; if both are the same slot, truncate it.
 
-        The next ``prefill`` of the slot evaluates only the tokens after these.
+        The next ``prefill`` of the slot evaluates only the tokens that follow.
         """
         ...
 
@@ -39,7 +39,7 @@ class PrefixTarget:
         kept: number of finished sequences to keep.
 
     Attributes:
-        reused: by slot in use, the number of tokens of its prompt that were reused.
+        reused: for each slot in use, the number of tokens of its prompt that were reused.
     """
 
     def __init__(self, target: ReusingTarget, kept: int) -> None:
@@ -54,7 +54,8 @@ class PrefixTarget:
         self._trees: dict[int, TokenTree] = {}
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Evaluate each prompt after its longest prefix in an earlier text, including the prompts of this call."""
+        """Evaluate each prompt from the end of its longest prefix in an earlier text or an earlier prompt of the
+        call."""
         scores: list[Scores] = []
         for slot, prompt in prompts:
             inner = self._slots[slot] = self._choose_slot(slot, prompt)
@@ -68,7 +69,7 @@ class PrefixTarget:
         return max(self._reusable(prompt).values(), default=0)
 
     def _reusable(self, prompt: Sequence[int]) -> dict[int, int]:
-        """By the target's slots, the tokens of a prompt that can be reused; its last token never is."""
+        """For each of the target's slots, the number of prompt tokens that can be reused; the last one never is."""
         return {inner: common_prefix(text, prompt[:-1]) for inner, text in self._texts.items()}
 
     def _choose_slot(self, slot: int, prompt: Sequence[int]) -> int:
@@ -77,7 +78,7 @@ class PrefixTarget:
         source = max(lengths, key=lengths.__getitem__, default=0)
         self.reused[slot] = length = lengths.get(source, 0)
         if length and source in self._idle and 2 * length >= len(self._texts[source]):
-            self._idle.remove(source)  # most of that text is reused, so the prompt takes over its slot
+            self._idle.remove(source)  # at least half of that text is reused, so the prompt takes over its slot
             inner = source
         else:
             inner = self._free.pop() if self._free else next(self._new)
@@ -96,7 +97,7 @@ class PrefixTarget:
             self._texts[self._slots[slot]] += [tokens[node] for node in path]
 
     def release(self, slot: int) -> None:
-        """Keep the sequence for later prompts; if there are too many, drop the least recently used."""
+        """Keep the sequence for later prompts; if too many are kept, drop the least recently used."""
         self.reused.pop(slot, None)
         if slot in self._slots:
             inner = self._slots.pop(slot)

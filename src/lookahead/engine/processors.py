@@ -18,11 +18,11 @@ def make_process(
     """The function that is applied to the scores before a token is chosen; None if there is nothing to apply.
 
     Args:
-        options: of the generation.
-        prompt_length: tokens of the prompt.
+        options: the options of the generation.
+        prompt_length: number of tokens in the prompt.
         eos: end tokens.
         tokenizer: for bad words given as text.
-        device: of the scores.
+        device: the device of the scores.
 
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.
@@ -30,7 +30,7 @@ def make_process(
     ends, steps = sorted(eos), list[Any]()
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
-        # Importing it takes half a second, which greedy texts need not wait for.
+        # This import takes half a second, which greedy texts need not spend.
         from transformers.generation import logits_process
 
         steps.append(getattr(logits_process, name)(*arguments, **options))
@@ -66,7 +66,7 @@ def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[lis
             continue
         if tokenizer is None:
             raise SettingsError(f"a bad word as text needs a tokenizer, got {word!r}; give token ids")
-        # In the middle of a text a word usually has a leading space.
+        # In the middle of a text, a word usually has a leading space.
         for text in (word, " " + word):
             ids = tokenizer(text, add_special_tokens=False).input_ids
             if ids and ids not in result:

@@ -1,4 +1,4 @@
-"""Messages about steps of preparation that take long."""
+"""Messages about preparatory work that takes long."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 
 @contextmanager
 def notice_if_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
-    """Print a line to stderr if the block takes long, and another one when it has finished.
+    """Print a line to stderr if the block takes long, and another line when it finishes.
 
     Args:
-        text: the work of the block.
+        text: what the block does.
         seconds: time after which the first line is printed.
         always: whether to print even if stderr is not a terminal.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core import SettingsError
 
-#: One text, its chat messages or its token ids.
+#: A text, chat messages or token ids.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 #: The same, or an array of token ids.
 Prompt = Any
@@ -45,9 +45,10 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
 
     Args:
         prompt: a text, a list of chat messages {"role", "content"}, or a list of token ids.
-        tokenizer: None if there is none; ``missing`` says why.
+        tokenizer: None if there is none.
+        missing: why there is no tokenizer, for error messages.
         vocabulary: V.
-        context: tokens of the model's longest text; None without a limit.
+        context: number of tokens in the model's longest text; None for no limit.
 
     Raises:
         SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is

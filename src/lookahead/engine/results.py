@@ -1,4 +1,4 @@
-"""The results of decoding: an update for each step of each sequence, and a result at its end."""
+"""The results of decoding: an update for each step of a sequence, and a result at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Result:
     """One finished text.
 
     Attributes:
-        text: without stop strings and special tokens; "" without a tokenizer.
+        text: the text without stop strings and special tokens; "" without a tokenizer.
         tokens: the emitted token ids, including an end token or the tokens of a stop string.
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
@@ -53,8 +53,8 @@ class Sequence:
     Attributes:
         request: the request.
         text: turns tokens into text; None for token ids only.
-        seed: of the random numbers, for the result; None for greedy decoding.
-        tag: the caller's own value. ``LLM.run`` numbers its prompts.
+        seed: seed of the random numbers, for the result; None for greedy decoding.
+        tag: the caller's own value. ``LLM.run`` uses it to number its prompts.
         generation: tokens and statistics so far; None while the sequence waits.
         cached: number of tokens of the prompt whose keys and values were reused.
         result: set by the last update.

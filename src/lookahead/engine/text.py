@@ -1,6 +1,6 @@
 """Turns tokens into text that is safe to show: complete characters, and no part of a stop string.
 
-A token may contain a part of a character, and its text may depend on the token before it (leading spaces). So the new
+A token may contain part of a character, and its text may depend on the token before it (leading spaces). So the new
 text is the difference between two decodings of a short window of tokens.
 """
 
@@ -40,7 +40,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, token: int) -> bool:
-        """Take a token. Returns whether a stop string is complete."""
+        """Append a token. Returns whether a stop string is complete."""
         self._window.append(token)
         text = self._decode()
         if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
@@ -78,7 +78,7 @@ class TextStream:
         if self.stopped is not None:
             return
         matches = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
-        if matches:  # the first match; the longest of those that begin at the same character
+        if matches:  # the first match, and the longest of the matches that begin at the same character
             safe, _, self.stopped = min(matches)
         else:
             safe = len(held) - self._possible_start(held)

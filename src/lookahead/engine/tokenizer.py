@@ -1,15 +1,15 @@
 """The tokenizer of a GGUF file, built from its metadata with the library ``tokenizers``.
 
 transformers takes seconds to read the same metadata: it parses the file again, converts the vocabulary through
-several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and makes
-transformers' class only for others.
+several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and creates
+transformers' class only if another method is called.
 
-Two kinds of vocabulary are supported. For others ``build_tokenizer`` returns None, and transformers reads the file.
+Two kinds of vocabulary are supported. For others, ``build_tokenizer`` returns None, and transformers reads the file.
 
 - "gpt2": byte-level BPE. Bytes are written as 256 printable characters (``byte_alphabet``), the file lists the
   merges, and ``tokenizer.ggml.pre`` names the regular expression that splits a text into pieces before merging.
 - "llama": SentencePiece BPE. A space is written as "▁", unknown characters fall back to bytes, and the merges follow
-  from the vocabulary: every split of a token into two tokens, the best token first.
+  from the vocabulary: every split of a token into two tokens, best token first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-#: ``tokenizer.ggml.pre`` -> the expression. "" stands for that of GPT-2, which is built into ``tokenizers``.
+#: ``tokenizer.ggml.pre`` -> the expression. "" stands for GPT-2's expression, which is built into ``tokenizers``.
 PIECES = {
     "": "",
     "default": "",
@@ -47,8 +47,8 @@ PIECES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-#: Vocabularies in which every digit is a piece, as in llama.cpp and in the models' own tokenizer.json. transformers'
-#: reader lacks this; the difference shows in spaces before a digit.
+#: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
+#: transformers' reader lacks this; the results differ for spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
 
 
@@ -109,7 +109,7 @@ def _byte_level(metadata: Mapping[str, Any], pre: str) -> Tokenizer:
 
 
 def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Gemma's vocabulary: tokens of spaces only are stored as real spaces, and its merges follow its order."""
+    """Gemma's vocabulary: tokens that consist of spaces are stored as real spaces, and its order gives the merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = [
@@ -153,7 +153,7 @@ def _given_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a vocabulary that lists none: each split of a token into two tokens, the best token first.
+    """The merges of a vocabulary that lists none: each split of a token into two tokens, best token first.
 
     For the tokens "a", "b", "c", "ab", "bc", "abc" with falling scores: a+b, b+c, then ab+c before a+bc (the longer
     left part first).
@@ -173,7 +173,7 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
             for at in range(len(token) - 1, 0, -1):
                 if token[:at] in known and token[at:] in known:
                     merges.append((token[:at], token[at:]))
-        if several:  # splits of tokens of equal score are sorted by the lengths of their parts
+        if several:  # splits of tokens with equal scores are sorted by the lengths of their parts
             merges[start:] = sorted(merges[start:], key=lambda pair: (-len(pair[0]), -len(pair[1])))
     return merges
 
@@ -181,8 +181,8 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
 def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_level: bool) -> None:
     """Add tokens that are never split: control tokens, which decoding may skip, and user-defined tokens.
 
-    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token that is not was marked by
-    mistake.
+    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token that is not written in it was
+    marked by mistake.
     """
     from tokenizers import AddedToken
 
@@ -226,17 +226,17 @@ def _token(metadata: Mapping[str, Any], name: str) -> str | None:
 
 
 class GGUFTokenizer:
-    """A tokenizer with those methods of transformers' class that this library calls.
+    """A tokenizer with the methods of transformers' class that this library calls.
 
-    All others come from ``as_transformers``, transformers' class around the same backend, which is made on first use.
+    All others come from ``as_transformers``, transformers' class around the same backend, created on first use.
 
     Args:
         backend: the result of ``build_tokenizer``.
-        metadata: of the file.
+        metadata: the file's metadata.
 
     Attributes:
         backend_tokenizer: the tokenizer of the library ``tokenizers``.
-        chat_template: in Jinja; None if the file has none.
+        chat_template: the Jinja template; None if the file has none.
         bos_token, eos_token, unk_token, pad_token: texts of tokens; None for a missing token.
         eos_token_id: the token that ends a text, or None.
     """
@@ -260,7 +260,7 @@ class GGUFTokenizer:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of token ids, with special tokens unless they are skipped."""
+        """The text of token ids, including special tokens unless they are skipped."""
         if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(token_ids, list):
             return self.as_transformers.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

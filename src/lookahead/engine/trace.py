@@ -1,11 +1,11 @@
-"""Traces: every step of one text as JSON lines, written while it is decoded and read again by ``lookahead show``.
+"""Traces: every step of one text as JSON lines, written while it is decoded and read by ``lookahead show``.
 
     with TraceWriter("steps.jsonl", llm) as trace:
         for update in llm.run([prompt], drafter="5,4,5"):
             trace.write(update)
 
-docs/trace.md has the format. A trace holds the text of each token, so reading it needs no tokenizer. The file is
-complete once it has the line with ``end``; readers show what a shorter file holds and say that it is cut off.
+docs/trace.md specifies the format. A trace holds the text of each token, so no tokenizer is needed to read it. The
+file is complete if it has a line with ``end``; readers show what a shorter file holds and report that it is cut off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .results import Update
 
-#: The version of the format. Readers refuse others.
+#: The version of the format. Readers reject other versions.
 VERSION = 1
 
 
@@ -50,7 +50,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         """Append one step of the text.
 
         Raises:
-            SettingsError: the update is of another text, or the file cannot be written any more.
+            SettingsError: the update belongs to another text, or the file can no longer be written.
         """
         sequence, step = update.sequence, update.step
         generation = sequence.generation
@@ -109,7 +109,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         )
 
     def _texts(self, tokens: Iterable[int]) -> dict[str, Any]:
-        """The texts of tokens that no earlier line has, by token id."""
+        """The texts of the tokens that are not in an earlier line, by token id."""
         new = sorted(set(tokens) - self._known)
         self._known.update(new)
         tokenizer = self._llm.tokenizer
@@ -122,7 +122,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
 
 def _settings(drafter: Any) -> dict[str, Any]:
-    """The drafter's settings whose values JSON can hold."""
+    """The drafter's settings that have JSON values."""
     values = {name: getattr(drafter, name) for name in getattr(drafter, "__dataclass_fields__", ())}
     return {name: v for name, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
 
@@ -135,7 +135,7 @@ class Trace:
         header: its first line.
         lines: the lines of the file that can be read, unchanged, header included.
         steps: the number of steps in them.
-        problem: why the trace is not complete; "" if it is.
+        problem: why the trace is incomplete; "" if it is complete.
     """
 
     header: dict[str, Any]
@@ -183,7 +183,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """A line as a JSON object; None if it is something else."""
+    """A line as a JSON object; None if it is not one."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""Files that are read and written: GGUF models, and the records of a run."""
+"""Reading and writing files: GGUF models, and the records of a run."""

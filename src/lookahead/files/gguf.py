@@ -10,7 +10,7 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
 
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
 
-Every count and length is compared with the remaining bytes before it is used, so a wrong number in a header is an
+Every count and length is compared with the remaining bytes before it is used, so a wrong number in a header causes an
 error and never a large allocation.
 """
 
@@ -90,9 +90,9 @@ class Tensor(NamedTuple):
     type: str
     """The block type, as in "Q4_K"."""
     shape: tuple[int, ...]
-    """Rows first, as numpy and torch count. The last dimension is a whole number of blocks."""
+    """Rows first, as in numpy and torch. The last dimension is a whole number of blocks."""
     offset: int
-    """Of the first byte, from the beginning of the file."""
+    """The position of the first byte, from the beginning of the file."""
     nbytes: int
 
 
@@ -137,14 +137,14 @@ class GGUFFile:
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self) -> None:
-        """Release the mapped pages that were read. The system reads them again if they are used again."""
+        """Release the mapped pages that were read. The system reads them again when they are used again."""
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_unchanged(self) -> None:
         """Raise SettingsError if the file was written to since it was opened, because the data read may be mixed.
 
-        Replacing the file by another one of the same name is not an error: the old file stays mapped.
+        Replacing the file with another one of the same name is not an error: the old file stays mapped.
         """
         try:
             now = _state(os.stat(self.path))
@@ -254,7 +254,7 @@ class _Reader:
         return self.numbers(kind, 1, key)[0].item()
 
     def array(self, key: str) -> Any:
-        """Strings as a list, numbers as an array."""
+        """An array of an entry: strings as a list, numbers as a numpy array."""
         kind, count = self.number("<I"), self.number("<Q")
         if kind == STRING:
             self.check_count(count, 8, f"strings in {key!r}")

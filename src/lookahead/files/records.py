@@ -20,7 +20,7 @@ from ..core.errors import SettingsError
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for NaN and the infinities, which JSON lacks."""
+    """The same value, with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -32,7 +32,7 @@ def as_line(record: Mapping[str, Any]) -> bytes:
     """One line of JSON in UTF-8, with its line break."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except ValueError:  # NaN, an infinity, or half a surrogate pair, which must be escaped
+    except ValueError:  # NaN or an infinity, or half of a surrogate pair, which must be escaped
         return json.dumps(finite(record)).encode() + b"\n"
 
 
@@ -62,11 +62,11 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         """Append one record.
 
         Raises:
-            SettingsError: the disk is full, or the file cannot be written any more.
+            SettingsError: the disk is full, or the file can no longer be written.
         """
         remaining = memoryview(as_line(record))
         try:
-            while remaining:  # a pipe may take a part only
+            while remaining:  # a pipe may accept only a part
                 remaining = remaining[self._file.write(remaining) :]
             if self._durable:
                 os.fsync(self._file.fileno())
@@ -89,7 +89,7 @@ def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, An
         origin: the program that writes such records, for the error.
 
     Raises:
-        SettingsError: a line that is not a record, by file and line.
+        SettingsError: a line is not a record; the message names the file and the line.
     """
     if not Path(path).is_file():
         return []

@@ -1,4 +1,4 @@
-"""The callable for ``model.generate(custom_generate=lookahead.generate)``."""
+"""The function for ``model.generate(custom_generate=lookahead.generate)``."""
 
 from .generate import generate
 

@@ -10,7 +10,7 @@ from ..core import Target
 
 
 class KeepingTarget:
-    """A target for one sequence that is kept after its end, so that its cache can be read."""
+    """A target whose only sequence is kept after its end, so that its cache can be read."""
 
     def __init__(self, target: Target) -> None:
         self._target: Any = target
@@ -23,7 +23,7 @@ class KeepingTarget:
 
 
 def fill_cache(target: Any, given: Any, config: Any) -> DynamicCache:
-    """Copy the keys and values of slot 0 into a ``DynamicCache``: ``given`` if it is an empty one, else a new one."""
+    """Copy the keys and values of slot 0 into ``given`` if it is an empty ``DynamicCache``, else into a new one."""
     cache = given
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
         cache = DynamicCache(config=config)

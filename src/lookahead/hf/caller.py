@@ -1,7 +1,7 @@
 """Arguments of ``model.generate`` that transformers does not pass on: streamer, assistant_model, tokenizer.
 
-They are read from the frames of the running call. In a version of transformers without such frames they are missing,
-and transformers' own behaviour remains.
+They are read from the frames of the running call. In a version of transformers without these frames, they are
+missing, and transformers behaves as usual.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def caller_arguments() -> dict[str, Any]:
 class CustomGenerate(Generic[P, R]):
     """A function for ``custom_generate`` that may have a parameter ``tokenizer``, which ``stop_strings`` need.
 
-    ``model.generate`` removes ``tokenizer`` from its keywords, then reads the signature of the callable to select its
-    keywords, and then makes the stopping criteria, for which the tokenizer is missing. So the tokenizer is put back
-    when the signature is read.
+    ``model.generate`` removes ``tokenizer`` from its keywords, then reads the signature of the function to select its
+    keywords, and then makes the stopping criteria, for which the tokenizer is now missing. So the tokenizer is put
+    back when the signature is read.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:

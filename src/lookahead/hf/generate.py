@@ -2,8 +2,8 @@
 
 transformers prepares inputs, logits processors and stopping criteria, and then calls ``generate`` below instead of
 its own loop. Each token is chosen as in that loop: processors see the token's true prefix, stopping criteria are
-called after every token, and sampling uses the same random numbers in the same order. Options that are not supported
-are refused by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
+called after every token, and sampling uses the same random numbers in the same order. Unsupported options are
+rejected by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def generate(
     """Decode with lookahead; pass this function to ``model.generate(custom_generate=...)``.
 
     Settings come from these keywords, which ``model.generate`` passes on, or else from ``lookahead_drafter``
-    of the model's generation config, or else from the defaults.
+    in the model's generation config, or else from the defaults.
 
     Args:
         model: any decoder-only transformers model.
         input_ids: prompts, shape (B, L), left-padded.
         logits_processor, stopping_criteria, generation_config: as transformers prepares them.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
-        drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or what
-            ``lookahead.as_drafter`` takes; by default ``Adaptive()``.
-        method, lookahead_config, window_size, ngram_size, guess_set_size, pool: deprecated, use drafter.
-        stats: a list that receives one ``Stats`` per sequence.
-        exact: only a path on which drafting changes no bit of a text (docs/exactness.md).
+        drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or anything that
+            ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.
+        method, lookahead_config, window_size, ngram_size, guess_set_size, pool: deprecated; use drafter.
+        stats: a list to which one ``Stats`` per sequence is appended.
+        exact: use only a path on which drafting changes no bit of a text (docs/exactness.md).
         tokenizer: as for ``model.generate``, for ``stop_strings``.
         **model_kwargs: what transformers prepared for its own loop.
 
@@ -82,7 +82,7 @@ def generate(
     config = generation_config if generation_config is not None else model.generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
-    probed = probe(model)  # refuses models other than decoder-only language models
+    probed = probe(model)  # rejects models other than decoder-only language models
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
     sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     chosen = with_old_keywords(
@@ -139,7 +139,7 @@ def generate(
         """Decode rows together; ``texts`` are their tokens so far, without padding."""
         sequences = []
         for row, text, left in zip(subset, texts, limits, strict=True):
-            # A row that has ended continues past end tokens, one of which may be the padding token.
+            # A row that has ended continues past end tokens, which may include the padding token.
             eos = frozenset[int]() if row.ended else criteria.eos
             row_noise = row.noise() if ahead else None
             request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
@@ -159,7 +159,7 @@ def generate(
         stats.extend(all_stats)
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
-    # Rows that ended early continue as in transformers: with padding or, if nothing pads, with their text.
+    # Rows that ended early continue as in transformers: with padding or, if no criterion pads, with their own text.
     # Padding needs no model, but the scores at padded positions do.
     early = [
         row for row in rows if row.emitted < longest and (row.records or pad is None or not criteria.pads)
@@ -198,7 +198,7 @@ def _of_generation_config(config: GenerationConfig) -> Drafter:
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-    """Each row's own tokens. Left padding is dropped, because attention never sees padded positions."""
+    """Each row's tokens without its left padding, because attention never sees padded positions."""
     if mask is None:
         return input_ids.tolist()
     if not bool((mask[:, -1] == 1).all()):

@@ -1,4 +1,4 @@
-"""Options of ``model.generate`` that are not supported here: each is refused by name, with what to do instead."""
+"""Options of ``model.generate`` that are not supported here. Each is rejected by name, with what to do instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREPARED = {
     "logits_to_keep",
     "cache_params",
 }
-#: Options that are refused whatever their value is.
+#: Options that are rejected whatever their value.
 UNSUPPORTED = (
     "dola_layers",
     "constraints",
@@ -87,12 +87,12 @@ def refuse(
             raise SettingsError(f"lookahead.generate does not support {what}; {cure}")
 
 
-#: Warnings that were given: (type of the model, reason).
+#: Warnings already given: (type of the model, reason).
 _warned: set[tuple[str, str]] = set()
 
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
-    """Warn, once for each reason, about a model that does not draft or that leaves its class's compiled path."""
+    """Warn, once for each reason, about a model without drafts, or one that cannot use its class's compiled path."""
     name = type(model).__name__
     left = model.device.type == "cpu" and target.path == "transformers" and name in REGISTRY
     if not left and target.path != "plain":

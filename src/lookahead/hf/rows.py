@@ -26,13 +26,13 @@ class Row:
     """A sequence of the batch: its emitted tokens, its records, and its stopping criteria.
 
     Attributes:
-        index: of the row in the batch.
-        prompt: token ids as transformers has them, padding included, shape (L,).
+        index: the row's index in the batch.
+        prompt: token ids as given to transformers, padding included, shape (L,).
         length: largest number of tokens to emit.
         processors: applied to the logits with the true prefix; None for none.
-        criteria: end the sequence.
+        criteria: the stopping criteria.
         stream: the noise of the batch, for sampling; None for greedy decoding.
-        temperature: of the sampling.
+        temperature: the sampling temperature.
         scores, logits: collect the results of output_scores and output_logits; None if these are not set.
         streamer: receives every token; None for none.
         ended: whether a criterion has ended the sequence. It may continue to the length of the longest row.
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def emitted(self) -> int:
-        """Tokens so far."""
+        """The number of tokens emitted so far."""
         return self._end - len(self.prompt)
 
     @property
@@ -98,12 +98,12 @@ class Row:
         if self.fill is not None:
             values = torch.full_like(values, float("-inf"))
             values[0, self.fill] = 0
-        elif self.stream is None:  # if all tokens are excluded, transformers takes the first
+        elif self.stream is None:  # if all tokens are excluded, transformers chooses the first
             values = values.clamp(min=torch.finfo(values.dtype).min)
         return values
 
     def finished(self, token: int) -> str | None:
-        """Take an emitted token. Returns the finish reason if a criterion ends the sequence after it."""
+        """Append an emitted token. Returns the finish reason if a criterion ends the sequence after it."""
         self._ids[0, self._end] = token
         self._end += 1
         if self.streamer is not None:
@@ -117,7 +117,7 @@ class Row:
 
 
 class Criteria:
-    """Stopping criteria of one row. The two that every call has are evaluated without tensors."""
+    """Stopping criteria of one row. The two criteria that every call has are evaluated without tensors."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.eos: frozenset[int] = frozenset()
@@ -142,7 +142,7 @@ class Criteria:
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
-    """Processors for one row. They see a single row, and get its number if they need it."""
+    """Processors for one row. They see only that row, and get its number if they need it."""
     if batch == 1 or not processors:
         return processors or None
     return LogitsProcessorList(_row_processor(processor, row, batch) for processor in processors)

@@ -1,4 +1,4 @@
-"""The start: the processes of torchrun find each other and their devices, and check that they hold the same model."""
+"""The start: torchrun's processes find each other and their devices, and check that they hold the same model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Connections:
     """One process's connections to the other ranks.
 
     Attributes:
-        rank: of this process; rank 0 decides and prints.
+        rank: this process's rank; rank 0 decides and prints.
         size: R, the number of ranks.
-        links: by rank; on rank 0 to every other rank, elsewhere to rank 0.
-        backend: for rows of logits: "gloo" or "nccl".
+        links: the links by rank: on rank 0 to every other rank, elsewhere to rank 0.
+        backend: the backend for rows of logits: "gloo" or "nccl".
         timeout: seconds of silence after which a rank counts as hung.
         owns_process_group: whether ``start`` initialised torch.distributed, so that ``close`` takes it down.
     """
@@ -50,8 +50,8 @@ class Connections:
 def local_device(device: str | torch.device | None = None) -> str:
     """The device of this rank's model.
 
-    "cuda" without an index is this rank's own GPU, by LOCAL_RANK. None is "cuda" with a GPU and "cpu" without. Any
-    other device is returned unchanged.
+    "cuda" without an index means this rank's own GPU, by LOCAL_RANK. None means "cuda" if there is a GPU, else "cpu".
+    Any other device is returned unchanged.
 
     Raises:
         SettingsError: this machine has fewer GPUs than ranks.
@@ -75,13 +75,13 @@ def start(
     """Connect to the other ranks. Call it once in every process.
 
     Args:
-        backend: for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank has a GPU of
-            its own, else gloo.
+        backend: the backend for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank
+            has its own GPU, else gloo.
         timeout: seconds of silence after which a rank counts as hung.
-        device: of this rank's model, as for ``local_device``.
+        device: the device of this rank's model, as for ``local_device``.
 
     Raises:
-        SettingsError: not started by torchrun, an unavailable backend, or ranks that share a GPU under nccl.
+        SettingsError: not started by torchrun, the backend is unavailable, or ranks share a GPU with nccl.
         LookaheadError: not all ranks appeared in time.
     """
     if not 0 < timeout < float("inf"):
@@ -109,7 +109,7 @@ def start(
         if rank == 0:
             links[other] = Link(other, pair, timeout, rows)
         elif rank == other:
-            # Twice as long: rank 0 finds the silent rank first, and this rank still receives its name.
+            # Twice as long, so that rank 0 detects a silent rank first and this rank still learns which one it is.
             links[0] = Link(0, pair, 2 * timeout, rows)
     return Connections(rank, size, links, backend, timeout, owns)
 
@@ -161,10 +161,10 @@ def _check_backend(backend: str | None) -> None:
 
 
 def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
-    """Check that every rank holds the same model on the same type of device; arguments as of ``join``.
+    """Check that every rank holds the same model on the same type of device; arguments as in ``join``.
 
     Raises:
-        SettingsError: on every rank; it names the rank that differs and in what.
+        SettingsError: a rank differs. Raised on every rank; the message names the rank and the differences.
     """
     model = model if model is not None else getattr(target, "model", None)
     _refuse_split_models(model)
@@ -203,7 +203,7 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
     for number, tensor in enumerate(tensors, 1):
         integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
         bits = tensor.detach().contiguous().view(-1).view(integers)
-        # The first half counts once more, so that the order of the weights matters.
+        # The first half is counted once more, so that the order of the weights matters.
         both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
         total = (total * 31 + both * number) % ((1 << 61) - 1)
     return total

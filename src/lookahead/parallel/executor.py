@@ -1,14 +1,14 @@
 """One rank's part of a step: an inner target, and the accepted tokens whose KV rows it lacks.
 
-A shard is parent-closed, so it holds the first rows of an accepted path, and what the rank lacks is the end of the
-path. In the next step these tokens are evaluated again, as a chain before the root, and committed with it. Example:
-the path r c0 c1 was accepted, c0 and c1 are in the shard of rank 1 only, and x is the next root:
+A shard is parent-closed, so it holds the first rows of an accepted path, and the rank lacks only the end of the path.
+In the next step, the missing tokens are evaluated again, as a chain before the root, and committed with it. Example:
+the path r c0 c1 was accepted, c0 and c1 are only in the shard of rank 1, and x is the next root:
 
     rank 0:   committed prefix, r          | c0 c1 | x | its shard below x        c0 and c1 are recomputed
     rank 1:   committed prefix, r, c0, c1  |         x | its shard below x
 
-If the model does not allow the depth (its rotary frequencies change with the length), the missing tokens are
-evaluated in passes of their own first.
+If the model does not allow this depth (its rotary frequencies change with the length), the missing tokens are first
+evaluated in separate passes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RankExecutor:
 
     Attributes:
         target: the inner target, which only this executor uses.
-        missing: per slot, the accepted tokens without KV rows.
-        scores: of the last pass, one per sequence; the rows of missing tokens come first.
-        checksum: of all accepted tokens in order; equal on all ranks that agree.
-        recomputed: missing rows evaluated so far.
+        missing: for each slot, the accepted tokens without KV rows.
+        scores: scores of the last pass, one per sequence; the rows of missing tokens come first.
+        checksum: checksum of all accepted tokens in order; equal on all ranks that agree.
+        recomputed: number of missing rows evaluated so far.
     """
 
     target: Target
@@ -64,7 +64,7 @@ class RankExecutor:
         return self.scores
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Commit each slot's accepted tokens, the root first, as far as their rows are in the shard."""
+        """Commit each slot's accepted tokens, root first, as far as their rows are in the shard."""
         paths = []
         for slot, tokens in accepted:
             tree, path = self._trees.pop(slot), [0]
@@ -86,7 +86,7 @@ class RankExecutor:
         self.target.release(slot)
 
     def depth_limit(self, slot: int) -> int:
-        """The room below the root that remains beside the missing rows."""
+        """The depth that remains below the root after the missing rows."""
         return max(0, self.target.depth_limit(slot) - len(self.missing[slot]))
 
     def _recompute(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""All ranks together, seen from rank 0: sending, receiving, heartbeats, and ending together."""
+"""All ranks, seen from rank 0: sending, receiving, heartbeats, and ending together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .connect import Connections, check_same_model
 from .executor import serve
 from .wire import Message, RankError
 
-#: Seconds to wait for each rank to receive the reason why all ranks end.
+#: Seconds to wait until each rank has received the reason why all ranks end.
 SHUTDOWN_TIMEOUT = 5.0
 #: Compares two ranks' logits of one row, (V,) each: what is wrong if they are too far apart, else "".
 Differ = Callable[[torch.Tensor, torch.Tensor], str]
@@ -32,7 +32,7 @@ def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 class RankGroup:
     """All ranks, represented on rank 0. Made by ``join``, with its arguments.
 
-    Several ``ParallelTarget`` may share a group, in several threads; one step is evaluated at a time.
+    Several ``ParallelTarget`` objects may share a group, in several threads; only one step is evaluated at a time.
 
     Attributes:
         lock: held while the other ranks work.
@@ -44,8 +44,8 @@ class RankGroup:
         self.lock = threading.RLock()
         self.error: RankError | None = None
         self._numbers = count(1)
-        # Numbers of targets that were garbage-collected. They are sent with the next message, because a finaliser may
-        # run at any moment, also during a message.
+        # Numbers of garbage-collected targets. They are sent with the next message, because a finaliser may run at
+        # any moment, even during a message.
         self._retired: deque[int] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="lookahead-heartbeat").start()
@@ -57,7 +57,7 @@ class RankGroup:
         return sum(link.exchanged for link in self.connections.links.values())
 
     def register(self, target: object) -> int:
-        """The number of a new target in messages. The other ranks free their targets once it is garbage-collected."""
+        """A number for a new target in messages. The other ranks free their targets once it is garbage-collected."""
         if self._closed.is_set():
             raise RankError(0, "this group is closed and its ranks have ended; join again")
         number = next(self._numbers)
@@ -89,7 +89,7 @@ class RankGroup:
         return answer
 
     def receive_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """Receive the row of logits that was requested of a rank; shape, dtype and device are those of ``like``."""
+        """Receive a row of logits requested from a rank; shape, dtype and device are those of ``like``."""
         with self._failing_together():
             return self.connections.links[rank].receive_row(like)
 
@@ -99,7 +99,7 @@ class RankGroup:
             self.error = error
             for rank, link in self.connections.links.items():
                 if rank != error.rank:
-                    # If this fails, the rank finds rank 0 gone, which also names the cause.
+                    # If this fails, the rank reports that rank 0 is gone.
                     with suppress(RankError):
                         link.flush(SHUTDOWN_TIMEOUT)
                         link.send("failed", rank=error.rank, text=str(error))
@@ -107,7 +107,7 @@ class RankGroup:
         return self.error
 
     def close(self) -> None:
-        """Let the other ranks end: their processes leave with ``SystemExit(0)``."""
+        """Let the other ranks end: their processes exit with ``SystemExit(0)``."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -126,7 +126,7 @@ class RankGroup:
             raise self.fail(error) from error.__cause__
 
     def _send_heartbeats(self) -> None:
-        """While there are no other messages, tell the other ranks that rank 0 is alive."""
+        """Tell the other ranks that rank 0 is alive while there are no other messages."""
         while not self._closed.wait(self.connections.timeout / 3):
             if self.lock.acquire(blocking=False):
                 try:
@@ -147,7 +147,7 @@ def join(
 ) -> RankGroup:
     """Join all ranks. On rank 0 this returns the group; the other ranks work for it until it ends.
 
-    Then they leave with ``SystemExit(0)``, so the function returns only on rank 0.
+    Then they exit with ``SystemExit(0)``, so the function returns only on rank 0.
 
     Args:
         make_target: makes a fresh inner target on this rank's model.
@@ -157,7 +157,7 @@ def join(
 
     Raises:
         SettingsError: the ranks do not hold the same model.
-        RankError: on the other ranks; it names the rank that died, hangs or failed.
+        RankError: raised on the other ranks; it names the rank that died, hangs or failed.
     """
     check_same_model(connections, make_target(), model)
     if connections.rank == 0:

@@ -9,8 +9,9 @@ candidate need logits, besides the root:
        ├─ b0
        └─ c0 ── c1               rank 0 (5 rows): r a1 a2 b2 b1     rank 1 (4 rows): r b0 c0 c1
 
-Branches are dealt out in this order, so that neighbours share their ancestors on one rank; the root is on every rank.
-Shards are balanced by rows, not by columns of the window, because column i has i more ancestors than column 0.
+Branches are assigned to ranks in this order, so that neighbours share their ancestors on one rank; every rank has
+the root. Shards are balanced by rows, not by columns of the window, because column i has i more ancestors than
+column 0.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ class Shards:
     """The rows of one tree by rank.
 
     Attributes:
-        rows: per rank, its rows in increasing order; the root is in every shard.
-        owner: per row, the rank whose logits are used; -1 if no logits are needed.
+        rows: for each rank, its rows in increasing order; the root is in every shard.
+        owner: for each row, the rank whose logits are used; -1 if no logits are needed.
     """
 
     rows: list[list[int]]
     owner: list[int]
 
     def part(self, tree: TokenTree, rank: int) -> TokenTree:
-        """A rank's rows as a tree. Only rows that it owns need logits, and the root, which rank 0 compares."""
+        """A rank's rows as a tree. Only the rows that it owns need logits, and the root, which rank 0 compares."""
         part = tree.subtree(self.rows[rank])
         part.needs_logits = [row == 0 or self.owner[node] == rank for row, node in enumerate(self.rows[rank])]
         return part
 
     @property
     def widest(self) -> int:
-        """Rows of the largest shard, which takes longest."""
+        """Number of rows in the largest shard, which takes longest."""
         return max(map(len, self.rows))
 
 
 def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Shards:
     """Divide a tree into one shard per rank, so that the largest shard is as small as possible.
 
-    Branches are dealt out depth first, and a bisection finds the smallest width of the largest shard for this order.
-    If there are fewer branches than ranks, the remaining ranks get only the root.
+    Branches are assigned in depth-first order, and a bisection finds the smallest width of the largest shard for this
+    order. If there are fewer branches than ranks, the remaining ranks get only the root.
 
     Args:
         tree: the rows of a step.
@@ -72,7 +73,7 @@ def shard(tree: TokenTree, ranks: int, extra: Sequence[int] | None = None) -> Sh
 
 
 def _branches(tree: TokenTree) -> list[int]:
-    """The rows that need logits and have no such row below them, depth first; [root] if there is no other."""
+    """The rows that need logits and have no such row below them, in depth-first order; [root] if there are none."""
     below: list[list[int]] = [[] for _ in tree.tokens]
     needed = list(tree.needs_logits)
     for node in range(len(tree) - 1, 0, -1):
@@ -90,8 +91,8 @@ def _branches(tree: TokenTree) -> list[int]:
 
 
 def _deal(branches: Sequence[int], width: int, extra: Sequence[int]) -> list[int]:
-    """Per rank a set of rows, as bits, of at most ``width`` rows including extra ones; [] if the ranks do not
-    suffice."""
+    """For each rank, a set of rows as bits, with at most ``width`` rows including extra rows; [] if there are too few
+    ranks."""
     result = [1] * len(extra)
     rank = 0
     for branch in branches:

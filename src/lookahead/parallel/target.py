@@ -1,7 +1,7 @@
 """Lookahead parallelism seen from rank 0: a target like any other, evaluated by R ranks.
 
-Only rank 0 drafts, verifies, samples, streams and prints. The other ranks evaluate the shard that they receive,
-answer with the argmaxes of the rows that they own, and commit the path that they receive; so all ranks agree by
+Only rank 0 drafts, verifies, samples, streams and prints. The other ranks evaluate the shards that they receive,
+answer with the argmaxes of the rows that they own, and commit the paths that they receive; so all ranks agree by
 construction.
 """
 
@@ -22,7 +22,7 @@ from .rank_group import RankGroup
 from .shard import Shards, shard
 from .wire import DivergenceError, RankError
 
-#: Steps between two comparisons of whole rows of logits; argmaxes are compared in every step.
+#: Steps between comparisons of whole rows of logits; argmaxes are compared in every step.
 CHECK_EVERY = 16
 
 
@@ -31,12 +31,12 @@ class RemoteScores:
     """The logits of another rank's pass.
 
     Argmaxes arrive with the step; a row of logits is fetched when it is read. So when tokens are sampled, one row per
-    emitted token is transferred, and not the logits of all rows.
+    emitted token is transferred, not the logits of all rows.
 
     Attributes:
         rank_group, rank: where the logits are.
         request: fields of requests: ``target``, its number, and ``b``, the index of the sequence in the step.
-        argmaxes: of the pass's rows, -1 for NaN.
+        argmaxes: argmaxes of the pass's rows; -1 for NaN.
         like: returns a row of rank 0's pass, which has the same type and shape.
         expired: set by the target's next step: the rank no longer holds these logits.
     """
@@ -78,9 +78,9 @@ class ParallelScores:
     """The scores of a whole tree: each row is read from the rank that owns it. Implements ``lookahead.core.Scores``.
 
     Args:
-        shards: of the tree.
+        shards: the tree's shards.
         parts: each rank's pass; its last rows are the rank's shard.
-        above: per rank, rows of its pass that come before the shard.
+        above: for each rank, the number of rows of its pass that come before the shard.
     """
 
     def __init__(self, shards: Shards, parts: Sequence[Scores], above: Sequence[int]) -> None:
@@ -112,16 +112,17 @@ class ParallelScores:
 
 
 class ParallelTarget:
-    """A target whose trees are evaluated by all ranks of a group together. Implements ``lookahead.core.Target``.
+    """A target whose trees all ranks of a group evaluate together. Implements ``lookahead.core.Target``.
 
     Args:
         rank_group: from ``join``.
 
     Attributes:
-        path, reason, vocabulary: of the inner targets.
+        path, reason, vocabulary: those of the inner targets.
         executor: evaluates rank 0's shards.
-        steps: forward passes so far.
-        rows_per_rank: per step, the rows of each rank: its shards, and the missing rows that it recomputes.
+        steps: number of forward passes so far.
+        rows_per_rank: for each step, the number of rows of each rank: its shards, and the missing rows that it
+            recomputes.
     """
 
     def __init__(self, rank_group: RankGroup) -> None:
@@ -207,12 +208,12 @@ class ParallelTarget:
 
         Args:
             evaluate: rank 0's part.
-            slots: of the sequences.
-            sizes: per rank and sequence, the rows of the shard.
-            whole: compare whole rows of logits, not only argmaxes.
+            slots: the slots of the sequences.
+            sizes: for each rank and sequence, the number of rows in the shard.
+            whole: whether to compare whole rows of logits, not only argmaxes.
 
         Returns:
-            per rank and sequence, the pass, and how many missing rows it holds before the shard.
+            for each rank and sequence, the pass, and the number of missing rows before the shard.
         """
         for scores in chain.from_iterable(self._remote):
             scores.expired = True
@@ -255,8 +256,8 @@ class ParallelTarget:
     def _check_root(self, own: Scores, remote: RemoteScores, row: int, root: int, whole: bool) -> None:
         """Compare the root, which every rank evaluates; end the group if it differs by more than rounding.
 
-        If the argmaxes differ, and always with ``whole``, whole rows are compared, which tells a near tie from
-        damage.
+        If the argmaxes differ, and always with ``whole``, whole rows are compared, which distinguishes a near tie
+        from damage.
         """
         problem, a, b = "", best_or_nan(own, row), remote.argmaxes[root]
         if (a < 0) != (b < 0):  # NaN on both ranks raises an error when the row is read

@@ -6,13 +6,13 @@
                          rank r   no_memory          the pass did not fit
     after verification   rank 0   commit             the accepted tokens
     on request           both     row, top; done     one row of logits; the k best tokens of some rows
-    when there is none   rank 0   heartbeat          rank 0 is alive
+    when idle            rank 0   heartbeat          rank 0 is alive
     at the end           rank 0   retire, stop       a target is no longer used; decoding is over
                          both     failed             an error and the rank at fault
 
-A message is sent by gloo in a tensor of ``FRAME`` bytes that begins with its length; the rest of a longer message
-follows in a second tensor. Every pair (rank 0, rank r) has a process group of its own: gloo closes all connections of
-a group when one of them times out, and the other ranks must still receive the reason.
+A message is sent through gloo in a tensor of ``FRAME`` bytes that begins with its length; the rest of a longer
+message follows in a second tensor. Every pair (rank 0, rank r) has its own process group, because gloo closes all
+connections of a group when one of them times out, and the other ranks must still receive the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Link:
         peer: the rank at the other end.
         group: gloo process group of this pair.
         timeout: seconds after which a silent peer counts as hung.
-        rows: process group for rows of logits on a device (nccl); None sends them by gloo.
+        rows: process group for rows of logits on a device (nccl); None to send them through gloo.
 
     Attributes:
         exchanged: bytes sent and received so far.
@@ -70,7 +70,7 @@ class Link:
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message without waiting until the peer receives it; at most one message is in flight."""
         self.flush()
-        # ``int`` for token ids that are another library's integers.
+        # ``int`` converts token ids that are another library's integers.
         data = json.dumps({"kind": kind, **fields}, separators=(",", ":"), default=int).encode()
         data = (len(data).to_bytes(HEAD, "little") + data).ljust(FRAME, b"\0")
         for part in filter(None, (data[:FRAME], data[FRAME:])):
@@ -100,7 +100,7 @@ class Link:
             return self._receive_bytes(like.nbytes).view(like.dtype).to(like.device)
         row = torch.empty_like(like)
         work: Any = dist.irecv(row, self.peer, group=self._rows)
-        # If the peer died now, the device would wait forever; so the host polls, and stops at the timeout.
+        # If the peer dies now, the device would wait forever; so the host polls until the timeout.
         end = monotonic() + self.timeout
         while not work.is_completed():
             if monotonic() > end:

@@ -42,7 +42,7 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    """400 for a body that does not match the endpoint; names the field."""
+    """Status 400 for a body that does not match the endpoint; the message names the field."""
     problems = error.errors()
     sent = request.headers.get("content-type", "").partition(";")[0]
     if sent != "application/json" or any(problem["type"] == "json_invalid" for problem in problems):
@@ -177,7 +177,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
 
 class _Uvicorn(uvicorn.Server):
-    """At shutdown, stops the loop first, so that streams end properly."""
+    """Stops the loop first at shutdown, so that streams end properly."""
 
     def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
         super().__init__(config)
@@ -208,7 +208,8 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
-    # Clients close idle connections after 5 s. With the same limit, the server might close one while a client sends.
+    # Clients close idle connections after 5 s. With the same limit, the server might close one while a client is
+    # sending.
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -1,4 +1,4 @@
-"""The server's record of one text of an answer, from the checked request to the last chunk."""
+"""The server's record of one text in an answer, from the checked request to the last chunk."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Choice:
     """One text of an answer. ``Sequence.tag`` holds it while the engine decodes.
 
     Attributes:
-        index: in the answer.
+        index: its index in the answer.
         request, text, seed: what the engine decodes.
         deadline: time at which the text is ended, by ``time.monotonic``.
-        deliver: receives every update, on the loop's thread; it must not block.
+        deliver: receives every update on the loop's thread; it must not block.
         logprobs: records log-probabilities; None if they are not requested.
         predicted: compares the text with the prediction; None without a prediction.
         created, first_token: times of the request and of the first token, by ``time.monotonic``.
@@ -47,7 +47,7 @@ class Choice:
         entries: its log-probabilities, in the form of the endpoint.
         tool_calls: the calls at the end of the text.
         finish: the finish reason, as the API names it.
-        offset: characters of the prompt and the text so far.
+        offset: number of characters in the prompt and the text so far.
     """
 
     index: int

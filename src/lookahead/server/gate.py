@@ -1,4 +1,4 @@
-"""Middleware for every HTTP request: its id, the API key, the size of its body, and a log line at its end."""
+"""Middleware for every HTTP request: request id, API key, size of the body, and a log line at the end."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Gate:
                 )
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        """The refusal of a request, without reading its body; None to accept it."""
+        """The response that refuses a request, decided without reading its body; None to accept the request."""
         if path in OPEN:
             return None
         given = headers.get(b"authorization", b"")

@@ -1,4 +1,4 @@
-"""Answers in a required form: JSON, JSON of a schema, or a tool call. Needs llguidance (the extra ``[grammar]``).
+"""Answers in a required form: JSON, JSON that follows a schema, or a tool call. Needs the extra ``[grammar]``.
 
 The grammar is applied once for each emitted token, under its true prefix, before temperature and the other filters.
 It is an ordinary logits processor, so drafting works with it.
@@ -39,7 +39,7 @@ class Grammars:
             ) from None
         if self._llm.tokenizer is None or not self._llm.eos:
             raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
-        # llguidance takes tokenizers of transformers only; that of a GGUF file can be converted.
+        # llguidance accepts only transformers tokenizers; a GGUF file's tokenizer can be converted.
         tokenizer = getattr(self._llm.tokenizer, "as_transformers", self._llm.tokenizer)
         try:
             return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
@@ -47,7 +47,7 @@ class Grammars:
             raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
 
     def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
-        """A logits processor that restricts one text to JSON of a schema.
+        """A logits processor that restricts one text to JSON that follows a schema.
 
         Raises:
             SettingsError: llguidance does not support the schema; ``param`` names its field.

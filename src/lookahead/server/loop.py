@@ -1,6 +1,6 @@
-"""The thread that drives the engine: it admits texts, ends late texts, and delivers the updates of each step.
+"""The thread that drives the engine: it admits texts, ends overdue texts, and delivers the updates of each step.
 
-This module knows nothing of HTTP. ``submit`` and ``cancel`` may be called from any thread.
+This module knows nothing about HTTP. ``submit`` and ``cancel`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Loop:
 
     Args:
         load: loads the model; called on the thread.
-        settings, metrics: of the server.
+        settings, metrics: the server's settings and metrics.
         failed: called on the thread when the model cannot be loaded, or the loop fails.
         started: called on the thread when the model is ready.
     """
@@ -85,13 +85,13 @@ class Loop:
             self._wake.notify()
 
     def cancel(self, choices: Iterable[Choice]) -> None:
-        """End texts whose client is gone. Their slots are free at the next step."""
+        """End texts whose client is gone. Their slots are free in the next step."""
         for choice in choices:
             if self.engine is not None and choice.sequence is not None:
                 self.engine.cancel(choice.sequence)
 
     def stop(self, within: float = 0.0) -> None:
-        """Accept no more texts. Those that run end with an error after ``within`` seconds."""
+        """Accept no more texts. Texts that are still running after ``within`` seconds end with an error."""
         with self._wake:
             if self._stop_at is None:
                 self._stop_at = monotonic() + within

@@ -13,12 +13,12 @@ from ..engine import results
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-#: Positions of a draft with separate counters.
+#: Number of positions in a draft that have separate counters.
 POSITIONS = 16
 
 
 class Metrics:
-    """All counters of one server, in a registry of their own."""
+    """All metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -57,7 +57,7 @@ class Metrics:
         self.cache = gauge("kv_cache_tokens", "Tokens of running texts whose keys and values are held")
 
     def stepped(self, steps: Sequence[Step], seconds: float) -> None:
-        """Count a forward pass and its wall time, drafting and verification included."""
+        """Count a forward pass and its wall time, including drafting and verification."""
         rows = sum(step.rows for step in steps)
         if rows:
             self.rows.observe(rows)
@@ -77,7 +77,7 @@ class Metrics:
         created: float,
         first_token: float | None,
     ) -> None:
-        """Count a finished text; times are those of ``time.monotonic``."""
+        """Count a finished text; times are from ``time.monotonic``."""
         now, stats = monotonic(), result.stats
         self.success.labels(result.finish_reason).inc()
         self.whole.observe(now - created)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 class Predicted:
     """Compares a text with its prediction.
 
-    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a difference the
+    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a difference, the
     comparison continues where the prediction contains the last two tokens of the text.
 
     Attributes:
-        tokens: of the prediction.
-        accepted: the number of them that were accepted drafts.
+        tokens: the prediction's tokens.
+        accepted: the number of these tokens that were accepted drafts.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -29,7 +29,7 @@ class Predicted:
         return len(self.tokens) - self.accepted
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of one step; all but the last were drafted."""
+        """Process the tokens of one step; all but the last were drafted."""
         for number, token in enumerate(tokens):
             if self._next < len(self.tokens) and self.tokens[self._next] == token:
                 self._next += 1

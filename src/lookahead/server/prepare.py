@@ -28,8 +28,8 @@ class Preparer:
     """Turns requests into choices that the loop can decode.
 
     Attributes:
-        context: tokens of the longest text, prompt included. It is within the model's limit and below the length at
-            which its rotary positions change, because sequences on both sides of that cannot share a pass.
+        context: number of tokens in the longest text, prompt included. It is within the model's limit and below the
+            length at which its rotary positions change, because sequences on both sides of it cannot share a pass.
     """
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
@@ -77,7 +77,7 @@ class Preparer:
             prompts: token ids.
             deliver: receives every update.
             max_tokens: largest number of tokens of a text; None for as many as fit.
-            logprobs: number of most likely tokens to return with each log-probability; None for no log-probabilities.
+            logprobs: number of most likely tokens to return with each log-probability; None for none at all.
             echo: whether to return log-probabilities of the prompts too.
             schema: the schema of the answer, and the field that requests it.
 
@@ -130,7 +130,7 @@ class Preparer:
             "drafter": self._drafting(request.lookahead),
             "logits_processor": processors or None,
         }
-        if temperature > 0:  # greedy decoding needs none of these: the most likely token passes all of them
+        if temperature > 0:  # greedy decoding needs none of these, because the most likely token passes all of them
             given |= {"top_p": request.top_p, "min_p": request.min_p or None}
             given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})

@@ -1,6 +1,6 @@
-"""The fields of requests: those of OpenAI that work here, those that can be ignored, and those of this library.
+"""The fields of requests: OpenAI's fields that work here, those that can be ignored, and this library's own.
 
-Any other field is refused by name.
+Any other field is rejected by name.
 """
 
 from __future__ import annotations

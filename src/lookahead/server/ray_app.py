@@ -1,4 +1,4 @@
-"""Several replicas by Ray Serve, each with its own process and model (the extra ``[ray]``).
+"""Several replicas with Ray Serve, each with its own process and model (the extra ``[ray]``).
 
     serve run lookahead.server.ray_app:build model=DIR max_replicas=4
 
@@ -20,7 +20,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
 
     Args:
         arguments: ``min_replicas`` and ``max_replicas`` (1 and 4), ``target_ongoing_requests`` of a replica (8),
-            ``num_cpus``, ``num_gpus``, and settings of the server by name. Others are read from LOOKAHEAD_*.
+            ``num_cpus``, ``num_gpus``, and server settings by name. Other settings are read from LOOKAHEAD_*.
 
     Raises:
         SettingsError: an unknown setting, or a value that is not allowed.

@@ -25,10 +25,10 @@ class Answer:
 
     Args:
         request: the checked fields.
-        model: its name in the API.
+        model: the model's name in the API.
         choices: the texts.
         tokenizer: decodes single tokens.
-        fingerprint: of the model and this library, for the field system_fingerprint.
+        fingerprint: identifies the model and this library, for the field system_fingerprint.
     """
 
     object = chunk_object = prefix = ""
@@ -54,7 +54,7 @@ class Answer:
         return None
 
     def take(self, update: Update) -> dict[str, Any] | None:
-        """Take in an update. Returns the choice of a chunk; None if there is nothing to send."""
+        """Process an update. Returns the choice of a chunk; None if there is nothing to send."""
         choice: Choice = update.sequence.tag
         finish = update.result.finish_reason if update.result is not None else None
         if choice.predicted is not None:
@@ -159,7 +159,7 @@ class Answer:
 
 
 def sse(body: Any) -> bytes:
-    """A server-sent event; non-ASCII is escaped, so no line separator of Unicode can break a frame."""
+    """A server-sent event. Non-ASCII characters are escaped, so no Unicode line separator can break a frame."""
     return b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
 
 
@@ -237,7 +237,7 @@ class ChatAnswer(Answer):
         ]
 
     def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """Send calls before the finish reason, because helpers of clients end a call at the next chunk."""
+        """Send calls in a chunk before the finish reason, because client helpers end a call at the next chunk."""
         calls = b""
         for choice in choices:
             if choice["delta"].get("tool_calls"):

@@ -1,4 +1,4 @@
-"""The work of the routes: prepare texts in a worker thread, submit them to the loop, and answer as updates come."""
+"""The work of the routes: prepare texts in a worker thread, submit them to the loop, and answer as updates arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .responses import Answer, ChatAnswer, CompletionAnswer, sse
 from .settings import Settings
 from .tools import demanded, messages_of, offered, with_tools
 
-#: Status in the log of a request whose client went away (as in nginx).
+#: Logged status of a request whose client disconnected (as in nginx).
 GONE = 499
 
 
@@ -135,7 +135,7 @@ class Server:
         return Response(json.dumps(answer.whole()), media_type="application/json")
 
     async def _watch(self, request: Request, choices: list[Choice]) -> None:
-        """End the texts when their client goes away."""
+        """End the texts when their client disconnects."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.loop.cancel(choices)
@@ -145,7 +145,7 @@ class Server:
         """Updates until every text has ended.
 
         Raises:
-            LookaheadError: the error that ended one of them.
+            LookaheadError: the error that ended one of the texts.
         """
         left = len(choices)
         while left:

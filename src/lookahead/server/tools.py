@@ -93,7 +93,7 @@ def with_tools(
         tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
     )
     rewritten = []
-    for message in messages:  # such templates support neither calls nor their results
+    for message in messages:  # templates without tools support neither calls nor their results
         calls = message.get("tool_calls")
         if calls:
             text = "".join(f"{OPEN}{json.dumps(_plain_call(call))}{CLOSE}" for call in calls)
@@ -116,7 +116,7 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallReader:
-    """Takes a text in pieces, passes on its content, and holds back text that may be a call.
+    """Reads a text in pieces, passes on its content, and holds back text that may be a call.
 
     Args:
         names: the names of the tools.
@@ -127,7 +127,7 @@ class CallReader:
         self._names, self._first_only, self._text, self._shown = names, first_only, "", 0
 
     def push(self, piece: str) -> str:
-        """Take a piece. Returns the content that is safe to show."""
+        """Read a piece. Returns the content that is safe to show."""
         self._text += piece
         start = self._text.lstrip()
         if not start or start[0] == "{" or start[: len(OPEN)] == OPEN[: len(start)]:

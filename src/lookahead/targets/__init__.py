@@ -1,1 +1,1 @@
-"""Model adapters: everything that knows how a particular kind of model evaluates a token tree."""
+"""Model adapters: how each kind of model evaluates a token tree."""

@@ -1,8 +1,9 @@
 """Replaces the attention of a transformers model during a pass, through the public AttentionInterface.
 
 A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. A context variable holds
-what the model does not pass on: where rows are stored, and what they see. transformers makes no mask for a name
-without a mask function. Models that ignore the setting are recognized by a flag of their class and by counting calls.
+what the model does not pass on: where rows are stored, and what they see. transformers makes no mask for an
+implementation without a mask function. Models that ignore the setting are recognized by a flag of their class and by
+counting calls.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ NAME = "lookahead_tree"
 
 @contextmanager
 def implementation(model: Any, name: str, setting: str = "_attn_implementation") -> Iterator[None]:
-    """Set the model's attention implementation, or another implementation setting, for the block.
+    """Set the model's attention implementation, or another implementation setting, within the block.
 
-    For one thread at a time: the setting belongs to the model.
+    Use it in one thread at a time, because the setting belongs to the model.
     """
     before = [(config, getattr(config, setting)) for config in _configs(model)]
     try:
@@ -39,7 +40,7 @@ def implementation(model: Any, name: str, setting: str = "_attn_implementation")
 
 
 def mask_compatible_attention(model: Any) -> AbstractContextManager[None]:
-    """Within the block the model accepts 4-D masks: it uses sdpa if its own attention (flash, flex) does not."""
+    """A context in which the model accepts 4-D masks: it uses sdpa if its own attention (flash, flex) does not."""
     ignores_masks = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
     return implementation(model, "sdpa") if ignores_masks else nullcontext()
 
@@ -108,9 +109,9 @@ class TreeAttention:
 
     @contextmanager
     def installed(self, model: Any, *arguments: Any) -> Iterator[None]:
-        """Within the block the model's layers call ``attend``, with ``arguments`` after query, key and value.
+        """A context in which the model's layers call ``attend``, with ``arguments`` after query, key and value.
 
-        For one thread at a time; nothing else may run on the model meanwhile.
+        Use it in one thread at a time; nothing else may run on the model at the same time.
         """
         with self.lock, implementation(model, NAME):
             token = _current.set((self, arguments))
@@ -152,7 +153,7 @@ def forward(
 
 
 def _configs(model: Any) -> list[Any]:
-    """The configs of a model and of its parts, outer ones first, each once."""
+    """The distinct configs of a model and of its parts, outer ones first."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     by_id = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
     for config in list(by_id.values()):

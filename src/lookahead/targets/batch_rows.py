@@ -1,8 +1,8 @@
 """Models with recurrent or convolutional state: the paths of a token tree are the rows of a batch.
 
-Recurrent layers ignore attention masks, so they cannot evaluate a tree in one sequence; but they evaluate batches.
+Recurrent layers ignore attention masks, so they cannot evaluate a tree in one sequence, but they evaluate batches.
 Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state, and
-shorter rows are padded at their end, where nothing is read. Example: the sequence's state has processed "the cat",
+shorter rows are padded at the end, where nothing is read. Example: the sequence's state has processed "the cat",
 and the tree is
 
     sat ─┬─ on ── the
@@ -13,15 +13,15 @@ and the tree is
 
 After verification the state must be that of the accepted path:
 
-- The path fills its row (sat on the): the state behind row 0 becomes the sequence's state.
-- It does not (sat down, or sat on): the state behind that row has processed padding or rejected tokens, and a
+- If the path fills its row (sat on the), the state after row 0 becomes the sequence's state.
+- If it does not (sat down, or sat on), the state after that row has processed padding or rejected tokens, and a
   recurrent state cannot be rolled back. So the state before the step is kept, and the accepted tokens are *pending*:
   every row of the next pass begins with them. This costs a few tokens per row, but no extra pass:
 
     pending: sat down                next tree: root "and"
     batch row 0:   sat  down  and  ...
 
-  A step of one row processes the pending tokens, and so does a pass of their own when they have become too many.
+  A step of one row processes the pending tokens. If there are too many of them, a separate pass does.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class _Pass:
     """One sequence's last pass.
 
     Attributes:
-        tree: that was evaluated.
+        tree: the evaluated tree.
         paths: the nodes of each batch row.
-        cache: the state behind each row's last token.
+        cache: the state after each row's last token.
     """
 
     tree: TokenTree
@@ -70,7 +70,7 @@ class BatchRowsTarget(PlainTarget):
     """Token trees as rows of a batch, one pass per sequence. Implements ``lookahead.core.Target``.
 
     Attributes:
-        lengths: by slot, the tokens that the state has processed.
+        lengths: by slot, the number of tokens that the state has processed.
     """
 
     path = "batch-rows"
@@ -107,7 +107,7 @@ class BatchRowsTarget(PlainTarget):
         return [self._evaluate(slot, tree) for slot, tree in trees]
 
     def _process(self, slot: int, tokens: Sequence[int] = ()) -> Scores:
-        """Process the pending tokens and ``tokens``; returns the scores of the last one."""
+        """Process the pending tokens and then ``tokens``. Returns the scores of the last token."""
         tokens = [*self._pending[slot], *tokens]
         with self._short_chunks(len(tokens)):
             scores = self._run(slot, tokens)
@@ -145,8 +145,8 @@ class BatchRowsTarget(PlainTarget):
 
     @contextmanager
     def _short_chunks(self, tokens: int) -> Iterator[None]:
-        """Within the block, scans use chunks for ``tokens`` tokens: they would pad a step to a prompt's chunk of
-        256."""
+        """A context in which scans use chunks that fit ``tokens`` tokens; otherwise they would pad a step to the
+        chunk size for prompts, such as 256."""
         short = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         scans = self._scans if tokens > 1 else []
         try:
@@ -179,8 +179,7 @@ class BatchRowsTarget(PlainTarget):
 
 
 def leaf_paths(tree: TokenTree) -> list[list[int]]:
-    """The paths from the root to the leaves, as lists of nodes. Rows that need no logits are left out below the last
-    row that does."""
+    """The paths from the root to the leaves, as lists of nodes. Each path ends at the last row that needs logits."""
     needed, inner = tree.needs_logits_nodes(), 0
     for node in needed:
         inner |= tree.ancestors[node] & ~(1 << node)
@@ -189,7 +188,7 @@ def leaf_paths(tree: TokenTree) -> list[list[int]]:
 
 
 def repeated(cache: Any, rows: int) -> Any:
-    """A copy of a cache of one sequence, repeated ``rows`` times; passes through the copy do not change the
+    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy do not change the
     original."""
     other = copy(cache)
     other.layers = [copy(layer) for layer in cache.layers]
@@ -213,7 +212,7 @@ class NoSteps(SettingsError):
 class StepTrial(Trial):
     """A trial whose reference is plain decoding: the prompt, then one token per pass.
 
-    Causal passes are no reference here: some models clamp values in their scan of many tokens but not in their
+    Causal passes cannot be the reference here: some models clamp values when they scan many tokens but not in their
     recurrence, and plain decoding uses the recurrence. Many recurrent models have no positions except the order of
     tokens, so a wrong ancestor is the only negative control.
     """
@@ -223,7 +222,7 @@ class StepTrial(Trial):
     tolerance = 1e-4
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """The rows by steps of one token; with ``in_two_passes`` by causal passes.
+        """The rows computed by steps of one token; with ``in_two_passes``, by causal passes.
 
         Raises:
             NoSteps: the model keeps its state elsewhere, so that steps do not continue its text.

@@ -1,8 +1,8 @@
-"""KV caches of targets: the interface, and what targets over one have in common.
+"""KV caches of targets: the interface, and what the targets that use it have in common.
 
-``tree_cache`` has the cache that models of transformers write to, ``cpu.execution_plan`` that of compiled passes.
+``tree_cache`` has the cache that transformers models write to, ``cpu.execution_plan`` that of compiled passes.
 
-Rows of a step are written behind the committed tokens of their slot. A commit moves the accepted rows together and
+The rows of a step are written after the committed tokens of their slot. A commit moves the accepted rows together and
 leaves the others to be overwritten. Example: a slot holds T = 10 tokens, a step of 6 rows was written to columns 10
 to 15, and rows 0, 2 and 5 were accepted:
 
@@ -32,23 +32,23 @@ class KVStorage(ABC):
 
     @abstractmethod
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Move the accepted rows ``path`` (increasing) of a slot's last step to the columns behind its ``length``
+        """Move the accepted rows ``path`` (increasing) of a slot's last step to the columns after its ``length``
         committed tokens."""
 
 
 class StoredTarget:
-    """What targets over a ``KVStorage`` have in common.
+    """What targets with a ``KVStorage`` have in common.
 
     Attributes:
         cache: keys and values of all slots.
-        lengths: by slot, T: its committed tokens.
+        lengths: by slot, T, the number of committed tokens.
     """
 
     cache: KVStorage
     lengths: dict[int, int]
 
     def reuse(self, slot: int, source: int, length: int) -> None:
-        """Start a slot with the first ``length`` tokens of another; with ``slot == source``, cut it to them."""
+        """Start a slot with the first ``length`` tokens of another; if ``slot == source``, truncate it to them."""
         if slot != source:
             self.cache.make_room(slot, length)
             self.cache.copy(slot, source, length)

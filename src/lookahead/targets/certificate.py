@@ -1,6 +1,7 @@
-"""Whether a model can decode in exact mode: each row has the same bits at any index of a pass, beside any other rows.
+"""Whether a model can decode in exact mode: each row has the same bits at any index of a pass, with any other rows.
 
-This is checked on passes of the model itself, with its own weights and shapes, captured ones on a GPU if possible.
+This is checked on passes of the model itself, with its own weights and shapes; on a GPU, on captured passes if
+possible.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ PREFIX = 300
 def exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
     """The attention for exact mode on this model.
 
-    Remembered by model and number of threads, because operations may depend on that number.
+    The result is remembered by model and number of threads, because operations may depend on that number.
 
     Returns:
-        the attention, or None if exact mode is refused; and why, in one line.
+        the attention, or None if exact mode is refused; and the reason, in one line.
     """
     return remember(model, f"exact {torch.get_num_threads()}", partial(_find_attention, model, facts))
 
 
 def exact_target_class(attention: TreeAttention) -> type[ExactTarget]:
-    """The class of target for an attention of ``exact_attention``."""
+    """The class of target for an attention returned by ``exact_attention``."""
     return CapturedExactTarget if attention.captured else ExactTarget
 
 
@@ -82,7 +83,7 @@ def _certified(
         return None, str(error).removesuffix("; use sdpa")
     except OutOfMemory:
         raise
-    except Exception as error:  # a model may fail in any way on a pass that it was not made for
+    except Exception as error:  # a model may fail in any way on a pass that it was not designed for
         return None, f"{name} cannot be evaluated in exact mode ({summary(error)})"
     forget(model, "trial")
     if not result.ok:
@@ -95,8 +96,8 @@ def _certified(
 def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention) -> str | None:
     """The part of the model in which rows depend on their index or on other rows; None if there is none.
 
-    R rows at several positions behind random keys and values are evaluated in order, rotated by one, reversed, and
-    with every other row replaced. Each row's logits, keys and values must be equal to the bit.
+    R rows at several positions after random keys and values are evaluated in order, rotated by one, reversed, and
+    with every other row replaced. Each row's logits, keys and values must be bit-equal.
     """
     target = exact_target_class(attention)(model, facts, attention)
     count, generator = target.rows, torch.Generator().manual_seed(0)
@@ -126,7 +127,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
         }
 
     def first_difference(hooks: bool) -> str | None:
-        """The first module whose outputs differ, with hooks on modules; without, whether any result differs."""
+        """With hooks, the first module whose outputs differ; without hooks, only whether any result differs."""
         first: dict[int, list[torch.Tensor]] = {}
         outputs: list[tuple[str, torch.Tensor]] = []
         first_outputs: list[tuple[str, torch.Tensor]] = []

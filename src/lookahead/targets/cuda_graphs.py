@@ -2,21 +2,21 @@
 
 A pass of one row through a 7B model is a few hundred small kernels, and launching them from Python takes longer than
 running them. So the pass is captured once per bucket of rows and replayed. Everything that changes from step to step
-(the number of committed tokens, token ids, depths, ancestor bits) lies in one int32 buffer that is copied to the
-device once per step. A step of fewer rows than its bucket is padded with rows that see only the root. Attention gets
-the whole cache and reads the number of committed tokens on the device.
+(the number of committed tokens, token ids, depths, ancestor bits) is in an int32 buffer that is copied to the device
+once per step. A step with fewer rows than its bucket is padded with rows that see only the root. Attention gets the
+whole cache and reads the number of committed tokens on the device.
 
 Example, a step of 3 rows (root 7, its chain 9, 4) after T = 20 tokens in the bucket of 4:
 
     length | token ids | depths  | ancestor bits, one word per row
     20     | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
 
-A bucket's first step runs uncaptured, because libraries are set up and kernels compiled in it; its second step is
-captured. Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the same model
-takes it over, so a short text does not wait for captures. Each model keeps at most one store that is not in use.
+A bucket's first step runs uncaptured, because it sets up libraries and compiles kernels; its second step is captured.
+Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the same model takes it
+over, so a short text does not wait for captures. Each model keeps at most one unused store.
 
-Only steps of one sequence are captured; several sequences share an ordinary pass. On a CPU the same code runs without
-captures, for tests.
+Only steps of one sequence are captured; several sequences share an uncaptured pass. On a CPU, the same code runs
+without captures, for tests.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .logits import LogitsBatch, LogitsRows, best_tokens
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache
 
-#: Rows of a captured pass. Padding costs little as long as reading the weights takes most of a step.
+#: Numbers of rows of captured passes. Padding costs little while reading the weights takes most of a step.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Initial capacity of a cache, in tokens. When it grows, passes must be captured again.
+#: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
 
 
@@ -63,12 +63,12 @@ def fill(buffer: torch.Tensor, tree: TokenTree, length: int, bucket: int) -> Non
 
 
 def buffer_size(bucket: int) -> int:
-    """Integers that describe a step of ``bucket`` rows."""
+    """The number of integers that describe a step of ``bucket`` rows."""
     return 1 + 2 * bucket + bucket * word_count(bucket)
 
 
 def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
-    """Why no pass of a model can be captured, as far as is known before trying; "" if no reason is known."""
+    """Why no pass of a model can be captured, as far as is known in advance; "" if no reason is known."""
     name = type(model).__name__
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
@@ -99,7 +99,7 @@ class CapturedPass:
     def run(self, target: CudaGraphTarget, tree: TokenTree, length: int) -> LogitsBatch:
         """The tree's logits (1, Q, V) and argmaxes (1, Q), in memory that the next step does not overwrite."""
         if self.copied is not None:
-            self.copied.synchronize()  # if nothing was read of the last step, its copy may still be running
+            self.copied.synchronize()  # if no result of the last step was read, its copy may still be running
         fill(self.host, tree, length, self.bucket)
         self.numbers.copy_(self.host, non_blocking=True)
         if self.copied is not None:
@@ -117,7 +117,8 @@ class CapturedPass:
         self.graph, self.results = target.graphs.capture(lambda: self.evaluate(target))
 
     def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part that is captured, from the buffer to the argmaxes. It reads and makes no value on the host."""
+        """The captured part of the pass, from the buffer to the argmaxes. It neither reads nor makes values on the
+        host."""
         rows, cache = self.bucket, target.cache
         length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
         write_columns = (length + self.columns)[None].long()
@@ -139,41 +140,41 @@ class GraphStore:
         self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room in the cache. If the cache moves for it, captured passes are dropped."""
+        """Ensure room in the cache. If that moves the cache, captured passes are dropped."""
         before = self.cache.slots, self.cache.capacity
         self.cache.reserve(slots, capacity)
         if (self.cache.slots, self.cache.capacity) != before:
             self.passes.clear()
-            if self.on_gpu:  # a memory pool must not be used again after its last graph is gone
+            if self.on_gpu:  # a memory pool must not be reused after its last graph is gone
                 self.memory_pool = torch.cuda.graph_pool_handle()
 
     def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
         """Capture ``evaluate``. Returns the graph, and the tensors to which each replay writes its results."""
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # One stream for all captures, because each stream gets a cuBLAS workspace of its own. Other threads may
-            # allocate during the capture.
+            # One stream for all captures, because each stream gets its own cuBLAS workspace. Other threads may
+            # allocate memory during the capture.
             with torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"):
                 return graph, evaluate()
         finally:
-            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+            torch.cuda.set_stream(before)  # a failed capture leaves its stream current
 
     def leave(self, idle: list[GraphStore]) -> None:
-        """Keep the store for the next target of this attention, unless another one is kept already."""
+        """Keep the store for the next target with this attention, unless another store is already kept."""
         if not idle:
             idle.append(self)
 
 
 class GraphTarget(TransformersTarget):
-    """A target with a ``GraphStore``, which the next target of the same attention takes over."""
+    """A target with a ``GraphStore``, which the next target with the same attention takes over."""
 
     attention: TreeAttention
 
     def take_graphs(
         self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
     ) -> TreeCache:
-        """Take over the store of an earlier target, with an empty cache, or make a new one. Returns the cache."""
-        # Tensors made in inference mode cannot be written outside of it, and a later target may be outside.
+        """Take over an earlier target's store and empty its cache, or make a new store. Returns the cache."""
+        # Tensors made in inference mode cannot be written to outside of it, where a later target may run.
         with torch.inference_mode(False):
             if attention.idle:
                 self.graphs: GraphStore = attention.idle.pop()
@@ -190,7 +191,7 @@ class GraphTarget(TransformersTarget):
 
     @contextmanager
     def with_room(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Ensure room in the cache for each (slot, tokens). In the block the model's GPU is the current device."""
+        """Ensure room in the cache for each (slot, tokens). In the block, the model's GPU is the current device."""
         device = self.model.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(False), self.attention.lock, current:
@@ -205,9 +206,10 @@ class CudaGraphTarget(GraphTarget):
 
     Args:
         model: a causal language model.
-        facts: of the model.
-        attention: of this model with its weights where they are now: captured passes hold their addresses.
-        capacity: tokens per slot at first; when storage grows, passes are captured again.
+        facts: the model's facts.
+        attention: the attention for this model with its weights where they are now; captured passes hold their
+            addresses.
+        capacity: initial capacity of a slot, in tokens; when storage grows, passes are captured again.
         reason: why this path was chosen, in one line.
     """
 
@@ -248,7 +250,7 @@ class CudaGraphTarget(GraphTarget):
     def _visibility(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
-        """Installs the tree attention, which reads ancestor bits, so the model gets no mask."""
+        """Install the tree attention, which reads ancestor bits, so the model gets no mask."""
         committed = torch.tensor(lengths)
         words = pack_bits([tree.ancestors for tree in trees], positions.shape[1])
         arguments = (committed.int(), words, (positions - committed[:, None]).int())
@@ -264,11 +266,11 @@ def captured_attention(
     Args:
         model: a causal language model.
         facts: from a probe with the mode "tree".
-        backend: of the attention; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
-        warn: if passes cannot be captured, warn once per model.
+        backend: the attention backend; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
+        warn: whether to warn, once per model, if passes cannot be captured.
 
     Returns:
-        the attention, or None if passes cannot be captured or compute other logits; and why, in one line.
+        the attention, or None if passes cannot be captured or compute different logits; and the reason, in one line.
     """
 
     def check() -> tuple[TreeAttention | None, str]:
@@ -301,9 +303,9 @@ def _check_captures(
         result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
     except OutOfMemory:
         raise
-    except Exception as error:  # a model or a compiler may fail in any way on a pass that it was not made for
+    except Exception as error:  # a model or a compiler may fail in any way on a pass that it was not designed for
         if isinstance(error, torch.AcceleratorError):
-            torch.cuda.synchronize(model.device)  # raises if the device cannot be used any more
+            torch.cuda.synchronize(model.device)  # raises if the device can no longer be used
         if attention.backend == "triton":
             warnings.warn(
                 f"the attention kernel does not run here ({summary(error)}); using sdpa, with the same result",
@@ -320,10 +322,10 @@ def _check_captures(
 
 
 def host_reads(target: CudaGraphTarget) -> str:
-    """The first operation of a pass that reads a value on the host, which a graph cannot hold; "" if there is none,
-    and on a CPU.
+    """The first operation of a pass that reads a value on the host, which a graph cannot contain; "" if there is
+    none, and on a CPU.
 
-    To be called before anything is captured, because a failed capture leaves the device's random numbers unusable.
+    Call it before anything is captured, because a failed capture leaves the device's random generator unusable.
     Every bucket is evaluated once before the check, so kernels are compiled, or fail to compile, before the first
     text.
     """
@@ -347,7 +349,7 @@ def host_reads(target: CudaGraphTarget) -> str:
 
 @contextmanager
 def refused_host_reads() -> Iterator[None]:
-    """Within the block, an operation that waits for the GPU to read a value on the host raises RuntimeError."""
+    """A context in which an operation that waits for the GPU to read a value on the host raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,6 +1,6 @@
 """Does a path compute what the model computes? One check for all paths: tree steps, compiled and captured passes.
 
-A path evaluates a fixed trial, and each row of its logits x is compared with a row r of the model's own causal pass
+A path evaluates a fixed trial, and each row x of its logits is compared with a row r of the model's own causal pass
 over the same text. The error of a row is the relative L2 distance. Both rows are centred first, because softmax does
 not change when a constant is added to all logits:
 
@@ -10,13 +10,13 @@ not change when a constant is added to all logits:
 - bfloat16 and float16: rounding alone makes e large, and ten times larger in some rows than in others. So r comes
   from the model evaluated in float32, and e is divided by the error of the model's own pass in its dtype, row by row.
   In no row may the path be more than ``MAX_ROW_FACTOR`` times as far from float32 as the model itself, and over all
-  rows no more than ``MAX_MEAN_FACTOR`` times. Two means must hold: the root mean square shows a large error in some
-  rows, the geometric mean a small error in all of them, which a few rows with large rounding errors would hide.
+  rows no more than ``MAX_MEAN_FACTOR`` times. Two means must meet this limit: the root mean square shows a large
+  error in some rows, the geometric mean a small error in all rows, which a few large rounding errors would hide.
 
-A negative control goes through the same path: a tree in which two rows have a wrong ancestor and one row is one
-position off. The errors of these rows must exceed the largest error of the correct rows by ``CONTROL_MARGIN``,
-or the trial could not have shown such a fault. A failed trial is repeated with other, longer prompts, and one success
-is enough: a router of experts may tip over by rounding in one text, while a faulty path fails in all.
+A negative control takes the same path: a tree in which two rows have a wrong ancestor and one row is off by one
+position. The errors of these rows must be at least ``CONTROL_MARGIN`` times the largest error of the correct rows;
+otherwise the trial could not have detected such a fault. A failed trial is repeated with different prompts, and one
+success is enough: rounding may flip the choice of a router of experts in one text, but a faulty path fails in all.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ def _tree(ids: Sequence[int], vocabulary: int, parents: Sequence[int]) -> TokenT
 
 #: Rows of ``Trial.control_tree`` with a wrong ancestor, and with a wrong position.
 WRONG_ANCESTOR, WRONG_POSITION = (5, 7), (3,)
-#: The path that a trial commits. Its last rows are neither adjacent nor in place.
+#: The path that a trial commits. Its last rows are neither adjacent to the first nor in place.
 PATH = (0, 1, 6, 7)
 
 
 class Trial:
     """Prompts and trees of one comparison.
 
-    There are two prompts, for each two trees with a commit after each, then two steps of a single row in slot 0.
-    Before the first tree its control tree is evaluated once.
+    Each of two prompts is followed by two trees, with a commit after each; slot 0 then takes two steps of one row.
+    Before the first trees, the control tree of slot 0 is evaluated once.
 
     Args:
-        facts: of the model.
-        number: of the trial; trials differ in tokens and prompt lengths.
+        facts: the model's facts.
+        number: the trial's number; trials differ in tokens and prompt lengths.
         device: type of the model's device.
 
     Attributes:
-        name: under which the reference logits are remembered.
+        name: the name under which the reference logits are remembered.
         controls: rows of the control tree, by kind of fault.
         tolerance: largest error in float32 and float64.
     """
@@ -136,10 +136,10 @@ class Trial:
     def run(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """Evaluate the trial on a fresh target.
 
-        Both sequences share the pass of the first trees; each of the second trees has a pass of its own.
+        Both sequences share the pass of the first trees; each of the second trees has a separate pass.
 
         Returns:
-            logits (rows, V) in the order of ``texts``, and those of slot 0's control tree, (8, V).
+            logits (rows, V) in the order of ``texts``, and the logits of slot 0's control tree, (8, V).
         """
         prompts = list(enumerate(self.prompts))
         rows = [scores.row(0).float().cpu() for scores in target.prefill(prompts)]
@@ -157,8 +157,8 @@ class Trial:
         return torch.stack(rows), torch.stack(control)
 
     def control_tree(self) -> TokenTree:
-        """The negative control of slot 0's first tree: two rows have another parent of the same depth, one is a
-        position off."""
+        """The negative control of slot 0's first tree: two rows have another parent at the same depth, and one row is
+        off by one position."""
         tokens = self.trees[0][0].tokens
         wrong = _tree(tokens, self.vocabulary, [0, 1, 2, 0, 1, 1, 2])
         wrong.tokens = list(tokens)
@@ -166,22 +166,22 @@ class Trial:
         return wrong
 
     def control_error(self, logits: torch.Tensor, reference: torch.Tensor, unit: torch.Tensor) -> float:
-        """The error of the negative control, of its weaker fault.
+        """The error of the negative control: that of its weaker fault.
 
         Args:
-            logits: of the control tree.
-            reference, unit: of all rows; a row's error is divided by its unit.
+            logits: logits of the control tree.
+            reference, unit: reference logits and units of all rows; a row's error is divided by its unit.
         """
         first_tree = slice(len(self.prompts), len(self.prompts) + len(logits))
         errors = distance(logits, reference[first_tree]) / unit[first_tree]
         return min(float(errors[list(rows)].max()) for rows in self.controls)
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """Logits (rows, V) by the model's own causal passes: no cache and no mask; shorter texts are padded at their
-        end, where causal attention does not look.
+        """Logits (rows, V) from the model's own causal passes, without cache and mask; shorter texts are padded at
+        the end, which causal attention does not see.
 
         Args:
-            in_two_passes: with other widths and batch sizes than the one pass, so with other rounding.
+            in_two_passes: use two passes instead of one; other widths and batch sizes give other rounding.
         """
         texts = [tuple(text) for text in self.texts()]
         prefixes = {text[:end] for text in texts for end in range(len(text))}
@@ -210,10 +210,13 @@ def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.T
 
 
 def bit_equal_rows(target: Target) -> tuple[int, int]:
-    """Compare the rows of a tree with steps of a single row over the same text, to the bit.
+    """Compare the rows of a tree, bit for bit, with steps of a single row over the same text.
+
+    Args:
+        target: any target whose slot 0 is free.
 
     Returns:
-        (rows that are equal, rows). The target must have slot 0 free.
+        (number of equal rows, number of rows).
     """
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(
@@ -240,14 +243,14 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """The result of a comparison. Errors are relative L2 distances, in 16 bits divided by the model's own.
+    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own.
 
     Attributes:
-        ok: the path may be used.
+        ok: whether the path may be used.
         difference: the largest error of a row.
-        control: the error of the negative control, of its weaker fault; ``CONTROL_MARGIN`` times ``difference`` or
-            more is needed.
-        limit: of ``difference``.
+        control: the error of the negative control (its weaker fault), which must be at least ``CONTROL_MARGIN`` times
+            ``difference``.
+        limit: the largest ``difference`` allowed.
         noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
         reason: these figures in words.
     """
@@ -271,11 +274,11 @@ def compare(
 
     Args:
         make_target: makes a fresh target of the path; called once per trial.
-        widened: the model is inside ``in_float32`` and judged as in float32.
-        kind: of the trials.
+        widened: whether the model is inside ``in_float32`` and is judged as in float32.
+        kind: the class of the trials.
 
     Raises:
-        OutOfMemory: a pass did not fit. Other errors are those of the path.
+        OutOfMemory: a pass did not fit in memory. Any other error comes from the path.
     """
     half = model.dtype in HALF_DTYPES and not widened
     limit = MAX_ROW_FACTOR if half else kind.tolerance
@@ -284,7 +287,7 @@ def compare(
         name = f"{kind.name} {number}{' widened' if widened else ''}"
         with mask_compatible_attention(model):
             reference, own_errors, noise = remember(model, name, partial(_reference, model, trial, half))
-        unit = torch.maximum(own_errors, own_errors.median())  # a row may be right by chance
+        unit = torch.maximum(own_errors, own_errors.median())  # a row may be accurate by chance
         logits, control_logits = trial.run(make_target())
         absolute = distance(logits, reference)
         errors = absolute / unit
@@ -318,7 +321,7 @@ def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.
             exact = trial.reference(model)
         errors = torch.maximum(distance(own, exact), distance(other, exact))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # The weights cannot be widened, quantized ones for example. Two evaluations of the model estimate its error.
+        # The weights cannot be widened, for example if they are quantized. Estimate the error by two evaluations.
         exact, errors = own, 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
     noise = float(errors.square().mean().sqrt())
@@ -336,10 +339,10 @@ def distance(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def differ(equivalence: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
     """Whether two evaluations of one row of logits, (V,) each, differ by more than rounding.
 
-    Each may be as far from float32 as ``compare`` allows a path to be, so the two may be twice that apart.
+    Each may be as far from float32 as ``compare`` allows a path to be, so they may be twice as far from each other.
 
     Args:
-        equivalence: the result of ``compare`` for the model; None allows what float32 allows.
+        equivalence: the result of ``compare`` for the model; None applies the limit of float32.
 
     Returns:
         "" if the difference is within the limit, else both figures in words.
@@ -352,9 +355,9 @@ def differ(equivalence: Equivalence | None, ours: torch.Tensor, theirs: torch.Te
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Evaluate a 16-bit model with its own weights in float32, without a second copy of it. For one thread at a time.
+    """Evaluate a 16-bit model in float32 with its own weights, without a second copy. For one thread at a time.
 
-    Each module's weights are widened for the length of its own call. Embeddings look rows up in their own dtype and
+    Each module's weights are widened for the duration of its call. Embeddings look up rows in their own dtype and
     widen the result.
     """
     saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
@@ -371,7 +374,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         module._parameters.update(saved.pop()[1])
 
     with ExitStack() as hooks:
-        # If a call raises, its modules are still widened: restore them when all hooks are gone, outermost last.
+        # If a call raises, its modules are still widened; restore them after all hooks are removed, outermost last.
         hooks.callback(lambda: [module._parameters.update(weights) for module, weights in reversed(saved)])
         for module in model.modules():
             if isinstance(module, nn.Embedding):

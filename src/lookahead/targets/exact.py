@@ -1,21 +1,21 @@
 """Exact mode: the same bits with and without drafting, in any dtype, on any model whose operations allow it.
 
-The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, of plain
-decoding too, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
-attention is divided by absolute positions (``lookahead.attention.exact``). One condition remains, and it is a
-property of the operations: the result of a row must depend neither on its index among the R rows nor on the other
-rows. A certificate (``targets.certificate``) checks this when a model is first used in exact mode, and exact mode is
-refused if it fails. Example with R = 4, two sequences whose trees have 3 and 2 rows:
+The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, also in plain
+decoding, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
+attention is divided at absolute positions (``lookahead.attention.exact``). One condition remains, which is a property
+of the operations: the result of a row must depend neither on its index among the R rows nor on the other rows. A
+certificate (``targets.certificate``) checks this when a model is first used in exact mode; if it fails, exact mode is
+refused. Example with R = 4, two sequences whose trees have 3 and 2 rows:
 
     pass 1:  a0  a1  a2  b0      plain decoding evaluates the same tokens in passes such as
     pass 2:  b1  (b1 b1 b1)      a0 (a0 a0 a0): rows in parentheses are copies of the first row
 
 Prompts are evaluated by the model's own passes, each alone and in one pass, with and without drafting.
 
-On a GPU the passes are captured, and one graph serves every step: all that changes lies in one buffer. With the
-kernel there is one graph. With torch's operations, the slots and pages that attention reads are part of a graph, so
-their numbers are rounded up to powers of two; a page of which a row sees nothing does not change the row's bits.
-Texts are made from replays only; results of the warm-up before a capture are not used.
+On a GPU the passes are captured, and everything that changes from step to step is in one buffer. With the kernel,
+one graph serves every step. With torch's operations, the slots and pages that attention reads are part of a graph, so
+their numbers are rounded up to powers of two; a page in which a row sees nothing does not change the row's bits.
+Only replays produce text; results of the warm-up before a capture are not used.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ExactTarget(TransformersTarget):
 
     Args:
         model: a causal language model whose certificate holds.
-        facts: of the model.
-        attention: with the function ``lookahead.attention.exact.attend`` or its kernel.
-        capacity: tokens per slot at first.
-        reason: why this path was taken, in one line.
-        cache: to use instead of a new one.
+        facts: the model's facts.
+        attention: the attention, with the function ``lookahead.attention.exact.attend`` or its kernel.
+        capacity: initial capacity of a slot, in tokens.
+        reason: why this path was chosen, in one line.
+        cache: the cache to use; None for a new one.
 
     Attributes:
         rows: R, the rows of every pass.
@@ -102,7 +102,7 @@ class ExactTarget(TransformersTarget):
         return scores
 
     def _evaluate(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits (n, V) of n <= R rows. The pass is filled up with copies of the first row, which also write to its
+        """Logits (n, V) of n <= R rows. The pass is padded with copies of the first row, which also write to its
         column."""
         numbers = np.zeros((self.rows, 5 + WINDOW), np.int64)
         pages: dict[int, int] = {}
@@ -131,8 +131,8 @@ class ExactTarget(TransformersTarget):
 
 
 def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Within the block a mixture of experts evaluates each row by itself; otherwise rows of one expert share a matrix
-    product, whose shape then depends on the other rows."""
+    """A context in which a mixture of experts evaluates each row separately. Otherwise, the rows of an expert share a
+    matrix product, whose shape depends on the other rows."""
     mixture = model._can_set_experts_implementation()
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
 
@@ -181,7 +181,7 @@ class _CapturedPass:
         self.numbers = numbers.to(target.model.device, copy=True)
         pages = [(slot, count) for slot in range(slots if count else 0)]
         target.evaluate(self.numbers, pages)  # libraries are set up in the first pass
-        # A failed capture would leave the device's random numbers unusable, so the first pass is checked before.
+        # A failed capture would leave the device's random generator unusable, so the first pass is checked before it.
         if not target.attention.checked_for_host_reads:
             with refused_host_reads():
                 target.evaluate(self.numbers, pages)

@@ -1,4 +1,4 @@
-"""Model -> target. What belongs to models of transformers is in ``module_paths``, which loads torch."""
+"""Model -> target. Code for transformers models is in ``module_paths``, which loads torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def probe(model: PreTrainedModel | PackedModel | LlamaCppModel) -> Probe:
     """Probe a model. The result is remembered until the model changes (``fingerprint``).
 
     Args:
-        model: a causal language model. Packed weights have passes of one kind, with the same bits in any tree, so
-            there is nothing to compare. A model of llama.cpp is compared with its own causal passes.
+        model: a causal language model. Packed weights have only one kind of pass, with the same bits in any tree, so
+            there is nothing to compare. A llama.cpp model is compared with its own causal passes.
 
     Raises:
-        SettingsError: not a decoder-only language model, or one whose passes round by what else is in them.
-        OutOfMemory: not even the probe fits.
+        SettingsError: not a decoder-only language model, or a row's rounding depends on the other rows of its pass.
+        OutOfMemory: not even the probe fits in memory.
     """
     if isinstance(model, PackedModel):
         return Probe("tree", model.description, None, model.facts)
@@ -53,19 +53,19 @@ def make_target(
     path: str = "auto",
     exact: bool = False,
 ) -> Target:
-    """A fresh target. ``target.path`` and ``target.reason`` say of which kind and why.
+    """A fresh target. ``target.path`` and ``target.reason`` say which kind was chosen, and why.
 
     Args:
         model: a causal language model.
-        capacity: tokens per sequence at first; storage grows by doubling.
+        capacity: initial capacity in tokens per sequence; storage grows by doubling.
         path: "cpu", "cuda-graph", "transformers", "batch-rows" or "plain". "auto" chooses "cpu" on a CPU and
-            "cuda-graph" on a CUDA device if the model allows it, else the first possible of "transformers",
-            "batch-rows" and "plain".
+            "cuda-graph" on a CUDA device if the model allows it, else the first of "transformers", "batch-rows" and
+            "plain" that is possible.
         exact: require a path on which drafting changes no bit of the logits: "cpu"; else ``ExactTarget``, also for
-            path "transformers"; else "plain" for a model that does not take trees.
+            path "transformers"; else "plain" for a model that does not evaluate trees.
 
     Raises:
-        SettingsError: the path is not available for this model, or no exact path is.
+        SettingsError: the path is not available for this model, or it has no exact path.
     """
     if isinstance(model, PackedModel):
         if path not in ("auto", "cpu"):

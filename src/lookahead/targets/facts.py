@@ -1,4 +1,4 @@
-"""Sizes and properties of a transformers model that targets use, read once."""
+"""Sizes and properties of a transformers model that targets need, read once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PassFacts(Limits):
-    """What any forward pass of a model needs, beside ``Limits``.
+    """What any forward pass of a model needs, besides ``Limits``.
 
     Attributes:
         cache_name: the name of the cache among the arguments of ``forward``.
@@ -38,12 +38,12 @@ class PassFacts(Limits):
 
 
 class ModelFacts(PassFacts):
-    """What token trees need, beside ``PassFacts``.
+    """What token trees need, besides ``PassFacts``.
 
     Attributes:
         alibi: the bias of an ALiBi model, or None.
         shapes: per layer (key heads, key head size, value head size); None for a layer without keys and values.
-        dtype: of keys, values and masks.
+        dtype: dtype of keys, values and masks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,12 +83,12 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
 class RotaryReset:
     """Makes rotary frequencies depend on the current text only.
 
-    With dynamic NTK scaling transformers computes new frequencies for each length greater than all before, and
-    returns to the original ones only for a text shorter than the trained length. A text of a length in between would
-    be decoded with frequencies left by an earlier text.
+    With dynamic NTK scaling, transformers computes new frequencies for each new largest length, and returns to the
+    original frequencies only for a text shorter than the trained length. A text of a length in between would be
+    decoded with the frequencies of an earlier text.
 
     Args:
-        model: any; a model without such scaling needs no reset.
+        model: any model; without such scaling, it needs no reset.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,7 +97,7 @@ class RotaryReset:
         ]
 
     def before(self, positions: torch.Tensor) -> None:
-        """Reset the frequencies if needed. To be called before a pass over rows at these positions."""
+        """Reset the frequencies if needed. Call it before a pass over rows at these positions."""
         for module in self._modules:
             length = int(positions.max()) + 1
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:

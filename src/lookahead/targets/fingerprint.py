@@ -1,8 +1,8 @@
 """Results of checks of a model, remembered until the model changes.
 
-``fingerprint`` sees cheaply where weights lie, who wrote to them, and which functions are called. It does not see
-numbers written without torch's knowledge, by ``weight.data += delta`` or through another view of the memory;
-``lookahead.refresh`` is for these.
+``fingerprint`` cheaply detects where weights are stored, whether they were written to, and which functions are
+called. It does not detect writes without torch's knowledge, by ``weight.data += delta`` or through another view of
+the memory; ``lookahead.refresh`` is for these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
 
 
 def forget(model: Any, prefix: str = "") -> None:
-    """Drop what is remembered of a model under names that begin with ``prefix``."""
+    """Drop the remembered results of a model whose names begin with ``prefix``."""
     results = _remembered.get(model, {})
     for name in [name for name in results if name.startswith(prefix)]:
         del results[name]
@@ -53,7 +53,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     transformers; only the attention implementation counts among them.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(model, torch.nn.Module):  # weights that nobody else can reach
+    if torch is None or not isinstance(model, torch.nn.Module):  # nothing else can change its weights
         return (id(model),)
     from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 

@@ -1,4 +1,4 @@
-"""Limits of a model, and errors of its passes. Loads no torch."""
+"""Limits of a model, and memory errors of its passes. Loads no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Limits:
         config: the text config.
         vocabulary: V, the columns of the logits.
         max_positions: positions that the model was trained for; ``NO_LIMIT`` without a limit.
-        rope_type, rope_boundary: the rotary type whose frequencies depend on the length of the text, and the
-            position at which they change; ("", ``NO_LIMIT``) if they do not.
+        rope_type, rope_boundary: the type of rotary positions whose frequencies depend on the length of the text, and
+            the position at which they change; ("", ``NO_LIMIT``) if they do not change.
     """
 
     rope_type: str = ""

@@ -1,4 +1,4 @@
-"""The logits of one forward pass, read by node. Loads torch only if a whole row is read."""
+"""The logits of one forward pass, read by node. Torch is loaded only if a whole row is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Per row the token with the largest logit, the lowest of equals; -1 if a logit is NaN."""
+    """For each row, the token with the largest logit, the lowest of equals; -1 if a logit is NaN."""
     values, tokens = logits.max(dim=-1)
     return tokens.masked_fill(values.isnan(), -1)  # the maximum of numbers and NaN is NaN
 
@@ -94,7 +94,7 @@ class LogitsBatch(Logits):
         import torch
 
         values, tokens = logits.topk(k, dim=-1)
-        # One copy for both. float32 holds integers up to 2 ** 24 only, so the ids keep their bits.
+        # One copy for both. float32 represents integers exactly only up to 2 ** 24, so the ids keep their own bits.
         log_odds = values.float() - values[..., :1].float()
         packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
         return packed[0].view(np.int32), packed[1]
@@ -123,7 +123,7 @@ class HostLogits(Logits):
         self.rows, self.peaks = rows, peaks
 
     def row(self, b: int, r: int) -> torch.Tensor:
-        """A copy."""
+        """A copy of the row."""
         import torch
 
         row = torch.from_numpy(self.rows[r].copy())

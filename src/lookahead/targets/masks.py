@@ -1,4 +1,4 @@
-"""Token trees as inputs of transformers models: token ids, positions and additive 4-D masks.
+"""Token trees as inputs to transformers models: token ids, positions and additive 4-D masks.
 
 A row sees the committed prefix, its ancestors and itself, and its position is T + depth. Example: a step with W = 3,
 N = 3 and G = 1 after T committed tokens. The window has N - 1 = 2 levels: level 0 is the root r and the chain a1 a2
@@ -46,10 +46,10 @@ from ..core import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
-    """The attention patterns of a model's layers. A model with several expects one mask per kind, by name.
+    """The attention patterns of a model's layers. A model with several kinds expects one mask per kind, by name.
 
     Attributes:
-        kinds: names as in ``config.layer_types``; one entry if all layers are alike.
+        kinds: names as in ``config.layer_types``; one entry if all layers are of the same kind.
         sliding_window: keys that a row of a sliding layer sees, itself included; 0 for no limit.
         chunk: size of attention chunks; 0 for none.
     """
@@ -80,7 +80,7 @@ def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) ->
 def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The position of the token in every cache column, (B, longest prefix + Q).
 
-    Columns behind a sequence's rows hold no token; they get position 0. The mask hides them.
+    Columns after a sequence's rows hold no token; they get position 0. The mask hides them.
     """
     rows = positions.shape[1]
     result = torch.arange(max(lengths) + rows).repeat(len(lengths), 1)
@@ -98,7 +98,7 @@ def attention_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such by layer kind.
+    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such tensors by kind of layer.
 
     It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
     """
@@ -125,13 +125,13 @@ def attention_masks(
 class AlibiBias:
     """The attention bias of ALiBi models (Bloom, Falcon, MPT), by position.
 
-    These models count keys by cache column, and in a tree step a row's column is not its position. During a pass,
+    These models count keys by cache column, but in a tree step a row's column is not its position. During a pass,
     module pre-hooks replace the bias of each block by the values at the keys' positions.
 
     Attributes:
-        name: of the bias among the blocks' arguments: ``alibi``, or ``position_bias`` (MPT; without a batch axis).
+        name: the name of the blocks' argument with the bias: ``alibi``, or ``position_bias`` (MPT; no batch axis).
         blocks: the modules with that argument.
-        heads, head_size: of the attention.
+        heads, head_size: number of attention heads, and their size.
     """
 
     name: str
@@ -141,7 +141,7 @@ class AlibiBias:
 
     @property
     def one_sequence_only(self) -> bool:
-        """The bias has no batch axis, so a pass can hold one sequence only."""
+        """Whether a pass can hold only one sequence, because the bias has no batch axis."""
         return self.name == "position_bias"
 
     @classmethod
@@ -160,7 +160,7 @@ class AlibiBias:
 
     @contextmanager
     def at(self, mask: torch.Tensor, keys: torch.Tensor) -> Iterator[None]:
-        """Within the block, blocks use this additive mask (B, 1, Q, width) and key positions (B, width)."""
+        """A context in which blocks use this additive mask (B, 1, Q, width) and these key positions (B, width)."""
         batch, width = keys.shape
         keys = keys.to(mask.device)
 

@@ -1,8 +1,8 @@
-"""Models of transformers: the comparison at load, and the fastest path that computes what the model computes.
+"""Transformers models: the comparison at load, and the fastest path that computes what the model computes.
 
-The comparison evaluates a token tree on the real model beside the model's own causal passes. If they differ, or the
-model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding. If these differ too,
-decoding uses one row per step, and the reason says why.
+The comparison evaluates a token tree on the real model and compares it with the model's own causal passes. If they
+differ, or the model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding. If these
+differ too, decoding uses one row per step, and the reason says why.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .transformers import PlainTarget, TransformersTarget
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Where torch keeps the layers that ``quantize_dynamic`` makes. One scale holds for all rows of their input.
+#: The module of the layers that torch's ``quantize_dynamic`` makes. They use one scale for all rows of their input.
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
 def probe_module(model: PreTrainedModel) -> Probe:
-    """``factory.probe`` of a model of transformers."""
+    """``factory.probe`` for a transformers model."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
@@ -78,7 +78,7 @@ def _probe(model: PreTrainedModel) -> Probe:
             result = replace(result, ok=structure.ok, reason=reason)
     except OutOfMemory:
         raise
-    except Exception as error:  # a model may fail in any way on inputs that it was not made for
+    except Exception as error:  # a model may fail in any way on inputs that it was not designed for
         return _probe_batch_rows(model, f"{name} cannot evaluate a token tree ({summary(error)})")
     if not result.ok:
         reason = f"{name} scores a token tree differently from causal passes ({result.reason})"
@@ -87,10 +87,10 @@ def _probe(model: PreTrainedModel) -> Probe:
 
 
 def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
-    """Probe whether a tree's paths as rows of a batch are scored as in plain decoding.
+    """Probe whether a tree's paths, as rows of a batch, are scored as in plain decoding.
 
     Args:
-        reason: why the model does not take trees.
+        reason: why the model does not evaluate trees.
     """
     facts, result = PassFacts(model), None
     try:
@@ -110,7 +110,7 @@ def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
 
 
 def make_module_target(model: PreTrainedModel, capacity: int, path: str, exact: bool) -> Target:
-    """``factory.make_target`` of a model of transformers."""
+    """``factory.make_target`` for a transformers model."""
     probed = probe_module(model)
     facts = probed.facts if isinstance(probed.facts, ModelFacts) else None
     reason = probed.reason
@@ -147,7 +147,7 @@ def make_module_target(model: PreTrainedModel, capacity: int, path: str, exact: 
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
     """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
     name = type(model).__name__
-    configured = getattr(model.config, "quantization_config", None) is not None  # has a reason of its own
+    configured = getattr(model.config, "quantization_config", None) is not None  # ``compile_model`` gives its reason
     for path, weight in model.named_parameters():
         if type(weight.data) is not torch.Tensor and not configured:
             kind = type(weight.data).__name__

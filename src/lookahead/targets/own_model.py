@@ -1,4 +1,4 @@
-"""Models that are not modules of transformers: packed weights, and models that llama.cpp evaluates."""
+"""Models that are not transformers modules: packed weights, and models that llama.cpp evaluates."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class OwnModel:
     """A model that is used in place of a transformers model.
 
     Attributes:
-        weights: its types for display, those with the most bytes first, as in "Q4_K + Q6_K".
-        parameter_count: numbers in its tensors.
+        weights: the types of its weights, for display, those with the most bytes first, as in "Q4_K + Q6_K".
+        parameter_count: the number of its weights.
         config, generation_config: those of transformers, or objects with the fields that a file has.
         facts: properties that targets need.
-        description: one line on the model and on what computes its passes.
+        description: one line about the model and what computes its passes.
         device: the device of the logits.
         rows_interact: whether the rounding of a row may depend on the other rows of its pass.
     """
@@ -95,5 +95,5 @@ class OwnModel:
         raise NeedsModule(name)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raises NeedsModule: there is no forward pass of transformers."""
+        """Raise NeedsModule: there is no transformers forward pass."""
         raise NeedsModule("forward")

@@ -18,8 +18,8 @@ class Probe:
     Attributes:
         mode: "tree", "batch-rows" (a tree's paths as rows of a batch), or "plain" (one row per step).
         reason: why, in one line with the figures.
-        equivalence: the last comparison that was completed; None if there was none.
-        facts: of the model, for tree targets; None in the other modes.
+        equivalence: the last completed comparison; None if there was none.
+        facts: the model's facts, for tree targets; None in the other modes.
     """
 
     mode: str

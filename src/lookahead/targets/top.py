@@ -3,10 +3,10 @@
 The vocabulary is divided into groups of ``GROUP`` tokens. The k groups with the largest maxima contain the k best
 tokens, so only these groups are searched token by token. Compiled passes already know the maxima.
 
-Logits are compared as integers of the same order: the bits of a non-negative float increase with its value, and those
-of a negative float are inverted except for the sign. In 16 bits, 1.0 is 0x3f80 and stays, and -1.0 is 0xbf80 and
-becomes 0xc07f, which is less than 0xffff, the -0.0 that is set to 0. Among equals the lower token comes first, as in
-argmax; NaN is above all numbers.
+Logits are compared as integers with the same order: the bits of a non-negative float increase with its value, and the
+bits of a negative float are inverted except for the sign. In 16 bits, 1.0 is 0x3f80 and stays; -1.0 is 0xbf80 and
+becomes 0xc07f, which is less than 0xffff, the result for -0.0, which is then set to 0. Of equal logits, the lower
+token comes first, as in argmax; NaN is above all numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.extending import register_jitable
 from numpy.lib.stride_tricks import as_strided
 
 GROUP = 32
-#: Groups that are compared together at first, because most blocks of groups contain none of the best.
+#: Groups that are compared as a block first, because most blocks contain none of the best groups.
 BLOCK = 16
 LAST = 0x7FFFFFFF
 
@@ -30,7 +30,7 @@ def top_of_rows(
     """The k best tokens of every row.
 
     Args:
-        logits: (R, V), V >= k >= 1: float32, or int16 for the bits of bf16. Rows may lie apart.
+        logits: (R, V), V >= k >= 1: float32, or int16 for the bits of bf16. Rows need not be adjacent.
         peaks: the largest logit of each group, (R, V / GROUP rounded up) float32, if known.
 
     Returns:
@@ -54,7 +54,8 @@ def top_of_rows(
 def _insert(best: Any, value: int, number: int) -> None:
     """Insert (value, number) into ``best``, which holds the largest values in descending order.
 
-    An entry is one 64-bit word: the value above LAST - number, so that among equal values the lower number is larger.
+    An entry is a 64-bit word: the value in the upper half and LAST - number in the lower, so that of two entries with
+    equal values, the one with the lower number is larger.
     """
     key, i = np.int64(value) << 32 | (LAST - number), len(best) - 1
     if key > best[i]:
@@ -87,7 +88,7 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
             peak = flat.dtype.type(lowest)
             for group in range(start, start + BLOCK):
                 peak = max(peak, order[group])
-            if peak > groups[k - 1] >> 32:  # among equals the lower group comes first
+            if peak > groups[k - 1] >> 32:  # of equal peaks, the lower group comes first
                 for group in range(start, min(start + BLOCK, count)):
                     _insert(groups, order[group], group)
         bound = groups[k - 1] >> 32

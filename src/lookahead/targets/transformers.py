@@ -1,8 +1,8 @@
-"""Targets for decoder-only models of transformers, on public interfaces only.
+"""Targets for decoder-only transformers models, using public interfaces only.
 
 One forward pass evaluates the trees of any number of sequences: positions are T + depth, a row sees the committed
-prefix and its ancestors (drawn in ``masks``), keys and values go to a cache of our own, and the LM head runs only on
-rows whose logits are needed. A single row of a single sequence needs no mask.
+prefix and its ancestors (drawn in ``masks``), keys and values go to this library's cache, and the LM head runs only
+on rows whose logits are needed. A single row of a single sequence needs no mask.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class TransformersTarget(StoredTarget):
 
     Args:
         model: a causal language model for which the probe found the mode "tree".
-        facts: of the model.
-        capacity: tokens per slot at first; storage grows by doubling.
-        reason: why this path was taken, in one line.
-        cache: to use instead of a new one.
+        facts: the model's facts.
+        capacity: initial capacity of a slot, in tokens; storage grows by doubling.
+        reason: why this path was chosen, in one line.
+        cache: the cache to use; None for a new one.
     """
 
     path = "transformers"
@@ -90,7 +90,7 @@ class TransformersTarget(StoredTarget):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether keys and values of a prefix can be reused by another text that begins with it."""
+        """Whether a text can reuse the keys and values of a prefix that it shares with another text."""
         return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
 
     def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -117,7 +117,7 @@ class TransformersTarget(StoredTarget):
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """One pass over all trees; one pass each if the model's bias has no batch axis."""
+        """Evaluate all trees in one pass, or each in a separate pass if the model's bias has no batch axis."""
         self._check_rope(trees)
         rows = max(len(tree) for _, tree in trees)
         alibi = self.facts.alibi
@@ -152,7 +152,7 @@ class TransformersTarget(StoredTarget):
     def _visibility(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
-        """Within the block the rows of a pass see their keys. Yields the mask to hand to the model, or None."""
+        """A context in which the rows of a pass see the right keys. Yields the mask to pass to the model, or None."""
         if positions.numel() == 1:
             yield None
             return
@@ -168,7 +168,7 @@ class TransformersTarget(StoredTarget):
         """Logits (B, len(nodes), V) of these rows of the pass."""
         device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
         keep = None
-        if len(nodes) < ids.shape[1]:  # else no copy to the device is needed, which would wait for it
+        if len(nodes) < ids.shape[1]:  # otherwise, avoid a copy to the device, which would wait for it
             keep = torch.tensor(nodes, device=device)
             if self.facts.accepts_logits_to_keep:
                 named["logits_to_keep"] = keep
@@ -179,13 +179,14 @@ class TransformersTarget(StoredTarget):
 
 
 class PlainTarget:
-    """The fallback: one row per step, through the model's own cache, one per sequence.
+    """The fallback: one row per step, with a cache of the model's own kind for each sequence.
 
-    For models that cannot evaluate a tree. Recurrent and convolutional layers, for example, ignore attention masks.
+    It is for models that cannot evaluate a tree; recurrent and convolutional layers, for example, ignore attention
+    masks.
 
     Args:
         model: a causal language model.
-        reason: why this path was taken, in one line.
+        reason: why this path was chosen, in one line.
     """
 
     path = "plain"

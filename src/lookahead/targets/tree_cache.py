@@ -16,10 +16,10 @@ class Placement:
     """Where one forward pass writes its rows and which columns attention reads: B sequences, Q rows each.
 
     Attributes:
-        slots, columns: where rows are written: one slot and a slice of Q columns, or two tensors that index
-            together as (B, Q).
-        read_slots: the B slots that attention reads,
-        width: and their first columns, up to this one.
+        slots, columns: where rows are written: one slot and a slice of Q columns, or two index tensors that broadcast
+            to (B, Q).
+        read_slots: the B slots that attention reads.
+        width: the number of columns that attention reads, from the first on.
         length: T of the longest sequence before the pass.
     """
 
@@ -31,7 +31,7 @@ class Placement:
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a ``TreeCache``, in the form in which transformers' models ask for it."""
+    """One layer of a ``TreeCache``, with the interface that transformers models expect."""
 
     is_sliding = False
 
@@ -47,7 +47,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values (B, heads, Q, head size) of this pass; return both as (B, heads, width, head
+        """Write the keys and values (B, heads, Q, head size) of this pass; return both as (B, heads, width, head
         size)."""
         return self.cache.write(self.index, 0, key_states), self.cache.write(self.index, 1, value_states)
 
@@ -70,11 +70,11 @@ class TreeCache(KVStorage, Cache):
 
     Args:
         shapes: per layer (heads, key head size, value head size); None for a layer without keys and values.
-        dtype, device: of the keys and values.
-        capacity: tokens per slot at first.
+        dtype, device: dtype and device of the keys and values.
+        capacity: initial capacity of a slot, in tokens.
 
     Attributes:
-        slots: sequences that there is room for.
+        slots: number of sequences that fit.
         capacity: tokens per slot.
     """
 
@@ -107,7 +107,7 @@ class TreeCache(KVStorage, Cache):
         self.reserve(slot + 1, length)
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room for at least ``slots`` slots of ``capacity`` tokens; double what is too small."""
+        """Ensure room for at least ``slots`` slots of ``capacity`` tokens, by doubling what is too small."""
         new_slots, new_capacity = self.slots, self.capacity
         while new_slots < slots:
             new_slots *= 2
@@ -127,7 +127,7 @@ class TreeCache(KVStorage, Cache):
             storage.zero_()
 
     def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
-        """Let the next pass write ``rows`` rows of each slot behind its ``lengths`` tokens; reserves the room."""
+        """Let the next pass write ``rows`` rows per slot after the slot's committed tokens; reserve the room."""
         longest = max(lengths)
         self.reserve(max(slots) + 1, longest + rows)
         if len(slots) == 1:
@@ -136,7 +136,7 @@ class TreeCache(KVStorage, Cache):
             return
         index = torch.tensor(slots, device=self.device)
         starts = torch.tensor(lengths, device=self.device)[:, None]
-        # Slots in a row are a view; any others are gathered, which copies their whole context.
+        # Adjacent slots are read as a view; other slots are gathered, which copies their whole context.
         adjacent = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         read_slots = slice(slots[0], slots[0] + len(slots)) if adjacent else index
         write_columns = starts + torch.arange(rows, device=self.device)

@@ -1,12 +1,12 @@
-"""The adaptive drafter: one calibrated token tree from every training-free source, and a controller of its rows.
+"""The adaptive drafter: one calibrated token tree from every training-free source, and a controller of its size.
 
-Knows numpy and the core; no torch, no model. docs/adaptive.md explains it. Only ``drafter`` and
+It uses numpy and the core, but neither torch nor a model. docs/adaptive.md explains it. Only ``drafter`` and
 ``settings`` are imported here, because the other modules load numpy and numba:
 
     sequence      the state of one sequence
     state         what may be kept across sequences
-    step_times    t(k), and the file that keeps it
-    measure       measure t(k) of a target
+    step_times    t(k), and the file that stores it
+    measure       measures t(k) of a target
 """
 
 from .drafter import Adaptive

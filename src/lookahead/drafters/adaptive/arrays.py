@@ -1,7 +1,7 @@
 """The memory that compiled code works on: arrays of records with named fields, grouped in named tuples.
 
-Nothing here computes. A compiled function takes the groups that it needs. The owner of a group (``LogitCache``,
-``SuffixTrie``, ``Grower``) allocates its arrays and enlarges them when needed.
+This module computes nothing. A compiled function takes the groups that it needs. The owner of a group
+(``LogitCache``, ``SuffixTrie``, ``Grower``) allocates its arrays and enlarges them when needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTEXT = record(
     link="i4",  # the context without its first token (suffix link)
     token="i4",  # its last token
     depth="i4",  # its length in tokens
-    text="i4",  # number of the text in which it was seen last
+    text="i4",  # number of the text in which it was last seen
     first="i4",  # its three most frequent successors, as context numbers; 0 for none
     second="i4",
     third="i4",
@@ -39,9 +39,9 @@ NODE = record(
     pair="i8",  # key of the last two tokens: previous token * V + token
     probability="f8",  # estimated probability that verification reaches the row
     depth="i4",
-    asked="i4",  # 1 once the sources were asked; the next four fields are valid from then on
+    asked="i4",  # 1 once the sources have been asked; the next four fields are valid from then on
     proposals="i4",  # number of tokens that the sources propose as children
-    cached="i4",  # how many of them come from the logit cache; these stand first
+    cached="i4",  # how many of them come from the logit cache; these come first
     order="i4",  # the logit cache matched order + 1 tokens
     edges="i4",  # number of proposals that are likely enough for the heap
     entry="i8",  # scratch space of logit_cache.write_rows
@@ -58,10 +58,10 @@ HEAP_ENTRY = record(cost="f8", number="i8")
 #: Rows of the tree and entries of the heap so far.
 SIZES = record(rows="i8", heap="i8")
 
-#: Tokens that one suffix match proposes at most, and answers of the last step kept per position.
+#: The most tokens that one suffix match proposes, and the most answers of the last step kept per position.
 MATCHES = 3
 ANSWERS = 3
-#: Proposals of a row at most, beside those of the logit cache: two suffix matches and the answers.
+#: The most proposals of a row besides those of the logit cache: two suffix matches and the answers.
 OTHER_PROPOSALS = 2 * MATCHES + ANSWERS
 #: The two tries: of this text, and of earlier texts. Index into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Sources.texts``.
@@ -78,11 +78,11 @@ class TextEnd(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The logit cache: three tables, by the last one, two and three tokens; n entries each."""
+    """The logit cache: three tables of n entries, indexed by the last one, two and three tokens."""
 
     slots: Any  # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
     keys: Any  # (3, n)
-    origins: Any  # (3, n): where the row stood: ON_PATH, REJECTED or WINDOW
+    origins: Any  # (3, n): where the row was: ON_PATH, REJECTED or WINDOW
     ids: Any  # (3, n, width): the best tokens, best first; -1 after the last
     odds: Any  # (3, n, width): their log-odds against the best token; NaN after the last
     spans: Any  # (3,) SPAN

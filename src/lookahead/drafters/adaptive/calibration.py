@@ -1,30 +1,30 @@
-"""The probability that a proposed token is right: the observed accuracy of proposals of its kind (its bucket).
+"""The probability that a proposed token is correct: the observed accuracy of proposals of its kind (its bucket).
 
     probability of a bucket = (hits + prior_weight * prior) / (trials + prior_weight)
 
-Each source has its own buckets. Two sources that agree are more reliable than either, so the confidence levels of all
-sources choose a joint bucket, and its probability is that of the edge.
+Each source has its own buckets. Two sources that agree are more reliable than either alone, so the confidence levels
+of all sources select a joint bucket, whose probability is that of the edge.
 
 An example. The suffix match proposes "the" as the only successor of five tokens, seen three times. That is one bucket
 of matches, with prior 0.60, hits 0, trials 0:
 
-    before any proposal     (0 + 4 * 0.60) / (0 + 4) = 0.60     level 7, since 0.55 < 0.60 <= 0.75
-    "the" was right         (1 + 4 * 0.60) / (1 + 4) = 0.68     level 7
-    nine more, eight right  (9 + 4 * 0.60) / (10 + 4) = 0.81    level 8, since 0.75 < 0.81 <= 0.9
+    before any proposal       (0 + 4 * 0.60) / (0 + 4) = 0.60     level 7, since 0.55 < 0.60 <= 0.75
+    "the" was correct         (1 + 4 * 0.60) / (1 + 4) = 0.68     level 7
+    nine more, eight correct  (9 + 4 * 0.60) / (10 + 4) = 0.81    level 8, since 0.75 < 0.81 <= 0.9
 
 The logit cache proposes "the" too, as the best token with a lead of 1.5 over the second; its bucket has the estimate
-0.50, level 6. The pair (match at level 8, cache at level 6), with the zone and what the last step answered, selects
-the joint bucket. Say it has 18 hits in 20 trials and the prior 0.85: (18 + 4 * 0.85) / (20 + 4) = 0.89 is the
-probability of the edge.
+0.50, level 6. The pair (match at level 8, cache at level 6), with the zone and the last step's answer, selects
+the joint bucket. If it has 18 hits in 20 trials and the prior 0.85, the probability of the edge is
+(18 + 4 * 0.85) / (20 + 4) = 0.89.
 
-What the features of a bucket are:
+The features of a bucket:
 
 - A suffix match: the order (number of matching tokens), the share of this token among all successors, how often it
   was seen, and whether it was last seen in this text.
 - A row of the logit cache, one table for each order: the height (sampling only: the best score with noise minus the
-  row's best logit), the origin (where the row stood), and the lead of the best token over the second, or the distance
+  row's best logit), the origin (where the row was), and the lead of the best token over the second, or the distance
   of another token from the best.
-- Joint: the zone (depth in the tree), what the last step answered at this position, the state of the suffix match,
+- Joint: the zone (depth in the tree), the last step's answer at this position, the state of the suffix match,
   and the state of the logit cache. A state is a level of confidence in the token; or "proposes other tokens", with
   the level of its best one; or "proposes nothing".
 """
@@ -44,18 +44,18 @@ from .compiling import compiled
 PRIOR_WEIGHT = 4.0
 #: Upper limit of the probability of an edge, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
-#: Beyond this many trials, hits and trials are halved, so that a warm state follows a change of workload.
+#: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a change of workload.
 MAX_TRIALS = 4000.0
 
 #: Upper ends of the levels of confidence, except the last.
 LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-#: Suffix matches: the longest order with buckets of its own, upper ends of the shares, buckets of one order.
+#: Suffix matches: the highest order with its own buckets, upper ends of the shares, number of buckets of an order.
 MATCH_ORDERS = 8
 SHARES = (0.12, 0.3, 0.55, 0.9)
 MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
-#: The logit cache has keys of the last one, two and three tokens.
+#: The keys of the logit cache are the last one, two and three tokens.
 ORDERS = 3
-#: Where a row stood: on the path, on a rejected branch, in the window.
+#: Where a row was: on the path, on a rejected branch, in the window.
 ON_PATH, REJECTED, WINDOW = range(3)
 #: Upper ends of the bins of leads and distances, except the last.
 DISTANCES = np.array([0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5, 9.0], dtype=np.float32)
@@ -92,7 +92,7 @@ def interval_of(ends: Any, value: float) -> int:
 
 @compiled
 def learn(bucket: Any, right: bool) -> None:
-    """Count one proposal of this bucket. It need not have been a row of the tree: only the target's token matters."""
+    """Count one proposal of this bucket. It need not be a row of the tree: only the target's token matters."""
     hits = bucket.hits + (1.0 if right else 0.0)
     trials = bucket.trials + 1.0
     if trials > MAX_TRIALS:
@@ -119,7 +119,7 @@ def new_calibration(sampled: bool) -> Calibration:
 
 @cache
 def _beginning(sampled: bool) -> tuple[Any, Any, Any]:
-    """Priors are sums of log-odds, one for each feature of a bucket, as scripts/fit_priors.py has fitted them."""
+    """Priors are sums of log-odds, one for each feature of a bucket, as fitted by scripts/fit_priors.py."""
     fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
     odds = {kind: reduce(np.add.outer, features) for kind, features in fits.items()}
     shapes = {"logits": (ORDERS, -1), "matches": (-1,), "joint": (-1,)}

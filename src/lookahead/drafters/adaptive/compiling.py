@@ -1,4 +1,4 @@
-"""Compiles the functions of this package with numba. They are plain Python, to be read and debugged as such.
+"""Compiles the functions of this package with numba. They are plain Python, and can be read and debugged as such.
 
 ``NUMBA_DISABLE_JIT=1`` in the environment leaves them uncompiled, with the same results.
 """
@@ -19,10 +19,10 @@ from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: The newest version of numba whose private attributes (``_cache`` of a dispatcher, ``entry_point`` of an overload)
-#: are known to work as used here. With a newer version each process compiles the functions and calls them in the
-#: public way, which takes longer and gives the same results.
+#: are known to work as used here. With a newer version, each process compiles the functions and calls them through
+#: the public interface, which takes longer and gives the same results.
 CHECKED = (0, 68)
-#: An integer as compiled code holds it. In uncompiled code it widens fields of records, so that sums do not overflow.
+#: An integer as in compiled code. In uncompiled code it widens fields of records, so that sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
 #: Numba's type annotations lack some of the settings. No function here makes or returns an array, so none needs
 #: numba's reference counting, which would take ten times as long as the computation for a node.
@@ -33,7 +33,7 @@ _njit, _register = (
 
 
 def numba_version() -> tuple[int, ...]:
-    """Major and minor number."""
+    """Numba's major and minor version."""
     return tuple(int(part) for part in numba.__version__.split(".")[:2])
 
 
@@ -49,11 +49,11 @@ def compiled(function: Function) -> Function:
 def entry(function: Function) -> Function:
     """A function that Python calls, always with arguments of the same types: dtypes, dimensions and layouts.
 
-    Its machine code is kept on disk if there is a folder to write to.
+    Its machine code is cached on disk if there is a writable folder.
     """
     result = _njit()(function)
-    if result is not function and numba_version() <= CHECKED:  # the same function where the JIT is off
-        # Without a folder that can be written to it is compiled in each process.
+    if result is not function and numba_version() <= CHECKED:  # if the JIT is off, ``result`` is ``function``
+        # Without a writable folder, it is compiled in each process.
         with suppress(RuntimeError):
             result._cache = _Cache(function)
         result = _Entry(result)
@@ -78,7 +78,7 @@ class _Entry:
 
 
 def is_on_disk(function: Any) -> bool:
-    """Whether the code of an entry is on disk; also true if it is never kept there."""
+    """Whether the code of an entry is on disk; also true if it is never cached there."""
     cache = getattr(getattr(function, "_dispatcher", None), "_cache", None)
     if not isinstance(cache, _Cache):
         return True

@@ -1,4 +1,4 @@
-"""How many rows a step may have, from measured step times. Knows numbers only: no tree, no model.
+"""How many rows a step may have, from measured step times. It knows numbers only: no tree, no model.
 
 **The rule.** F(k) is the expected number of tokens of a step of k rows, t(k) its time, lambda the rate of recent
 steps in tokens per second, at least that of plain decoding. A step gets the k that maximises
@@ -14,20 +14,21 @@ difference, with the long-run rate as the price of a second, does (renewal rewar
     value at lambda = 100 tokens/s  0.00  0.59  1.28  1.60  1.82  1.95  1.88    choice: 12 rows
     value at lambda = 200 tokens/s -1.00 -0.43  0.23  0.48  0.62  0.50  0.18    choice: 8 rows
 
-Plain decoding makes 100 tokens/s here. A text whose drafts are accepted more often than that has a larger lambda: its
-seconds are worth more tokens, so it takes fewer unlikely rows.
+Plain decoding emits 100 tokens/s here. A text whose drafts are accepted often has a larger lambda: its seconds are
+worth more tokens, so it takes fewer unlikely rows.
 
-**Beside the rule**, because F is an estimate and t is noisy:
+**In addition**, because F is an estimate and t is noisy:
 
 - The regret of a text is the time of its steps, with all of the drafter's work, minus the time of plain decoding for
-  the same tokens. It may reach ``MAX_REGRET`` plain steps and a share of the text's time. What is left is the loss
-  budget. A step that could lose more than the loss budget is not made. This limits the loss; it does not exclude it.
+  the same tokens. It may reach ``MAX_REGRET`` plain steps plus a share of the text's time. What is left of that is
+  the loss budget. A step that could lose more than the loss budget is not made. This bounds the loss; it does not
+  prevent it.
 - Before the first accepted draft, a step may lose at most ``COLD_SHARE`` of the loss budget.
 - If the loss budget does not cover the smallest drafted step, plain steps follow until it does (cooldown).
 - Growing a tree that is not used (a probe) costs time too. If it is not cheap, not every step probes.
-- F is corrected by the ratio of accepted to expected tokens of recent steps.
+- F is corrected by the ratio of accepted to expected tokens in recent steps.
 
-In a batch all sequences wait for the rows and the drafter of each one, so these costs count once for each sequence.
+In a batch, every sequence waits for the rows and the drafter of each other, so these costs count once per sequence.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from .step_times import MENU, SPIKE, Average, StepTimes, interpolated, menu_inde
 #: The regret that a text may reach: plain steps, and a share of its time. The share is larger if a plain step takes
 #: less than ``TINY`` seconds, because drafting costs a larger part of such a step.
 MAX_REGRET, SHARE, TINY, TINY_SHARE = 2.0, 0.01, 1e-3, 0.02
-#: Plain steps that gains can add to the loss budget at most.
+#: The most plain steps that gains can add to the loss budget.
 MOST_GAIN = 8.0
-#: Share of the loss budget that one step may lose before a draft of the text was accepted. The first estimates may be
-#: too high, and a loss is won back slowly (at ``SHARE`` of the time).
+#: Share of the loss budget that one step may lose before the text's first draft is accepted. The first estimates may
+#: be too high, and a loss is recovered slowly (at ``SHARE`` of the time).
 COLD_SHARE = 0.25
 #: Exploration bonus in tokens per row: what the scores of one more row, accepted or not, bring to later steps.
 EXPLORATION = 0.01
-#: A probe that takes less than the first share of a plain step is made in every step. Dearer probes take at most the
-#: second share of the time.
+#: A probe that takes less than the first share of a plain step is made in every step. More expensive probes take at
+#: most the second share of the time.
 CHEAP_PROBE, PROBE_SHARE = 0.05, 0.02
 #: The largest change of ``StepTimes.after`` by one observation, in plain steps; larger differences are noise.
 NOISE = 0.2
-#: Plain steps of a cooldown at least.
+#: The fewest plain steps of a cooldown.
 COOLDOWN = 8
 #: Weight of one step in the averages of lambda and of the correction of F, and the weight of the assumed history with
 #: which both start: steps of plain decoding, and estimates that were right.
@@ -81,7 +82,7 @@ class Controller:
         self.regret = self.spent = 0.0
         self.cooldowns = 0
         #: None after a plain step. After a probe that drafted nothing: the seconds of its forward pass. After a
-        #: drafted step: 0. Both leave cold caches, which make the next plain step slower.
+        #: drafted step: 0. Both leave the caches cold, which makes the next plain step slower.
         self._probe_pass: float | None = None
         self._tokens, self._seconds, self._accepted, self._expected = (
             Average(weight=RECENT) for _ in range(4)
@@ -174,8 +175,8 @@ class Controller:
         Args:
             passes: seconds of each forward pass.
             own: seconds of the drafter in all of these steps together.
-            disturbed: whether a drafted step or a probe came before. Then the first pass found cold caches, and its
-                extra time is charged to that draft.
+            disturbed: whether a drafted step or a probe came before. Then the caches were cold in the first pass, and
+                its extra time is charged to that draft.
         """
         if self.table:
             plain = self.table[0]
@@ -183,7 +184,7 @@ class Controller:
             self.regret += self.batch * own
             if disturbed and passes and self.batch == 1:  # a batch is too large for the caches anyway
                 after, most = self.times.after, NOISE * plain
-                # Compared with the probe's own pass: a machine that became slower is not a cost of drafting.
+                # Compare with the probe's own pass: if the machine has become slower, that is not a cost of drafting.
                 seen = passes[0] - max(plain, self._probe_pass or 0.0)
                 after.add(after.value + max(-most, min(most, seen - after.value)))
                 self.regret += after.value
@@ -210,7 +211,7 @@ class Controller:
         passed = max(min(passed, table[0]), passed - max(0.0, after))
         if (rows == 1 or more) and not times.mixed:
             times.learn(self._bin, times.mean, passed)
-        # A single pass is noisy, so the average time of such passes is charged.
+        # A single pass is noisy, so the average time of such passes is charged instead.
         cost = table[menu_index(rows)] + after
         if self.batch > 1 and more:  # charge this sequence for its own rows only
             passes = interpolated(MENU, table, times.mean)
@@ -228,7 +229,7 @@ class Controller:
         self._expected.add(expected)
 
     def cooldown(self, rows: int) -> int:
-        """The number of plain steps that must follow a step of ``rows`` rows; mostly 0."""
+        """The number of plain steps that must follow a step of ``rows`` rows; usually 0."""
         plain, missing = self.table[0], self._smallest_loss - self.loss_budget
         probe = self.batch * self.times.probe.value
         if missing <= 0:

@@ -20,7 +20,7 @@ class Adaptive(AdaptiveSettings, Drafter):
     Attributes:
         max_rows: largest number of rows of a step, 1 to 512.
         budget: whether measured step times choose the number of rows. False: every step may have ``max_rows``, and
-            the drafts depend on the tokens only. None: step times choose if the text cannot depend on the choice;
+            the drafts depend only on the tokens. None: step times choose if the text cannot depend on the choice;
             otherwise a step has at most ``UNTIMED_ROWS``.
         sources: the names in ``SOURCES`` that may propose candidates. Without "logits" nothing reads what the window
             explores.
@@ -29,7 +29,7 @@ class Adaptive(AdaptiveSettings, Drafter):
         suffix_order: tokens of the longest suffix that is matched, 1 to 32.
         top, sampled_top: tokens kept of each evaluated row, in greedy and in sampled decoding, 1 to 64.
         max_entries: contexts that a state keeps in each table, at least 1000; the oldest is dropped first.
-        seed: of the random numbers that fill empty positions of the window.
+        seed: seed of the random tokens that fill empty positions of the window.
         chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
         state: statistics that sequences share; None: every sequence starts without any.
 

@@ -1,19 +1,19 @@
 """The token tree of the adaptive drafter: growing it from all sources, and learning from the step's result.
 
-The estimated probability that verification reaches a node is the product of its edges' estimates, and
+The estimated probability that verification reaches a node is the product of the estimates along its path, and
 F(tree) = 1 + the sum of these products is the expected number of tokens of the step. A child is never likelier than
-its parent, so taking nodes in order of falling probability gives the best tree of every size (best-first search).
+its parent, so taking nodes in order of decreasing probability gives the best tree of every size (best-first search).
 
 Three parts: compiled functions that grow the tree (``grow``), compiled functions that learn from the target's answers
 (``learn_from_step``), and ``Grower``, which owns the memory of one sequence and calls both.
 
-An example of ``grow`` with six rows and probabilities of edges as the calibration gives them. The root R has the
-children a (0.6), b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
+An example of ``grow`` with six rows and edge probabilities from the calibration. The root R has the children a (0.6),
+b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
 
     The heap holds two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
-    is a row whose sources have not been asked. A row cannot have a child likelier than itself, and most best children
-    are less likely than half of it, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its
-    sources are asked only if that comes to the top. Only one edge of a node is in the heap, its best one left.
+    is a row whose sources have not been asked. A row cannot have a child likelier than itself, and its best child is
+    usually less than half as likely, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its
+    sources are asked only if that reaches the top. Of each node, only the best remaining edge is in the heap.
 
     popped      what happens                                 heap afterwards                              rows
     (start)     the root is a row to ask                     R? 1.00                                      R
@@ -28,8 +28,8 @@ children a (0.6), b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9
     b? 0.16     nothing is proposed under b                  a.e 0.06, R.c 0.05                           R a b d f
     a.e 0.06    e is row 5: six rows, the tree is complete                                                R a b d f e
 
-Row 2 (b, 0.32) was taken before row 3 (d, 0.48): that is what the factor 0.5 costs here. With the factor 1 the order
-is exact, and more sources are asked.
+Row 2 (b, 0.32) was taken before row 3 (d, 0.48): that is the cost of the factor 0.5 here. With the factor 1 the order
+is exact, but sources are asked under more rows.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from .state import Tables
 EXPANSION_FACTOR = 0.5
 #: Edges with a smaller probability do not enter the heap.
 MIN_PROBABILITY = 0.002
-#: Most edges of one node.
+#: The most edges of one node.
 MAX_EDGES = 128
 #: What accepted tokens are credited to: the sources, and the window for rows that only it evaluated.
 CREDITED = ("suffix", "logits", "jacobi", "corpus", "window")
 BY_SUFFIX, BY_LOGITS, BY_ANSWERS, BY_CORPUS, BY_WINDOW = range(5)
-#: Number of positions whose noise is kept at first.
+#: Initial number of positions whose noise is kept.
 FIRST_POSITIONS = 32
 
 
@@ -98,7 +98,7 @@ def index_of(tokens: Any, count: int, token: int) -> int:
 
 @compiled
 def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) -> int:
-    """The confidence level of a token by the suffix matches of both tries; -1 if none of them proposes it.
+    """The confidence level of a token from the suffix matches of both tries; -1 if neither proposes it.
 
     With ``token`` -1: the highest level of any proposed token.
     """
@@ -114,7 +114,7 @@ def _match_level(tree: Tree, calibration: Calibration, node: int, token: int) ->
 
 @compiled
 def ask(tree: Tree, sources: Sources, calibration: Calibration, constants: Constants, node: int) -> None:
-    """Collect what all sources propose under a row: logit cache, suffix matches, answers of the last step."""
+    """Collect the proposals of all sources under a row: logit cache, suffix matches, answers of the last step."""
     row, proposals = tree.nodes[node], tree.proposals[node]
     zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
     match(sources.texts[SUFFIX], tree, SUFFIX, node)
@@ -298,8 +298,8 @@ def grow(
     It ends early if the next row k has a probability below ``stop[k]``.
 
     Returns:
-        Minus the number of rows; or a depth of at least 0 at which noise is missing. The caller stores that noise and
-        calls again with ``fresh`` False, which continues the same tree.
+        Minus the number of rows; or a depth of at least 0 at which noise is missing. The caller then stores that
+        noise and calls again with ``fresh`` False, which continues the same tree.
     """
     if fresh:
         tree.sizes[0].rows = 0
@@ -312,7 +312,7 @@ def grow(
 
 @compiled
 def _source_of(tree: Tree, node: int, right: int, matched: int, recalled: int) -> int:
-    """The source to credit with an accepted token: the most specific one of several."""
+    """The source to credit with an accepted token: the most specific of those that proposed it."""
     row = tree.nodes[node]
     if matched == 0:
         return BY_SUFFIX
@@ -330,7 +330,7 @@ def _source_of(tree: Tree, node: int, right: int, matched: int, recalled: int) -
 
 @compiled
 def _judge_matches(tree: Tree, calibration: Calibration, source: int, node: int, truth: int) -> int:
-    """Count hits and trials of the suffix matches at a node. Returns the index of the right match, or -1."""
+    """Count hits and trials of the suffix matches at a node. Returns the index of the correct match, or -1."""
     matches = tree.matches[source, node]
     right = index_of(matches, MATCHES, truth)
     for index in range(MATCHES):
@@ -346,8 +346,8 @@ def _judge(
 ) -> int:
     """Count hits and trials of every proposal under the accepted rows. Returns tokens accepted because of the window.
 
-    The target's token is known under each of these rows, so every proposal there is a label, whether it was a row of
-    the tree or not.
+    The target's token is known under each of these rows, so every proposal there can be judged, whether it was a row
+    of the tree or not.
     """
     by_window = 0
     for i in range(len(step.path)):
@@ -392,7 +392,7 @@ def _find_own(tree: Tree, sources: Sources, constants: Constants, step: StepResu
 
 @compiled
 def _keep_answers(tree: Tree, sources: Sources, step: StepResult) -> None:
-    """Keep the target's tokens under this step's rows by their depth below the next root, likeliest rows first."""
+    """Keep the target's tokens under this step's rows, by depth below the next root, likeliest rows first."""
     answers = sources.answers
     answers[:] = -1
     for node in range(tree.sizes[0].rows):
@@ -442,7 +442,7 @@ class Grower:
         tables: the logit cache and the calibration, which may be shared by sequences.
         vocabulary: V.
         config: sources, rows, and tokens kept per row.
-        sampled: whether tokens are sampled, with noise that is known ahead.
+        sampled: whether tokens are sampled, with noise known in advance.
 
     Attributes:
         tokens, parents, probabilities: of the last tree, by row.
@@ -495,7 +495,7 @@ class Grower:
             found = tree.matches["token"][source, parent].tolist()
             proposed[name] = found[: found.index(-1)] if -1 in found else found
         names = [name for name, tokens in proposed.items() if token in tokens]
-        return names or ["jacobi"]  # the answers of the step before, which this step's have replaced
+        return names or ["jacobi"]  # the previous step's answers, which this step's answers have replaced
 
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -507,7 +507,7 @@ class Grower:
         self._position += len(tokens)
 
     def forget_answers(self) -> None:
-        """Drop the last step's answers: plain steps came since, so they do not fit the next position."""
+        """Drop the last step's answers: after plain steps, they do not fit the next position."""
         self._answers[:] = -1
 
     def _arguments(self) -> tuple[Tree, Sources, Calibration, Constants]:
@@ -594,7 +594,7 @@ class Grower:
         tree.sizes["rows"] = count
 
     def adopt(self, tree: TokenTree) -> None:
-        """Take in the rows that others (the window) have added to the tree."""
+        """Include the rows that others (the window) have added to the tree."""
         nodes, own, count = self._tree.nodes, len(self.tokens), len(tree)
         for field, values in (("token", tree.tokens), ("parent", tree.parents), ("depth", tree.depths)):
             nodes[field][own:count] = values[own:]

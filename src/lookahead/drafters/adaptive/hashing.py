@@ -1,6 +1,6 @@
-"""Tables by key: open addressing with linear probing, in arrays of ``SLOT`` whose length is a power of two.
+"""Hash tables: open addressing with linear probing, in arrays of ``SLOT`` whose length is a power of two.
 
-Keys are numbers from 0 to 2**62. A slot holds the key plus one, so that fresh memory, which is zero, is empty.
+Keys are integers from 0 to 2**62. A slot holds the key plus one, so that zeroed memory is an empty table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def new_slots(*shape: int) -> Any:
 
 @compiled
 def _home(slots: Any, key: int) -> int:
-    """The slot of a key if it is free. No product exceeds 63 bits, as Python's numbers must not."""
+    """The slot of a key if it is free. No product exceeds 63 bits, so uncompiled code gives the same slot."""
     key = int64(key)
     low, high = key & 0x7FFFFFFF, key >> 31
     mixed = low ^ high * 0x85EB
@@ -66,7 +66,7 @@ def rehash(old: Any, new: Any) -> None:
 
 @entry
 def enter(slots: Any, keys: Any) -> None:
-    """Insert different keys into an empty table; the value of each is its index in ``keys``."""
+    """Insert distinct keys into an empty table; the value of each is its index in ``keys``."""
     for value in range(len(keys)):
         index = find(slots, keys[value])
         slots[index].key, slots[index].value = keys[value] + 1, value

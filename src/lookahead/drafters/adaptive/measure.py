@@ -1,4 +1,4 @@
-"""Measures the step times of targets, and keeps them for each loaded model."""
+"""Measures the step times of targets and keeps them for each loaded model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from . import precompile
 from .drafter import Adaptive
 from .step_times import StepTimes, from_points, load_times, save_times
 
-#: Rows of the short measurement, the most informative first, and its context. Times of other rows are interpolated.
+#: Rows of the short measurement, the most informative first, and its context. Other times are interpolated.
 SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
 #: The short measurement ends after this many seconds or steps, whichever is longer; two points are always measured.
 PATIENCE, PATIENT_STEPS = 0.5, 5
-#: If a plain step was this many times slower when it was measured, the machine was busy with other work.
+#: If a plain step took this many times as long when it was measured, the machine was busy with other work.
 BUSY = 1.5
 
 
@@ -43,7 +43,7 @@ def measure_times(
         target: any target; all its slots must be free, and are free afterwards.
         vocabulary: V.
         rows, contexts, batches: the points to measure; contexts that are too long for the model are skipped.
-        repeats: most steps per point; the fastest counts.
+        repeats: largest number of steps per point; the fastest counts.
         progress: called with (batch, context, rows, seconds) for every point.
         patience: seconds after which only the first two numbers of rows are measured.
     """
@@ -62,7 +62,7 @@ def measure_times(
         spent: dict[int, list[float]] = {count: [] for count in rows}
         try:
             # Sizes alternate and the fastest step counts, so that other work on the machine affects all sizes alike.
-            # A plain step follows another one, because a step of many rows leaves cold caches.
+            # Each plain step follows another plain step, because a step of many rows leaves the caches cold.
             for _, count in product(range(discard + repeats), (1, *rows)):
                 late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
                 if late and (count not in rows[:2] or len(spent[count]) > discard):
@@ -92,9 +92,9 @@ def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
 
 
 def _random_tree(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> TokenTree:
-    """A tree shaped like a draft: every node is a child of one of the first half."""
+    """A tree shaped like a draft: every node is a child of a node in the first half."""
     tree = TokenTree(rng.randrange(vocabulary))
-    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary has too few different children
+    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary has too few distinct children
         parent = rng.randrange((len(tree) + 1) // 2)
         tree.add(rng.randrange(vocabulary), parent if tree.depths[parent] < deepest else 0, needs_logits=True)
     return tree
@@ -113,12 +113,12 @@ class _NoNoise:
 
 
 def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
-    """Draft a few tokens, greedily and with noise, so that all code is compiled; measure the set-up.
+    """Draft a few tokens, greedily and with noise, so that all code is compiled; also measure the set-up.
 
     Args:
         target: all its slots must be free, and are free afterwards.
         vocabulary: V.
-        times: its ``setup`` is set.
+        times: receives the set-up time in ``setup``.
     """
     prompt = [token % vocabulary for token in range(256)]
     spent = []
@@ -177,7 +177,7 @@ def model_key(model: Any, path: str = "") -> str:
 
     Args:
         model: a transformers model.
-        path: of the target that evaluates it.
+        path: the path of the target that evaluates it.
     """
     config = model.config.get_text_config(decoder=True).to_dict()
     shape = {key: value for key, value in config.items() if isinstance(value, int) and key != "eos_token_id"}
@@ -198,8 +198,8 @@ def _numbers_of(model: Any) -> tuple[Any, Any]:
 def _was_busy(kept: StepTimes, target: Any) -> bool:
     """Whether a plain step is much faster now than when the step times were measured.
 
-    Then other work slowed that measurement, and rows look cheaper than they are: a step of 8 rows, which takes 2.3
-    plain steps, was measured at 1.9 beside two busy processes. A slower machine only scales the table.
+    If so, other work slowed that measurement down, and rows look cheaper than they are: a step of 8 rows, which takes
+    2.3 plain steps, was measured at 1.9 beside two busy processes. A slower machine only scales the table.
     """
     table, spent = kept.table(1, 0), []
     target.prefill([(0, [0])])
@@ -214,9 +214,9 @@ def _was_busy(kept: StepTimes, target: Any) -> bool:
 
 
 def _compile_reading(target: Any) -> None:
-    """Read the best tokens of a row, whose code is compiled then: here, while the other process compiles the rest.
+    """Compile the code that reads the best tokens of a row, while the other process compiles the rest.
 
-    In ``measure_times`` it would use up the time for measuring.
+    If ``measure_times`` had to compile it, that would use up the time for measuring.
     """
     target.prefill([(0, [0])])
     (scores,) = target.forward([(0, TokenTree(0))])
@@ -235,8 +235,8 @@ def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTime
 
     Args:
         model: a transformers model.
-        path: of the target that evaluates it.
-        make_target: returns a new target with a ``vocabulary``; called for the first drafter of the model only.
+        path: the path of the target that evaluates it.
+        make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
     """
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)

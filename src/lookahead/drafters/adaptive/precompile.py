@@ -1,8 +1,8 @@
 """Compiles the functions of this package in another process, while this one compiles the model's forward pass.
 
-On a machine that has not used the library, each takes about ten seconds on one core. The other process writes machine
-code to numba's cache on disk, from where this one loads it. An error there costs only time: a function that is not on
-disk is compiled when it is called.
+When a machine uses the library for the first time, each takes about ten seconds on one core. The other process writes
+machine code to numba's cache on disk, from which this process loads it. An error there costs only time: a function
+that is not on disk is compiled when it is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from . import growth
 from .compiling import is_on_disk
 
-#: Seconds to wait at most; more than the compilation takes on a slow machine.
+#: The longest wait, in seconds; the compilation takes less even on a slow machine.
 LONGEST = 120.0
 #: What the other process runs.
 CODE = f"from {__package__}.measure import compile_all; compile_all()"

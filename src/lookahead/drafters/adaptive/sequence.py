@@ -1,4 +1,4 @@
-"""The state of one sequence: grows a tree, reads the logits of every row, and learns how good its proposals are.
+"""The state of one sequence: it grows a tree, reads the logits of every row, and learns how good its proposals are.
 
 The sources propose tokens, ``calibration`` estimates their probabilities, ``growth`` builds the tree, ``controller``
 chooses the number of rows, ``state`` may be kept across sequences. A text is in one of two phases: ``PlainSteps`` (at
@@ -42,11 +42,11 @@ class PlainSteps:
     """Plain decoding steps, in which no candidates are grown.
 
     Attributes:
-        steps: plain steps left. After them ``drafting`` continues; if it is None, drafting is set up as soon as the
-            loss budget covers that.
+        steps: plain steps left. Then ``drafting`` continues; if it is None, drafting is set up as soon as the loss
+            budget covers the cost.
         unread: tokens that the sources have not read.
         passes: seconds of each pass from which the controller has not learned yet.
-        own: seconds of the drafter in all of them.
+        own: seconds that the drafter took in all of these passes.
         disturbed: whether a probe or a drafted step came just before.
     """
 
@@ -62,13 +62,13 @@ class AdaptiveDraftState(DraftState):
     """One sequence: its phase, its controller, and the statistics of its steps.
 
     Args:
-        settings: of the drafter.
-        state: shared by sequences, or None.
+        settings: the drafter's settings.
+        state: the state that sequences share, or None.
         sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
             without step times, a new ``StepTimes`` learns from this sequence alone.
 
     Raises:
-        SettingsError: a state of another model.
+        SettingsError: the state belongs to another model.
     """
 
     def __init__(self, settings: AdaptiveSettings, state: AdaptiveState | None, sequence: Start) -> None:
@@ -86,7 +86,7 @@ class AdaptiveDraftState(DraftState):
         self._controller = Controller(self._times, len(self._prompt), sampled) if timed else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
         self._plain_steps = 0
-        #: Times at which the step began and its tree was ready; seconds of the last step's bookkeeping, which count
+        #: When the step began, and when its tree was ready; seconds of the last step's bookkeeping, which are counted
         #: in the next step; seconds of all drafters until the tree was ready.
         self._start = self._grown = self._late = self._taken = 0.0
         #: Seconds of drawing noise since the step or its observation began; last token whose noise was drawn.
@@ -159,7 +159,7 @@ class AdaptiveDraftState(DraftState):
         prices = None if controller is None else controller.prices(limit)
         limit = limit if prices is None else len(prices) - 1
         if self.settings.chain:
-            # The chain's rows are found among those of all branches, so the price of a row's number means nothing.
+            # The chain's rows are found among the rows of all branches, so prices by row number do not apply.
             grower.grow_chain(min(max_depth, limit - 1), 0.0 if prices is None else min(prices[1:]))
         else:
             grower.grow(limit, max_depth, prices)
@@ -170,7 +170,8 @@ class AdaptiveDraftState(DraftState):
 
     @staticmethod
     def _tree(phase: Drafting, rows: int, room: int, max_depth: int) -> TokenTree:
-        """The tree of the first ``rows`` nodes, with the window if there is room or if it pays more than they do."""
+        """The tree of the first ``rows`` nodes, with the window if there is room, or if it pays more than the nodes
+        that it would replace."""
         grower, window = phase.grower, phase.window
         wanted = window.wanted(max_depth) if window is not None and room > 1 else 0
         spare = rows + wanted - room
@@ -187,7 +188,7 @@ class AdaptiveDraftState(DraftState):
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         begin = perf_counter()
-        # Time of other sequences' drafters since this tree was ready is not part of the pass.
+        # The time of other sequences' drafters since this tree was ready is not part of the pass.
         passed = begin - self._grown - (self._times.evaluated() - self._taken)
         if isinstance(self._phase, Drafting):
             self._study(self._phase, tree, scores, path, tokens)
@@ -236,7 +237,8 @@ class AdaptiveDraftState(DraftState):
     ) -> None:
         """Learn from the logits of all rows of a step.
 
-        ``tree`` has only the first rows of the drafted tree if the engine evaluated no more or has no more logits.
+        If the engine evaluated only the first rows of the drafted tree, or has only their logits, ``tree`` has only
+        these rows.
         """
         grower, window = phase.grower, phase.window
         grower.cut(len(tree))
@@ -250,21 +252,21 @@ class AdaptiveDraftState(DraftState):
 
     @property
     def _drafting(self) -> Drafting | None:
-        """The sources and the last tree; None before drafting was set up."""
+        """The sources and the last tree; None until drafting is set up."""
         return self._phase.drafting if isinstance(self._phase, PlainSteps) else self._phase
 
     @property
     def estimates(self) -> list[float]:
-        """The estimated probability of each node of the last tree, without the window's rows, which follow."""
+        """The estimated probability of each node of the last tree, without the window's rows at its end."""
         return list(self._phase.grower.probabilities) if isinstance(self._phase, Drafting) else []
 
     @property
     def cooling(self) -> bool:
-        """Whether the step is a plain one without growing candidates."""
+        """Whether the step is a plain step, in which no candidates are grown."""
         return not isinstance(self._phase, Drafting)
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
-        """The estimated probability of each row that verification reaches it, and the sources that proposed it."""
+        """The estimated probability that verification reaches each row, and the sources that proposed the row."""
         drafting = self._drafting
         if tree is None or len(tree) == 1 or drafting is None:
             return {}

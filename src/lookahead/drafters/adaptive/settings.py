@@ -1,4 +1,4 @@
-"""Settings of the adaptive drafter: frozen, validated. None of them changes the output. Loads no numpy."""
+"""Settings of the adaptive drafter, frozen and validated. None of them changes the output. Loads no numpy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SOURCES = {
     "jacobi": "what the last step answered at the same position",
     "corpus": "suffix matches over the texts of earlier requests too, if a state is kept",
 }
-#: All but the corpus: the texts of one request are proposed in another only if the caller asks for it.
+#: All but the corpus: text of one request is proposed in another only if the caller asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
-#: Rows of a step if measured times must not choose them and the caller has not chosen either.
+#: Rows of a step if measured times must not choose the number and the caller has not chosen it either.
 UNTIMED_ROWS = 8
-#: Rows of the tree from which a chain is chosen, if its own rows are fewer.
+#: The fewest rows of the tree from which a chain is chosen.
 SEARCHED_ROWS = 64
 #: Smallest and largest value of each whole number.
 LIMITS = {

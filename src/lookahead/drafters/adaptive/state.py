@@ -1,6 +1,6 @@
-"""What the adaptive drafter learns, and which part may be kept across requests.
+"""What the adaptive drafter learns, and the part of it that may be kept across requests.
 
-Statistics that are kept influence the drafts of later requests, never their output. They are kept only if a caller
+Kept statistics influence the drafts of later requests, never their output. They are kept only if the caller
 creates a state and passes it. The caller chooses the state's scope.
 """
 
@@ -23,14 +23,14 @@ from .sources.suffix import SHIFT, SuffixTrie
 FORMAT = 2
 #: Largest unpacked size, in bytes, of a file that ``load`` reads.
 LARGEST_FILE = 1 << 30
-#: The arrays that are saved of each table of the logit cache, and the most tokens of an entry that is read.
+#: The arrays that are saved for each table of the logit cache, and the most tokens of an entry that can be loaded.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
 MAX_WIDTH = 64
 
 
 class Tables:
-    """Logit cache and calibration. Greedy and sampled decoding have separate ones; sampling keeps more tokens."""
+    """Logit cache and calibration; greedy and sampled decoding have separate ones, and sampling keeps more tokens."""
 
     def __init__(self, config: AdaptiveSettings, sampled: bool) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
@@ -41,9 +41,9 @@ class AdaptiveState:
     """Statistics that sequences with the same model and tokenizer may share.
 
     Args:
-        settings: give the sizes of the tables: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
-        scope: a name for the texts that may share the state, for example model, tokenizer and tenant. It is saved,
-            and compared when the state is loaded.
+        settings: determine the sizes of the tables by ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
+        scope: a name for the texts that may share the state, such as model, tokenizer and tenant. It is saved with
+            the state and compared when the state is loaded.
     """
 
     def __init__(self, settings: AdaptiveSettings | None = None, scope: str = "") -> None:
@@ -78,7 +78,7 @@ class AdaptiveState:
     def save(self, path: str | Path) -> None:
         """Write the logit cache and the calibrations; the texts themselves (corpus) are not written.
 
-        The file is a numpy archive without pickled objects. It holds statistics of the texts decoded.
+        The file is a numpy archive without pickled objects. It holds statistics of the decoded texts.
         """
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         for sampled, tables in self._tables.items():
@@ -104,7 +104,7 @@ class AdaptiveState:
         """Read a file that ``save`` wrote.
 
         Raises:
-            SettingsError: the file is too large, of another format or scope, or not such a file.
+            SettingsError: the file is too large, has another format or scope, or is not such a file.
         """
         state = cls(settings, scope)
         try:

@@ -17,13 +17,13 @@ from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
 
-#: Numbers of rows with a time of their own; other numbers take the time of the next larger one.
+#: Numbers of rows with a separate time; other numbers use the time of the next larger one.
 MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 #: Weight of one step in its average, and the assumed relative cost of one more row before any measurement.
 WEIGHT, GUESS = 0.08, 0.02
-#: A time is clipped at this many times the usual one, because other work interrupted the step.
+#: A time is clipped at this multiple of the usual one, because other work has interrupted the step.
 SPIKE = 2.0
-FORMAT = 4  # of the file; also raised when a change makes compiled passes faster or slower
+FORMAT = 4  # of the file; also incremented when a change makes compiled passes faster or slower
 #: Added to the first number of a bin for sampled texts.
 SAMPLED = 64
 
@@ -45,17 +45,17 @@ class Average:
 class StepTimes:
     """t(k) in seconds, by number of sequences and length of the context.
 
-    There is one table for each (batch, context) bin. A bin that was never measured starts from the nearest one, read
-    at the same total number of rows; of fewer rows than that one has, by the guess.
-    Rows are counted per sequence, as the mean over the pass. A step of one row
-    shows how fast the machine is now and scales the whole table; a step of more rows changes its own entry, and its
-    neighbours less and less. So t(1) follows from plain steps alone.
+    There is one table for each (batch, context) bin. A bin without measurements starts from the nearest bin, read at
+    the same total number of rows; below that bin's smallest total, the assumed cost of a row scales the time. Rows
+    are counted per sequence, as the mean over the pass. A step of one row shows how fast the machine is now, so it
+    scales the whole table; a step of more rows changes its own entry, and other entries less the further away they
+    are. So t(1) follows from plain steps alone.
 
     Attributes:
         bins: tables by bin, seconds by index in ``MENU``. The first entry is a whole plain step without the drafter's
             time; the others are the forward pass and learning from its rows, without growing the tree.
         probe: seconds of the drafter in a step of one row: growing candidates, and learning from that row.
-        after: seconds by which the next plain step is longer, because the drafter left cold caches.
+        after: seconds by which the next plain step is longer, because the drafter left the caches cold.
         setup: seconds to set up drafting for a text, including reading its prompt.
         draw: seconds to draw the noise of one position.
         batch, rows: sequences in the pass, and rows of all their trees.
@@ -110,8 +110,8 @@ class StepTimes:
         if key not in self.bins and self.bins:
             near = min(self.bins, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
             known, wanted = (2.0 ** (each[0] % SAMPLED / 2) for each in (near, key))  # sequences
-            # Fewer rows in all than any known pass: by the guess, or one plain step of 16 sequences would make plain
-            # steps of two look as slow, and drafting free.
+            # For fewer rows in total than any known pass, use the guess. Otherwise, after one plain step of 16
+            # sequences, plain steps of two would seem just as slow, and drafting free.
             self.bins[key] = [
                 interpolated(MENU, self.bins[near], k * wanted / known)
                 * min(1.0, self._guessed(wanted * k) / self._guessed(known))
@@ -120,7 +120,7 @@ class StepTimes:
         return self.bins.get(key)
 
     def _guessed(self, rows: float) -> float:
-        """The time of a pass by the guess, in passes of one row."""
+        """The assumed time of a pass, in passes of one row."""
         return 1 + self._guess * (rows - 1)
 
     def learn(self, where: Sequence[int], rows: float, seconds: float, steps: float = 1) -> None:
@@ -131,7 +131,7 @@ class StepTimes:
             one_row = seconds / self._guessed(where[0] * rows)
             self.bins[self.bin_of(*where)] = [one_row * self._guessed(where[0] * k) for k in MENU]
             return
-        if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows of each
+        if 1 < rows < 2:  # only some sequences drafted: extrapolate to two rows for each
             share = rows - 1
             rows, seconds, steps = 2, table[0] + (seconds - table[0]) / share, share * steps
         own = menu_index(round(rows))
@@ -139,7 +139,7 @@ class StepTimes:
         for i in range(len(table)):
             if not own or i:
                 table[i] *= change ** (0.5 ** abs(i - own) if own else 1.0)
-        for i in range(len(table)):  # more rows are never faster; anything else is noise
+        for i in range(len(table)):  # more rows are never faster; a measurement that says so is noise
             table[i] = max(table[i], table[own]) if i > own else min(table[i], table[own])
 
 
@@ -186,7 +186,7 @@ def times_file(model: str) -> Path:
 
 
 def save_times(model: str, times: StepTimes) -> Path:
-    """Keep step times for this machine and model; returns the file."""
+    """Save step times for this machine and model. Returns the file."""
     path = times_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     seconds = {f"{batch},{context}": table for (batch, context), table in times.bins.items()}
@@ -197,7 +197,7 @@ def save_times(model: str, times: StepTimes) -> Path:
 
 
 def load_times(model: str) -> StepTimes | None:
-    """The kept step times of this machine and model, or None.
+    """The saved step times of this machine and model, or None.
 
     Raises:
         SettingsError: the file is damaged.

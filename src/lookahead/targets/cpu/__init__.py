@@ -1,8 +1,8 @@
 """The compiled path on CPUs: this library's own forward pass.
 
-A model comes from transformers (``architectures`` lists the classes, says where each keeps its parts and how to add
-another) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token trees on the
-compiled model. Rows are batch-invariant: a row has the same bits in any tree. The user's model is read and never
+A model comes from transformers (``architectures`` lists the classes, says where each keeps its parts, and explains
+how to add another) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token
+trees on the compiled model. Rows are batch-invariant: a row has the same bits in any tree. The user's model is never
 changed. See docs/cpu.md.
 """
 

@@ -1,8 +1,8 @@
-"""Where each class of transformers keeps its parts. The parts are the model's own tensors, not copies.
+"""Where each transformers class keeps its parts. The parts are the model's own tensors, not copies.
 
 To add a class, register a ``Spec`` under its name. The compiled pass supports layers of grouped-query attention and a
 feed-forward, each added to the residual stream; RMS or layer norms before them, after them or both; rotary positions
-on pairs (i, i + R/2), or learned positions; SiLU or the tanh form of GELU. Other models are refused here by name, or
+on pairs (i, i + R/2), or learned positions; SiLU or the tanh form of GELU. Other models are rejected here by name, or
 by the comparison at load, and run on transformers' code.
 """
 
@@ -25,7 +25,7 @@ from .dense import Linear, bits_of
 
 
 def _window(config: Any, layer: int) -> int:
-    """The window of the layers that the config calls sliding; of all layers if it does not list their types."""
+    """The window of a layer that the config calls sliding, or of any layer if it does not list their types."""
     types = getattr(config, "layer_types", None)
     if types and types[layer] != "sliding_attention":
         return 0
@@ -44,15 +44,15 @@ class Spec:
             positions, the final norm and the LM head.
         positions: learned position embeddings.
         attention: the attention module, whose ``scaling`` is the factor of the scores.
-        qkv, gate_up: one linear that stands for several.
-        query, key, value, output, gate, up, down: linears. Without ``gate`` the feed-forward is activation(up).
+        qkv, gate_up: a single linear in place of several.
+        query, key, value, output, gate, up, down: linears. Without ``gate``, the feed-forward is activation(up).
         attention_norm, feed_forward_norm: norms of their inputs.
         attention_post_norm, feed_forward_post_norm: norms of their outputs, before these are added.
         query_norm, key_norm: RMS norms over each head, or over all heads together.
-        norm_offset: constant that is added to the weights of norms.
+        norm_offset: constant added to the weights of norms.
         activation, embedding_multiplier, residual_multiplier, logits_divisor, attention_cap, logits_cap: fields of
             the config; caps are c in c * tanh(x / c).
-        window: (config, layer) -> keys that a row sees, its own included; 0 for all.
+        window: (config, layer) -> number of keys that a row sees, including its own; 0 for all.
         rotates: (config, layer) -> whether the layer has rotary positions.
     """
 
@@ -188,7 +188,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
 
 
 def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The part at a path; it must have exactly one of these types, because subclasses may compute something else."""
+    """The part at a path. Its type must be exactly one of ``kinds``: subclasses may compute something else."""
     part = module.get_submodule(path)
     if type(part) not in kinds:
         name = f"{type(part).__module__}.{type(part).__name__}"
@@ -312,7 +312,7 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
     """The parts of a transformers model of a registered class; the blueprint refers to its weights.
 
     Raises:
-        Unsupported: the model is not what the spec of its class assumes.
+        Unsupported: the model does not match the spec of its class.
     """
     try:
         parts = _Parts(model, facts)

@@ -1,7 +1,7 @@
-"""Attention of a tree's rows; each row has the bits that it would have as the only row of a step.
+"""Attention of a tree's rows; each row has the same bits as if it were the only row of a step.
 
-A row's columns are taken in the order of their positions: the committed prefix, then the row's ancestors from the
-root on, as if these had been committed. Every score is one chain of sums over the head. Exponentials are summed and
+A row's columns are processed in the order of their positions: the committed prefix, then the row's ancestors from the
+root down, as if these had been committed. Every score is one chain of sums over the head. Exponentials are summed and
 values are added up column by column. Rows share loads of the prefix and nothing else.
 
 An example: a prefix of T = 3 columns and a tree whose root (column 3) has children 4 and 5, and 6 below 4:
@@ -12,7 +12,7 @@ An example: a prefix of T = 3 columns and a tree whose root (column 3) has child
     row 2     x x x   x   x         bounds 3 .. 5                 3 5
     row 3     x x x   x x   x       bounds 5 .. 8                 3 4 6
 
-    The prefix is evaluated for all rows together; then the columns of each row's path are appended to its scores.
+    The prefix is processed for all rows together; then the columns of each row's path are appended to its scores.
 
 Memory: 16 columns of keys are interleaved, (column / 16, D, 16), so a vector holds one dimension of many columns; for
 tiles the order is (column / 16, D / 2, 16, 2). Values are (column, D), so a vector holds many dimensions of one
@@ -60,7 +60,7 @@ def _scores_on_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, h
 def _score_of(fmt: Format) -> Any:
     """Make (keys, query, out, line, head, count): dot products of ``count`` queries with a block of keys.
 
-    ``line`` is the bytes from query to query of ``out``, ``head`` the padded head size. Tiles always write 16 lines.
+    ``line`` is the bytes between queries in ``out``, ``head`` the padded head size. Tiles always write 16 lines.
     """
     if fmt.kind == "tiles":
         return llvm.emitted(_scores_on_tiles, 6)
@@ -129,7 +129,7 @@ def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
         address = offset(builder, scores, (loop.index, 4 * LANES))
         value = builder.fsub(load_numbers(builder, address), top)
         power = exponential(builder, value)
-        # Exactly 0 for tiny weights, because ``exponential`` has a lower bound and padding has the score -inf.
+        # Tiny weights become exactly 0, because ``exponential`` has a lower bound and padding has the score -inf.
         power = builder.select(builder.fcmp_ordered("<", value, llvm.floats(-87.0)), ZEROS, power)
         llvm.store_vector(builder, power, address)
         builder.store(builder.fadd(builder.load(total), power), total)

@@ -1,4 +1,4 @@
-"""The parts of a model that a compiled pass needs, whichever source they come from.
+"""The parts of a model that a compiled pass needs, whatever their source.
 
 ``architectures.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of`` from a
 GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled code reads.
@@ -42,7 +42,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def none(cls, size: int) -> Norm:
-        """Stands for a norm that the model does not have; rows of ``size`` pass unchanged."""
+        """The stand-in for a norm that the model does not have: rows of ``size`` numbers pass unchanged."""
         return cls(np.ones(size, np.float32), np.zeros(size, np.float32), 0.0, 0)
 
 
@@ -50,12 +50,12 @@ def head_norm_of(weights: Sequence[tuple[Array, int]], order: Array, epsilon: fl
     """The RMS norm of query and key heads, and whether it runs over all heads together (OLMo 2).
 
     Args:
-        weights: of the queries' norm and of the keys' norm, each with its number of heads.
-        order: of the numbers of a head (``formats.paired``).
-        epsilon: of both.
+        weights: weights of the queries' norm and of the keys' norm, each with its number of heads.
+        order: order of a head's numbers (``formats.paired``).
+        epsilon: epsilon of both norms.
     """
     size = len(order)
-    # With a single key head, the key norm has the same shape either way; then the query norm decides.
+    # With a single key head, the key norm has the same shape in both cases, so the query norm decides.
     joint = any(len(weight) > size for weight, _ in weights)
     by_head = [np.broadcast_to(w.reshape(-1, size)[:, order], (heads, size)) for w, heads in weights]
     joined = np.concatenate(by_head)
@@ -69,13 +69,13 @@ class LayerParts:
     Attributes:
         linears: "qkv", with the outputs of each query and key head in the order of ``formats.paired``; "output";
             "up", and "down". If ``gated``, each group of 32 outputs of "up" holds 16 gates, then their 16 ups.
-        norms: by the names in ``NORMS``.
+        norms: the norms, by their names in ``NORMS``.
         head_norm: RMS norm of queries and keys, with weights (H + K, D) in the order of "qkv"; None for no norm.
         joint_norm: whether ``head_norm`` runs over all heads together (OLMo 2) instead of over each head.
         scale: factor of the attention scores.
-        window: keys that a row sees, its own included; 0 for all.
+        window: number of keys that a row sees, including its own; 0 for all.
         rotary: 0 for no rotary positions, else 1 + the index of the table of angles.
-        cap: c in c * tanh(score / c), 0 for none.
+        cap: c in c * tanh(score / c); 0 for none.
     """
 
     linears: dict[str, Linear | PackedLinear]
@@ -94,8 +94,8 @@ class Blueprint:
     """A decoder-only model of attention and feed-forward layers.
 
     Attributes:
-        name: the class of transformers.
-        dtype: of the weights, "float32" or "bfloat16"; "float32" if they are packed. bf16 arrays are int16
+        name: the transformers class.
+        dtype: dtype of the weights, "float32" or "bfloat16"; "float32" if they are packed. bf16 arrays are int16
             (``dense.bits_of``).
         vocabulary: V.
         hidden, inner: sizes of a row and of the feed-forward's inner row.
@@ -104,10 +104,11 @@ class Blueprint:
         embedding: (V, hidden); packed weights have one output for each token.
         layers: returns an iterator that makes the layers one by one. Unless the weights are packed, all layers take
             the same amount of memory.
-        embedding_factor, residual_factor: factor of the embeddings, and of the outputs of attention and feed-forward.
+        embedding_factor, residual_factor: factor of the embeddings; factor of the outputs of attention and
+            feed-forward.
         position_embedding: (positions, hidden) or None.
         head_factor, head_cap: the logits are multiplied by the factor, then capped; 0 for no cap.
-        rotary_size: R, the numbers of a head that rotate.
+        rotary_size: R, how many numbers of a head rotate.
         angles: (positions) -> cosine and sine of positions 0 .. positions - 1, (tables, positions, R / 2, 2) fp32.
     """
 

@@ -34,14 +34,14 @@ class CompiledModel:
     """A model with a compiled forward pass. Several threads may run passes at the same time.
 
     Args:
-        blueprint: its parts. Weights that are not packed are copied; the originals are never written.
-        fmt: how products are computed; None for the best format of this processor.
+        blueprint: its parts. Weights that are not packed are copied; the originals are never written to.
+        fmt: how products are computed; None for the best format on this processor.
 
     Attributes:
         logits_strides: bytes from row to row of the logits (R, width), and of the peaks (R, width / 32) fp32.
 
     Raises:
-        Unsupported: the model is not what the spec of its class assumes.
+        Unsupported: the model does not match the spec of its class.
     """
 
     def __init__(self, blueprint: Blueprint, fmt: Format | None = None) -> None:
@@ -80,7 +80,7 @@ class CompiledModel:
             record["rotates"] = layer.rotary
             record["cap"] = self._address(np.array([layer.cap], np.float32)) if layer.cap else 0
         plan["final_norm"] = self._norm(blueprint.final_norm)
-        # The outputs that pad the vocabulary are never the best token.
+        # Outputs that pad the vocabulary are never the best token.
         plan["lm_head"] = self._linear(
             blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
@@ -118,7 +118,7 @@ class CompiledModel:
             plan[name] = number
 
     def _dense_memory(self, layer: LayerParts, head: Linear) -> ArrayMemory:
-        """Memory for all weights of a model that are not packed yet; all layers take as much as this one."""
+        """Memory for all weights of a model that are not packed yet; all layers need as much as this one."""
         from .dense import Linear, packed_bytes
 
         linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
@@ -126,7 +126,7 @@ class CompiledModel:
         return ArrayMemory(self.blueprint.layer_count * layer_bytes + packed_bytes(head, self.fmt))
 
     def _address(self, array: Array) -> int:
-        """The address of an array, which is kept alive. If it is not contiguous, of a copy."""
+        """The address of an array, or of a copy if it is not contiguous. The array is kept alive."""
         self._kept.append(np.ascontiguousarray(array))
         return int(self._kept[-1].ctypes.data)
 
@@ -204,10 +204,10 @@ class CompiledModel:
         cache: KVCache,
         memory: np.ndarray[Any, Any],
     ) -> None:
-        """Evaluate rows, and write their keys and values behind the slots' committed tokens.
+        """Evaluate rows, and write their keys and values after the slots' committed tokens.
 
         Args:
-            tokens, positions: of all rows, segment by segment.
+            tokens, positions: tokens and positions of all rows, segment by segment.
             segments: the sequences, with their slots and trees.
             reads: the R rows whose logits are read.
             cache: must have room for the rows.
@@ -219,7 +219,7 @@ class CompiledModel:
         if min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
         pool = thread_pool(thread_count())
-        # If something is raised, the state is not reused: after an interrupt, helpers may still work on it.
+        # If anything raises, the state is not reused: after an interrupt, helpers may still be working on it.
         try:
             state = self._idle.pop()
         except IndexError:  # all states are in use
@@ -267,7 +267,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
-    """The result of ``make``; if numba cannot compile here, its error becomes ``Unsupported``."""
+    """The result of ``make``. If numba cannot compile here, its error becomes ``Unsupported``."""
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"

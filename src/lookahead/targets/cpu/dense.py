@@ -46,16 +46,16 @@ def pack(linear: Linear, fmt: Format, memory: ArrayMemory, padding: float = 0.0)
         vectors   (group, inner, 32 outputs)
 
     Args:
-        padding: bias, and so the value, of the outputs that pad the last group.
+        padding: bias, and thus the value, of the outputs that pad the last group.
 
     Returns:
-        Weights, uint8 (groups, bytes of a group); bias (32 * groups,) fp32; steps of the format over the inner size.
+        Weights, uint8 (groups, bytes of a group); bias (32 * groups,) fp32; the format's steps over the inner size.
     """
     weight, step = linear.weight, fmt.step
     out, inner = weight.shape
     groups, steps = -(-out // GROUP), -(-inner // step)
     packed = torch.from_numpy(memory.take(packed_bytes(linear, fmt))).view(groups, -1)
-    # A few groups at a time, because the reordered rows are a temporary copy.
+    # Only a few groups at a time, because the reordered rows are a temporary copy.
     groups_at_once = max(1, (1 << 24) // packed.shape[1])
     for begin in range(0, groups, groups_at_once):
         count = min(groups - begin, groups_at_once)
@@ -83,7 +83,7 @@ def joined(*linears: Linear) -> Linear:
 
 
 def gate_and_up(gate: Linear, up: Linear) -> Linear:
-    """Join both into one linear, in whose groups of 32 outputs 16 gates are followed by their 16 ups."""
+    """Join both into one linear, each of whose groups of 32 outputs has 16 gates followed by their 16 ups."""
     half = GROUP // 2
 
     def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The data of a pass: records that compiled code reads, the buffers of one caller, and the KV cache.
 
-Fields for memory hold addresses; strides and sizes of buffers are in bytes. Compiled code uses the same field names
+Fields for memory hold addresses; strides and buffer sizes are in bytes. Compiled code uses the same field names
 (``llvm.address_as``).
 """
 
@@ -42,7 +42,8 @@ LAYER = _record(
     ("scale", "f4"),
 )
 #: The rows of one sequence: address of its keys and values, bytes from layer to layer and from head to head, its
-#: committed tokens T, first row in the pass and number of rows, and whether each row sees all before it (a prompt).
+#: number of committed tokens T, its first row in the pass, its number of rows, and whether each row sees all rows
+#: before it (a prompt).
 SEGMENT = _record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
 PLAN = _record(
     # The model. head_size is D, padded_head is D rounded up, as the cache and queries hold it.
@@ -51,8 +52,8 @@ PLAN = _record(
     ("embedding_scale", "f4"),
     ("final_norm", NORM),
     ("lm_head", LINEAR),
-    # Buffers: the rows x; inputs and outputs of gemms (normed: one for each thread; qkv: also outputs that are normed
-    # before they are added to x); queries; scratch space of each thread.
+    # Buffers: the rows x; inputs and outputs of gemms (normed: one for each thread; qkv: also for outputs that are
+    # normed before they are added to x); queries; scratch space of each thread.
     ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
     # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
@@ -62,9 +63,9 @@ PLAN = _record(
 
 
 class Segment(NamedTuple):
-    """One sequence's part of a pass: its slot in the cache, its committed tokens T, and its number of rows.
+    """One sequence's part of a pass: its slot in the cache, its number of committed tokens T, and its number of rows.
 
-    ``tree`` has these rows; None for a part of a prompt, in which each row sees all rows before it.
+    ``tree`` has these rows; it is None for a part of a prompt, in which each row sees all rows before it.
     """
 
     slot: int
@@ -81,7 +82,7 @@ class ExecutionState:
         fmt: the model's format.
 
     Attributes:
-        holds: other objects whose memory the plan points to, during a pass.
+        holds: other objects whose memory the plan points to during a pass.
     """
 
     def __init__(self, model: np.ndarray[Any, Any], fmt: Format) -> None:
@@ -168,7 +169,7 @@ class ExecutionState:
 def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> None:
     """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
 
-    torch would leave its threads spinning for a while, on the cores of the next pass.
+    torch is not used for this, because its threads would keep spinning on the cores of the next pass for a while.
     """
     layers, heads, capacity, size = slot.shape
     for layer, head, index in np.ndindex(layers, heads, len(path)):
@@ -184,7 +185,7 @@ def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> N
 class KVCache(KVStorage):
     """Keys and values in the model's dtype, written in place and moved only by a commit.
 
-    Each slot has its own array (layers, 2K, C, D), so a slot that grows moves no other. The first K heads are keys,
+    Each slot has its own array (layers, 2K, C, D), so a growing slot moves no other slot. The first K heads are keys,
     the others values; ``attention`` gives the order of a head's numbers. The padding of D stays zero. The capacity C
     is a multiple of 64, because kernels compute whole blocks of columns.
 
@@ -201,7 +202,7 @@ class KVCache(KVStorage):
 
     Attributes:
         storage: an array for each slot. Its integers hold the bits of the dtype; zeros take no memory until they are
-            written.
+            overwritten.
     """
 
     def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, fmt: Format) -> None:

@@ -3,10 +3,10 @@
     tiles     bf16 on matrix tiles (AMX)
     pairs     bf16 in vectors, two products at a time (AVX512-BF16)
     vectors   fp32 in vectors; bf16 weights are widened as they are read
-    packed    weights of 4 to 8 bits as a file holds them, times 8-bit activations, summed in integers (``packed``)
+    packed    weights of 4 to 8 bits as in the file, times 8-bit activations, summed in integers (``packed``)
 
-Each format has its own compiled code: a ``Format`` is a constant of the functions that close over it. Weights lie in
-the order in which a gemm reads them, in groups of 32 outputs; each group is contiguous (``dense``, ``packed``).
+Each format has its own compiled code: a ``Format`` is a constant of the functions that close over it. Weights are
+stored in the order in which a gemm reads them, in contiguous groups of 32 outputs (``dense``, ``packed``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .llvm import LANES, PAIRED_BYTES, PAIRS, TILES, VNNI, address_as, floats_at
 from .packed import BLOCK, RECORD
 
 LARGE_PAGE = 1 << 21
-#: The most rows of one call of a microkernel.
+#: The most rows in one call of a microkernel.
 ROW_BLOCK = 32
 
 
@@ -63,11 +63,11 @@ class Format:
 
     Attributes:
         kind: "tiles", "pairs", "vectors" or "packed".
-        stored: of weights, keys, values and logits; the model's dtype.
-        input: of the rows that a product reads.
-        query: of the queries that attention reads.
+        stored: type of weights, keys, values and logits; the model's dtype.
+        input: type of the rows that a product reads.
+        query: type of the queries that attention reads.
         step: inner numbers that a product takes at once.
-        key_pair: neighbouring numbers of a key that are adjacent in the cache.
+        key_pair: number of consecutive elements of a key that are adjacent in the cache.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """A name that no other format has."""
+        """A unique name."""
         return f"{self.kind}_{self.stored.bytes}"
 
     def row_bytes(self, inner: int) -> int:
@@ -120,11 +120,11 @@ def round_up(number: int, multiple: int) -> int:
 class ArrayMemory:
     """Contiguous memory of ``size`` bytes for many arrays, each of which starts on a cache line.
 
-    It consists of large pages if the system grants them, because fewer pages cause fewer stalls.
+    It uses large pages if the system provides them, because fewer pages cause fewer stalls.
     """
 
     def __init__(self, size: int) -> None:
-        # Kernels read a little past the last weight; the second large page is for that, the first for alignment.
+        # One additional large page is for alignment, the other because kernels read a little past the last weight.
         self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no large pages
@@ -142,7 +142,7 @@ class ArrayMemory:
 def paired(size: int, rotary: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The order of a head's ``size`` outputs in which the pairs (i, i + R/2) that rotate together are adjacent.
 
-    The first ``rotary`` = R numbers rotate; the others keep their places. With size 6 and R = 4: 0 2 1 3 4 5.
+    The first ``rotary`` = R outputs rotate; the others keep their places. With size 6 and R = 4: 0 2 1 3 4 5.
     """
     return np.concatenate([np.arange(rotary).reshape(2, -1).T.reshape(-1), np.arange(rotary, size)])
 
@@ -154,7 +154,7 @@ def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     All tiles have 16 rows of 64 bytes; those of activations and their sums have fewer if the pass has fewer rows.
 
     Args:
-        rows: of the pass, at most 16.
+        rows: number of rows of the pass, at most 16.
     """
     config = np.zeros(64, np.uint8)
     config[0] = 1

@@ -1,5 +1,5 @@
-"""One pass: every layer's stages in turn, called once in each thread, with a barrier where a stage needs another's
-results.
+"""One pass: every layer's stages in turn, called once in each thread, with a barrier wherever a stage needs the
+results of other threads.
 
 Each thread computes its share of every stage: outputs of a gemm, rows of a norm, heads of attention. How the work is
 divided does not change the result.
@@ -177,9 +177,9 @@ def _run(address: int, control: int, rank: int, size: int, arrived: int, number:
     """One thread's part of a pass.
 
     Args:
-        address: of the plan.
+        address: the address of the plan.
         control, rank, size: see ``thread_pool.Worker``.
-        arrived: the threads that had been counted at barriers before the pass.
+        arrived: arrivals counted at barriers before the pass.
         number: index of the format in ``FORMATS``, a constant.
     """
     raise NotImplementedError("compiled code only")
@@ -195,7 +195,7 @@ def _run_code(address, control, rank, size, arrived, number):  # type: ignore[no
 
 @cache
 def _compiled(fmt: Format) -> Any:
-    # A function whose code is kept on disk cannot close over compiled functions, so it names the format by its index.
+    # A function that is cached on disk cannot close over compiled functions, so it names the format by its index.
     number, stamp = tuple(FORMATS.values()).index(fmt), STAMP
 
     def job(address: int, control: int, rank: int, size: int, arrived: int) -> None:
@@ -207,9 +207,9 @@ def _compiled(fmt: Format) -> Any:
 
 
 def pass_address(fmt: Format) -> int:
-    """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and kept on disk.
+    """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and cached on disk.
 
     Raises:
-        RuntimeError: numba has no folder to keep compiled code in. If LLVM cannot compile the pass, its own error.
+        RuntimeError: numba has no folder for compiled code. If LLVM cannot compile the pass, it raises its own error.
     """
     return int(_compiled(fmt).address)

@@ -1,13 +1,14 @@
-"""Rows times weights, group by group, and what is done with each block of sums while it is in the cache.
+"""Rows times weights, group by group, with an epilogue on each block of sums while it is in the cache.
 
-The microkernel sums up to 32 rows with one group of 32 outputs. Every sum is one chain over the inner size, whose
-order depends neither on the number of rows nor on a row's index, so a row has the same bits in any step. A product of
-matrix tiles takes about as long for 16 rows as for one, and less time than its kilobyte of weights takes to arrive
-from memory, so up to 32 rows run at nearly the memory's speed. The vector kernels keep the sums of a few rows in
-registers, apply a chunk of the weights to all rows while it is in the first-level cache, and prefetch the next chunk.
+The microkernel computes the sums of up to 32 rows with one group of 32 outputs. Every sum is one chain over the inner
+size, whose order depends neither on the number of rows nor on a row's index, so a row has the same bits in any step.
+A product of matrix tiles takes about as long for 16 rows as for one, and less time than its kilobyte of weights takes
+to arrive from memory, so up to 32 rows run at nearly the memory bandwidth. The vector kernels keep the sums of a few
+rows in registers, apply a chunk of the weights to all rows while it is in the first-level cache, and prefetch the
+next chunk.
 
-The epilogue stores the sums, adds or activates them, or keeps them as logits. It is written in LLVM's vectors because
-these few hundred nanoseconds decide whether a gemm reaches the memory's speed.
+The epilogue stores the sums, adds or activates them, or keeps them as logits. It is written with LLVM vectors,
+because these few hundred nanoseconds decide whether a gemm reaches the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from .packed import GROUP
 from .thread_pool import share, take
 from .vector_math import activation, soft_cap, store_rounded
 
-#: Vectors of a group.
+#: Vectors in a group.
 VECTORS = GROUP // LANES
 #: Rows whose sums fit into the registers, by (LANES, REGISTERS).
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((LANES, llvm.REGISTERS), 1)
-#: Steps of the vector kernels that are applied to all rows before the next ones: 16 KiB of weights.
+#: Steps of the vector kernels that are applied to all rows before the next steps: 16 KiB of weights.
 CHUNK = 128
 #: Cache lines of each panel of the next group that are prefetched when a group is finished.
 NEXT_LINES = 16
@@ -109,10 +110,10 @@ def _dot_pairs(builder: Any, part: Any, factor: Any, total: Any) -> Any:
 
 
 def _microkernel(fmt: Format) -> Any:
-    """Make (weights, rows, stride, steps, count, out), which writes sums (count, 32) fp32 of rows with one group.
+    """Make (weights, rows, stride, steps, count, out), which writes the sums (count, 32) fp32 of rows with one group.
 
-    ``rows`` are up to 32, ``stride`` bytes apart, and ``steps`` are those of the format. In the vector kernels a step
-    is 4 bytes of a row. For example, with 16 lanes, 32 registers and fp32 weights, 8 rows at once:
+    There are up to 32 rows, ``stride`` bytes apart, and ``steps`` counts the format's steps. In the vector kernels, a
+    step is 4 bytes of a row. For example, with 16 lanes, 32 registers and fp32 weights, 8 rows at once:
 
         registers   16 sums: row r has s[r, 0] for outputs 0-15 and s[r, 1] for outputs 16-31
                     2 weights w0, w1 of one inner number; 1 broadcast x
@@ -163,7 +164,7 @@ def _microkernel(fmt: Format) -> Any:
 
 
 def _epilogue(emit_line: Callable[[Any, list[Any], Any, Any, tuple[Any, Any, Any]], None]) -> Any:
-    """Make (sums, bias, scalars, out, stride, peaks, peaks stride, count), which ends a block of ``count`` rows.
+    """Make (sums, bias, scalars, out, stride, peaks, peaks stride, count), which finishes a block of ``count`` rows.
 
     It calls ``emit_line`` for each row with: builder; the vectors of sums * factor + bias; the address of the row in
     ``out`` and of its number in ``peaks``; (a, b, cap), broadcast. ``scalars`` is the address of (factor, a, b, cap).
@@ -204,7 +205,7 @@ def _add(builder: Any, values: list[Any], line: Any, peak: Any, scalars: Any) ->
 
 
 def _activate(as_bf16: bool, gated: bool) -> Any:
-    """Make the line that stores activations. If ``gated``: of the first 16 outputs, times the last 16."""
+    """Make the function that stores activations; if ``gated``, those of the first 16 outputs, times the last 16."""
 
     def emit_line(builder: Any, values: list[Any], line: Any, peak: Any, scalars: Any) -> None:
         half = VECTORS // 2 if gated else VECTORS
@@ -218,7 +219,7 @@ def _activate(as_bf16: bool, gated: bool) -> Any:
 
 
 def _logits(as_bf16: bool) -> Any:
-    """Make the line that stores logits and their largest as the row's peak; the peak is NaN if any of them is."""
+    """Make the function that stores a line of logits, and the largest as the row's peak; NaN if any logit is NaN."""
 
     def emit_line(builder: Any, values: list[Any], line: Any, peak: Any, scalars: Any) -> None:
         largest, nan = floats(float("-inf")), ir.Constant(ir.VectorType(ir.IntType(1), LANES), None)
@@ -244,7 +245,7 @@ def gemm_of(fmt: Format) -> tuple[Any, Any, Any, Any, Any]:
     """Make a format's gemms: W x + b is stored, added, gated, activated, or kept as logits with their peaks.
 
     Each takes (p, linear, x, x_stride, rows, out, out_stride, worker, stage) and computes this thread's share of the
-    groups of outputs, then what is left of the other threads' shares (work stealing), because cores are seldom
+    groups of outputs, then what remains of the other threads' shares (work stealing), because cores are seldom
     equally fast.
 
         p, linear   records of ``execution_plan``: PLAN and LINEAR

@@ -17,8 +17,8 @@ This module does not import torch; ``packed_model`` turns the result into a mode
 | starcoder2 | Starcoder2 | as they are | layer norms | |
 | gpt2 | GPT2LMHead | one tensor for q, k, v | layer norms | |
 
-Every linear is (outputs, inputs), also that of GPT-2, which transformers transposes. Tensor names end in ``.weight``
-or ``.bias``; biases are optional. Without ``output.weight`` the head is ``token_embd.weight``.
+Every linear is (outputs, inputs), also in GPT-2, where transformers has the transpose. Tensor names end in
+``.weight`` or ``.bias``; biases are optional. Without ``output.weight``, the head is ``token_embd.weight``.
 
 **Permuted rows.** Rotary positions rotate pairs of a head's D outputs. transformers pairs i with i + D/2; llama.cpp's
 ``llama`` pairs 2i with 2i + 1, and its converter permutes rows (and biases) accordingly. With D = 6 the rows of a
@@ -26,7 +26,7 @@ head have this order in the file:
 
     0 3 1 4 2 5        row 2i of the file is row i of transformers, row 2i + 1 is row i + D/2
 
-This is the order of ``formats.paired`` for a head that rotates as a whole, so such rows are packed without a change.
+This is the order of ``formats.paired`` for a head that rotates as a whole, so such rows are packed unchanged.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class GGUFNames:
     """The names and properties of a value of ``general.architecture``.
 
     Attributes:
-        model_class: the class of transformers, a key of ``architectures.REGISTRY``.
-        tensors: part of a ``Spec`` -> tensor without its ending; ``{layer}`` stands for the layer's number.
-        settings: field of transformers' config -> metadata key without the architecture's name and its dot.
+        model_class: the transformers class, a key of ``architectures.REGISTRY``.
+        tensors: part of a ``Spec`` -> tensor name without its ending; ``{layer}`` stands for the layer's number.
+        settings: field of transformers' config -> metadata key without the architecture's name and the dot.
         permuted: whether the rows and biases of queries and keys are permuted (see above).
-        norm_offset_included: the weights of norms in the file contain ``Spec.norm_offset``.
-        norm_kind: 1 RMS norms, 2 layer norms.
-        activation: of the feed-forward, by its name in ``architectures.ACTIVATIONS``.
-        scaled_embedding: embeddings are multiplied by sqrt(hidden).
+        norm_offset_included: whether the norm weights in the file include ``Spec.norm_offset``.
+        norm_kind: 1 for RMS norms, 2 for layer norms.
+        activation: the activation of the feed-forward, by its name in ``blueprint.ACTIVATIONS``.
+        scaled_embedding: whether embeddings are multiplied by sqrt(hidden).
         slides: (layer) -> whether it has a sliding window, for files with a window but no pattern.
         rotates: (layer) -> whether it has rotary positions.
     """
@@ -209,20 +209,20 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class GGUFSettings:
-    """The settings of one file, resolved; the attributes are those of ``blueprint.Blueprint`` and ``LayerParts``.
+    """The resolved settings of one file; the attributes are those of ``blueprint.Blueprint`` and ``LayerParts``.
 
     Attributes:
-        names: of the architecture.
+        names: the names and properties of the architecture.
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count: sizes.
         max_positions: positions that the model was trained for.
-        rotary_size: R, numbers of a head that rotate.
-        epsilon: of all norms.
-        scale: of the scores.
+        rotary_size: R, how many numbers of a head rotate.
+        epsilon: epsilon of all norms.
+        scale: factor of the scores.
         attention_cap, head_cap: c in c * tanh(x / c); 0 for none.
         embedding_factor, residual_factor, head_factor: factors of the embeddings, of the outputs of attention and
             feed-forward, and of the logits.
-        windows: by layer, keys that a row sees, its own included; 0 for all.
-        tables: of rotary positions.
+        windows: by layer, the number of keys that a row sees, including its own; 0 for all.
+        tables: tables of rotary positions.
         rotary: by layer, 0 for no rotary positions, else 1 + the index of the table.
         tied: whether the head is the embedding.
     """
@@ -317,7 +317,7 @@ class _Metadata:
         return self._file.metadata.get(f"{self._architecture}.{key}", default)
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A field; the default if the architecture or the file does not have it."""
+        """A field, or the default if the architecture or the file does not have it."""
         key = self._names.settings.get(field)
         value = self.get(key) if key else None
         if value is None:
@@ -340,7 +340,7 @@ class _Metadata:
         return int(value)
 
     def scale(self, hidden: int, heads: int, head_size: int, layer_count: int) -> float:
-        """Factor of the scores. Gemma 27B scales by hidden / heads; like llama.cpp, recognize it by its layers."""
+        """Factor of the scores. Gemma 27B scales by hidden / heads; its layer count identifies it (as llama.cpp)."""
         if (multiplier := self.number("attention_multiplier", 0.0)) != 0:
             return multiplier
         large = {"gemma2": 46, "gemma3": 62}.get(self._architecture) == layer_count
@@ -360,7 +360,7 @@ class _Metadata:
                     f"the pattern of sliding windows must have {layer_count} layers, got {len(layers)}"
                 )
             return window, layers
-        if pattern:  # in each run of ``pattern`` layers all slide but the last
+        if pattern:  # in each run of ``pattern`` layers, all but the last slide
             return window, [layer % pattern < pattern - 1 for layer in range(layer_count)]
         if self._names.slides is None:
             if window >= max_positions:  # the window has no effect

@@ -1,8 +1,8 @@
 """What this processor offers to compiled code, and what numba lacks: typed memory at an address, and vectors.
 
-``emitted`` makes a function for compiled code from one that writes LLVM instructions. In both, addresses and counts
-are 64-bit integers. A function whose first parameter is ``builder`` writes instructions. bf16 numbers are held as
-unsigned 16-bit integers.
+``emitted`` turns a function that writes LLVM instructions into a function for compiled code. In both, addresses and
+counts are 64-bit integers. A function whose first parameter is ``builder`` writes instructions. bf16 numbers are
+represented as unsigned 16-bit integers.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _stamp() -> int:
     return int.from_bytes(digest.digest()[:7], "little")
 
 
-#: Part of the name of compiled code on disk. It changes with the values above and with the text of any file of this
-#: package. A function whose code is kept on disk closes over it, because numba's names contain closed-over values.
+#: Part of the name of compiled code on disk. It changes with the values above and with the text of any file in this
+#: package. A function that is cached on disk closes over it, because numba's names contain closed-over values.
 STAMP = _stamp()
 #: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
@@ -83,11 +83,11 @@ ZEROS = ir.Constant(VECTOR, None)
 def jit(function: Any, variant: str = "", **options: Any) -> Any:
     """A function that compiled functions call, with numpy's rules for division.
 
-    It is returned as it is, so Python runs it uncompiled, and numba emits no machine code for it outside its callers:
-    the code with which Python would call each function takes a fifth of the compilation.
+    It is returned unchanged, so Python runs it uncompiled, and numba emits no machine code for it outside its
+    callers. The code with which Python would call each function would take a fifth of the compilation time.
 
     Functions that differ only in what they close over need different ``variant`` texts: the linker identifies code
-    from disk by its name and the types of its arguments.
+    from disk by its name and argument types.
     """
     function.__qualname__ += variant
     return register_jitable(error_model="numpy", no_cfunc_wrapper=True, **options)(function)
@@ -143,9 +143,9 @@ def load_numbers(builder: Any, address: Any, is_bf16: bool = False) -> Any:
 def widen_halves(builder: Any, bits: Any) -> Any:
     """fp16 to fp32; ``bits`` is a 16-bit integer or a vector of them.
 
-    Without an instruction for it, exponent and fraction are shifted to their positions in fp32, and a product with
+    Without an instruction for this, exponent and fraction are shifted to their positions in fp32, and multiplying by
     2^112 corrects the exponent's bias (127 instead of 15), also for subnormal numbers. Infinity and NaN become large
-    numbers; scales of weights are neither.
+    numbers, but scales of weights are neither.
     """
     wide = ir.VectorType(I32, bits.type.count) if isinstance(bits.type, ir.VectorType) else I32
     floats = ir.VectorType(F32, wide.count) if wide is not I32 else F32
@@ -166,7 +166,7 @@ def widen_halves(builder: Any, bits: Any) -> Any:
 
 
 def prefetch(builder: Any, address: Any, distance: int = 0, lines: int = 1) -> None:
-    """Request cache lines into the second-level cache, from ``distance`` bytes after an address."""
+    """Prefetch cache lines into the second-level cache, from ``distance`` bytes after an address."""
     hints = [ir.Constant(I32, number) for number in (0, 2, 1)]
     for line in range(lines):
         call(
@@ -178,7 +178,7 @@ def prefetch(builder: Any, address: Any, distance: int = 0, lines: int = 1) -> N
 
 
 def store_vector(builder: Any, value: Any, address: Any) -> None:
-    """LANES fp32 numbers to memory."""
+    """Store LANES fp32 numbers."""
     builder.store(value, at(builder, address, value.type)).align = 4
 
 
@@ -224,7 +224,7 @@ def accumulate(
 ) -> None:
     """A product in registers: out[row, column] = sum over the steps of factors[row, step] * columns[step, column].
 
-    A column is a vector. The rows * columns sums stay in registers during all steps.
+    A column is a vector. The rows * columns sums stay in registers throughout all steps.
 
     Args:
         load_columns: (step) -> the vectors of the step, one for each column.
@@ -266,7 +266,7 @@ def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) 
     """Make a function for compiled code from ``emit(builder, *values)``, which writes LLVM instructions.
 
     Args:
-        arguments: their number; all are 64-bit integers.
+        arguments: the number of arguments; all are 64-bit integers.
         result: numba's type of the value that ``emit`` returns; void if it returns None.
     """
 
@@ -277,7 +277,7 @@ def emitted(emit: Callable[..., Any], arguments: int, result: Any = types.void) 
     def typed(context: Any, *values: Any) -> Any:
         return result(*[types.int64] * arguments), generate
 
-    # numba wants as many named arguments as there are values.
+    # numba requires as many named arguments as there are values.
     names = ["context", *(f"value{n}" for n in range(arguments))]
     kind = Parameter.POSITIONAL_OR_KEYWORD
     typed.__signature__ = Signature([Parameter(name, kind) for name in names])  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""The stages between gemms: RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016) of rows; and after
-the gemm of queries, keys and values: head norms, rotary positions (Su et al. 2021) and cache writes.
+"""The stages between gemms: RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016) of rows; and, after
+the gemm of queries, keys and values, head norms, rotary positions (Su et al. 2021) and cache writes.
 
 The rotary pairs (i, i + R/2) of a head are adjacent here, (2i, 2i + 1), because the rows of the weights are packed in
 that order (``formats.paired``).
@@ -20,7 +20,7 @@ from .packed import BLOCK
 from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
-#: Up to this many rows, every thread norms all of them for itself, which is faster than waiting for the others.
+#: Up to this many rows, every thread norms all rows itself, which is faster than waiting for the other threads.
 FEW_ROWS = 2
 SEGMENT_BYTES, segment_at = SEGMENT.itemsize, address_as(from_dtype(SEGMENT))
 
@@ -52,7 +52,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any]:
     def norm_rows(
         p: Any, norm: Any, rows: int, row_numbers: int, worker: Any, arrived: int
     ) -> tuple[int, int]:
-        """Norm rows of x into the input of a gemm. Returns its address for this thread, and the count of arrivals.
+        """Norm rows of x into a gemm's input. Returns the input's address for this thread, and the count of arrivals.
 
         Args:
             row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
@@ -100,7 +100,7 @@ def rotate_of(fmt: Format) -> Any:
     def rotate(p: Any, layer: Any, index: int, worker: Any) -> None:
         """Norm and rotate this thread's (head, row) pairs of ``p.qkv``; write keys and values into the cache.
 
-        Queries are written to ``p.query``, scaled; those of a sequence are (K, rows, H / K, padded head).
+        Queries are scaled and written to ``p.query``; a sequence's queries are (K, rows, H / K, padded head).
         """
         scratch = p.scratch + worker.rank * p.scratch_each
         positions = carray(integers_at(p.positions), (p.rows,))
@@ -109,8 +109,8 @@ def rotate_of(fmt: Format) -> Any:
         begin, end = share(p.rows * all_heads, worker.rank, worker.size)
         s = 0
         for item in range(begin, end):
-            # Head by head, because the gemm before divided its outputs in this order: most of what a thread reads is
-            # in its cache, and threads do not write to the same cache line, which holds keys of many columns.
+            # Head by head, because the gemm divided its outputs among threads in this order: most of what a thread
+            # reads is in its cache, and no two threads write to a cache line, which holds keys of many columns.
             lane, row = item // p.rows, item % p.rows
             s = 0 if row == 0 else s
             segment = segment_at(p.segments + s * SEGMENT_BYTES)
@@ -120,7 +120,7 @@ def rotate_of(fmt: Format) -> Any:
             local = row - segment.first_row
             column = segment.length + local
             y = p.qkv + p.qkv_stride * row + 4 * lane * head
-            # A copy, because a joint norm of another head of this row reads the original.
+            # Make a copy, because a joint norm of another head of this row reads the original.
             source, ys = carray(floats_at(y), (head,)), carray(floats_at(scratch), (head,))
             for i in range(head):
                 ys[i] = source[i]

@@ -5,7 +5,7 @@ superblock of 256. A number is
 
     w = scale * (q - zero) + offset      q has 4, 5, 6 or 8 bits; a format has a zero point or offsets, not both
 
-A panel has 16 outputs. Its blocks follow one another. Within a block, a vector of 64 bytes holds 4 inner numbers of
+A panel has 16 outputs. Its blocks are consecutive. Within a block, a vector of 64 bytes holds 4 inner numbers of
 each output, which the processor multiplies at once. A panel consists of three parts:
 
     quants    (blocks, bytes)      4 vectors of low bits: byte (t, output, i) has number 4t+i in its low half and
@@ -16,7 +16,7 @@ each output, which the processor multiplies at once. A panel consists of three p
 
 So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in the file.
 
-``pack_panels`` copies outputs of a file into panels; ``decode_output`` reads an output, for embeddings and tests.
+``pack_panels`` copies outputs of a file into panels; ``decode_output`` decodes an output, for embeddings and tests.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .llvm import address_as
 
 #: Inner numbers of a block, outputs of a panel, blocks of a superblock.
 BLOCK, PANEL, SUPER = 32, 16, 8
-#: Bytes of a quantized block of activations, and offsets in it: 32 signed bytes; fp32 dx; fp32 dx * sum; and, as
-#: 32-bit integers by zero point, the start of integer sums: -zero times the sum (for 32, the sum of each half block).
+#: Size of a quantized block of activations in bytes, and offsets in it: 32 signed bytes; fp32 dx; fp32 dx * sum; and,
+#: as 32-bit integers by zero point, the start of integer sums: -zero times the sum (for 32, that of each half block).
 RECORD = 64
 SCALE_AT, SUM_AT, START_AT = 32, 36, {8: 40, 16: 44, 128: 48, 32: 52}
 
@@ -43,13 +43,13 @@ class Kind:
     """A type of GGUF tensors.
 
     Attributes:
-        name: in GGUF.
-        bits: of q; 16 or 32 for numbers that are not quantized.
+        name: its name in GGUF.
+        bits: bits of q; 16 or 32 for numbers that are not quantized.
         zero: the zero point; 0 for none.
         offsets: whether blocks have offsets.
         grouped: whether scales are 8-bit numbers with a factor for each superblock.
-        halves: scales of a block: 2 if each half block has its own.
-        file_bytes: bytes of a block in the file; of a superblock if ``grouped``.
+        halves: number of scales of a block: 2 if each half block has its own, else 1.
+        file_bytes: bytes of a block in the file, or of a superblock if ``grouped``.
     """
 
     name: str
@@ -113,7 +113,7 @@ F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(len(KINDS
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A linear whose weights lie in panels.
+    """A linear whose weights are stored in panels.
 
     Attributes:
         panels: (groups, 2, 2) int64: for each panel of a group, its address and the index of its kind in ``KINDS``.
@@ -149,7 +149,7 @@ _floats_at, _shorts_at = (address_as(types.CPointer(kind)) for kind in (types.fl
 
 @llvm.jit
 def _integer(raw: Any, index: int) -> int:
-    """A byte as a signed 64-bit integer; numba would turn sums of unsigned and signed integers into floats."""
+    """A byte as a signed 64-bit integer. In numba, sums of unsigned and signed integers would be floats."""
     return np.int64(raw[index])  # type: ignore[return-value]  # an int to compiled code
 
 
@@ -157,8 +157,8 @@ def _integer(raw: Any, index: int) -> int:
 def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     """The 6-bit scale and offset of block j of a Q4_K or Q5_K superblock, from the 12 bytes at ``start``.
 
-    For blocks 0-3 they are the low 6 bits of bytes j and j+4. For blocks 4-7 the low 4 bits are the halves of byte
-    j+4, and the upper 2 bits are the upper bits of bytes j-4 and j.
+    For blocks 0-3, they are the low 6 bits of bytes j and j+4. For blocks 4-7, their low 4 bits are the halves of
+    byte j+4, and their upper 2 bits are the upper bits of bytes j-4 and j.
     """
     if j < 4:
         return _integer(raw, start + j) & 63, _integer(raw, start + j + 4) & 63
@@ -168,9 +168,9 @@ def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
 
 @llvm.jit
 def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
-    """Read a block of an output into ``q`` (32,), unsigned, and ``scales`` (4,), both bytes.
+    """Read a block of an output into ``q`` (32,) and ``scales`` (4,), both unsigned bytes.
 
-    ``scales`` are an fp16 scale and an fp16 offset; or an 8-bit scale and its offset; or two 8-bit scales.
+    ``scales`` holds an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
     """
     if kind == Q8_0:
         start = block * 34

@@ -1,4 +1,4 @@
-"""Rows times weights that stay as the file packs them: 4 to 8 bits, in blocks of 32 with their own scales.
+"""Rows times weights that stay packed as in the file: 4 to 8 bits, in blocks of 32 with their own scales.
 
 Each row of activations is quantized to 8 bits, in blocks of 32 with one fp32 scale each. The products of a block are
 summed in 32-bit integers, and each block adds one fp32 term to a row's sum:
@@ -8,9 +8,10 @@ summed in 32-bit integers, and each block adds one fp32 term to a row's sum:
 where w = scale * q + offset is the decoded weight and dx * x the quantized activation. Integer sums are exact, and
 the fp32 terms are added in the order of the blocks, so a row has the same bits whatever rows are computed with it.
 
-Weights lie in panels of 16 outputs (``packed``). A block of a panel is 8 vectors of 16 x 4 unsigned bytes: vector t
-holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. With 32 registers, all of them are unpacked into
-registers, and one run goes through all rows. With 16 registers a vector takes two, so a block takes two runs:
+Weights are stored in panels of 16 outputs (``packed``). A block of a panel is 8 vectors of 16 x 4 unsigned bytes:
+vector t holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. With 32 registers, all vectors are
+unpacked into registers, and one run goes through all rows. With 16 registers, a vector takes two registers, so a
+block takes two runs:
 
     registers   w0 .. w7   vectors 0-3 in the first run, 4-7 in the second, each for outputs 0-7 and 8-15
     per row     x = row[4t .. 4t+3] in all lanes; total += dot(w, x)    4 times, for both halves of the outputs
@@ -19,8 +20,8 @@ registers, and one run goes through all rows. With 16 registers a vector takes t
                              out[row] += (s * dx) * i                   s, o: the block's scales and offsets
                              out[row] += o * (dx * sum of x)            if the format has offsets
 
-Every broadcast number of a row is thus multiplied with the weights of 16 outputs: loads, not products, were the limit
-when each run had 8 outputs. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
+Every broadcast number of a row is thus multiplied with the weights of 16 outputs; with only 8 outputs in a run, loads
+rather than products would be the limit. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
 
 An example with 2 outputs and a block of 4: q = (1 2 3 4), (5 6 7 8), x = (1 -1 2 0), so i = (5, 13); with
 s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
@@ -60,7 +61,7 @@ from .packed import BLOCK, GROUP, KINDS, PANEL, RECORD, SCALE_AT, START_AT, SUM_
 
 #: Prefetch distance in bytes.
 AHEAD = 16384
-#: Lanes of the integer products, registers of a vector of a block, and the most registers that hold weights.
+#: Lanes of the integer products, registers per vector of a block, and the most registers that hold weights.
 WIDTH = PANEL if llvm.LANES == 16 and llvm.VNNI else 8
 COLUMNS, HELD = PANEL // WIDTH, 16 if llvm.REGISTERS == 32 else 8
 #: Whether products are summed by AVX2's instructions, in 16 bits.
@@ -82,7 +83,7 @@ class _Run:
     """A run through the rows: their products with some vectors of a block.
 
     Attributes:
-        vectors: the vectors.
+        vectors: the numbers of the vectors.
         digit: which 4 bits of 8-bit weights; 0 otherwise.
         half: which half of a block with two scales; 0 otherwise.
         opens, ends: whether it is the first run of its digit, and the last of its half.
@@ -144,8 +145,9 @@ def _add_products(builder: Any, kind: Kind, total: Any, weights: list[Any], row:
     """A total, or None, plus the products of unsigned bytes of ``weights`` and signed bytes of ``row``.
 
     AVX2 sums two products of bytes in 16 bits. The sums of several vectors fit into 16 bits before they are widened:
-    8 vectors of 4-bit weights come to at most 2 * 15 * 127 * 8 = 30,480; 4 of 5 bits to 2 * 31 * 127 * 4; 2 of 6 bits
-    to 2 * 63 * 127 * 2. So totals of 4 bits are 16-bit numbers, which ``_whole`` widens; others are 32-bit numbers.
+    8 vectors of 4-bit weights give at most 2 * 15 * 127 * 8 = 30,480; 4 of 5 bits 2 * 31 * 127 * 4; 2 of 6 bits
+    2 * 63 * 127 * 2. So totals of 4-bit weights and digits are 16-bit numbers, which ``_whole`` widens; other totals
+    are 32-bit numbers.
     """
     if PAIRED:
         products = []
@@ -177,7 +179,7 @@ def _widened(builder: Any, shorts: Any) -> Any:
 
 
 def _whole(builder: Any, totals: list[Any], start: Any) -> Any:
-    """The integer sum of a block from the totals of its digits, the lowest first; ``start`` may be None."""
+    """The integer sum of a block, from the totals of its digits, lowest first; ``start`` may be None."""
     whole = [_widened(builder, total) if total.type == SHORTS else total for total in totals]
     shifted = [whole[0], *(builder.shl(total, integers(4, WIDTH)) for total in whole[1:])]
     return reduce(builder.add, shifted if start is None else [*shifted, start])
@@ -288,7 +290,7 @@ def _quantized(
 def _plain(
     builder: Any, kind: Kind, panel: Any, rows: Any, stride: Any, blocks: Any, count: Any, out: Any
 ) -> None:
-    """Like ``_quantized``, for fp32, fp16 and bf16 weights; it reads the fp32 numbers of the rows."""
+    """Like ``_quantized``, but for fp32, fp16 and bf16 weights; it reads the fp32 numbers of the rows."""
     size = kind.bits // 8
     with cgutils.for_range(builder, count) as loop:
         row, line = offset(builder, rows, (loop.index, stride)), offset(builder, out, (loop.index, 4 * GROUP))
@@ -341,7 +343,7 @@ def _kernel_code(panel, rows, stride, blocks, count, out, kind):  # type: ignore
 
 @cache
 def _compiled(kind: int) -> Any:
-    # A function whose code is kept on disk cannot close over compiled functions, so it names the kind by its index.
+    # A function cached on disk cannot close over compiled functions, so it names the kind by its index.
     stamp = STAMP
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
@@ -353,9 +355,9 @@ def _compiled(kind: int) -> Any:
 
 
 def kernel_address(kind: int) -> int:
-    """The address of the compiled kernel of ``KINDS[kind]``. It is compiled once and kept on disk.
+    """The address of the compiled kernel of ``KINDS[kind]``. It is compiled once and cached on disk.
 
-    Gemms call kernels by address, so only the kinds that a model has are compiled, each once and not in every gemm.
+    Gemms call kernels by address, so only the kinds that a model has are compiled, and each only once.
     """
     return int(_compiled(int(kind)).address)
 
@@ -365,10 +367,10 @@ _call_kernel = llvm.emitted(llvm.call_address, 7)
 
 @llvm.jit
 def microkernel(panels: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
-    """Write the sums (count, 32) fp32 of rows with one group, which consists of two panels of any kinds.
+    """Write the sums (count, 32) fp32 of rows with one group, which consists of two panels of any kind.
 
     Args:
-        panels: address of four 64-bit integers: for each panel, its address and that of its kernel.
+        panels: address of four 64-bit integers: for each panel, its address and its kernel's address.
         rows: each has fp32 numbers (32 * blocks), then their quantized blocks; ``stride`` bytes from row to row.
         count: at most ``ROW_BLOCK``.
     """
@@ -391,7 +393,7 @@ def _quantize(builder: Any, row: Any, blocks: Any, begin: Any, end: Any) -> None
         sizes = [call(builder, f"llvm.fabs.v{PANEL}f32", FLOATS, [value]) for value in values]
         larger = builder.select(builder.fcmp_ordered(">", sizes[0], sizes[1]), sizes[0], sizes[1])
         top = call(builder, f"llvm.vector.reduce.fmax.v{PANEL}f32", F32, [larger], ("nnan",))
-        # Comparisons ignore NaN. A block that holds one gets dx = NaN, and so does every sum that it enters.
+        # Comparisons ignore NaN. A block with a NaN gets dx = NaN, which makes every sum with it NaN.
         bits = builder.bitcast(builder.fcmp_unordered("uno", *values), ir.IntType(PANEL))
         has_nan = builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
         top = builder.select(has_nan, ir.Constant(F32, float("nan")), top)

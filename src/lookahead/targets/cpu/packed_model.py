@@ -1,9 +1,9 @@
 """Models whose weights stay packed.
 
-``read_model`` reads a GGUF file without a module of transformers: the file's blocks are copied once into the order of
-the kernel (``packed``), by as many threads as torch has, and the file's pages are released. Tensors of types that the
-kernel does not support are decoded to bf16. ``quantize_model`` packs the weights of a transformers model of any class
-that the compiled path supports.
+``read_model`` reads a GGUF file without a transformers module: the file's blocks are copied once into the order of
+the kernel (``packed``), by as many threads as torch uses, and the file's pages are released. Tensors of types that
+the kernel does not support are decoded to bf16. ``quantize_model`` packs the weights of a transformers model of any
+class that the compiled path supports.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class _Reader:
         settings: its settings.
 
     Attributes:
-        decoded: bytes by type of the tensors that are decoded to bf16.
+        decoded: for each type of the tensors that are decoded to bf16, their bytes.
     """
 
     def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
         self.file, self.settings, self.names = file, settings, settings.names
         order = formats.paired(settings.head_size, settings.rotary_size)
-        # Rows that the converter has permuted are in the packed order already.
+        # Rows that the converter has permuted are already in the packed order.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
         self.decoded: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
@@ -84,7 +84,7 @@ class _Reader:
         )
 
     def source(self, name: str) -> _Source:
-        """A tensor with two dimensions; it is decoded to bf16 if the kernel does not support its type."""
+        """A tensor of two dimensions, decoded to bf16 if the kernel does not support its type."""
         if name not in self._sources:
             tensor, raw = self.file.tensors[name], self.file.bytes(name)
             outputs, inner = tensor.shape
@@ -254,8 +254,8 @@ class _Reader:
         settings = self.settings
         if not settings.tables:
             return None
-        # Rounded to fp32 where transformers rounds (the model was trained so); powers, cosines and sines
-        # are computed in fp64 before, because numpy's in fp32 differ in the last bit between processors.
+        # Values are rounded to fp32 where transformers rounds, because the model was trained that way. Powers,
+        # cosines and sines are computed in fp64 first, because in fp32 numpy's last bit differs between processors.
         half = np.arange(0, settings.rotary_size, 2, dtype=np.float32) / np.float32(settings.rotary_size)
         frequencies = [
             (1 / (float(table.base) ** half.astype(np.float64)).astype(np.float32)) / np.float32(table.factor)
@@ -295,7 +295,7 @@ def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tupl
 
 
 def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
-    """The packed parts of a file, its settings, and the bytes by type of the tensors that were decoded to bf16.
+    """The packed parts of a file, its settings, and for each type of the tensors decoded to bf16 their bytes.
 
     Raises:
         Unsupported: transformers' reader must load the file; the message is one line that says why.
@@ -400,7 +400,7 @@ def read_model(file: GGUFFile) -> PackedModel:
 
 
 def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
-    """Quantize the matrices of a transformers model by the reference quantizer of the package gguf.
+    """Quantize the matrices of a transformers model with the reference quantizer of the package gguf.
 
     Args:
         model: a model of a class that the compiled path supports.
@@ -447,7 +447,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
 
 
 def quantizable(name: str) -> Kind:
-    """The type of this name.
+    """The type with this name.
 
     Raises:
         SettingsError: the package gguf cannot quantize to it, or is missing.
@@ -463,7 +463,7 @@ def quantizable(name: str) -> Kind:
 
 
 def _kind_for(linear: Linear, kind: Kind) -> Kind:
-    """The kind that a linear is stored in: F32 if its inner size is not a multiple of a block."""
+    """The kind in which a linear is stored: F32 if its inner size is not a multiple of a block."""
     return kind if linear.weight.shape[1] % kind.unit == 0 else KINDS[KIND_INDEX["F32"]]
 
 
@@ -479,7 +479,7 @@ def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     kind = _kind_for(linear, kind)
     order = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
     panels, table, index = _new_panels(memory, kind, len(order), inner)
-    for begin in range(0, len(order), 512):  # 512 panels at a time, because the fp32 numbers are a copy
+    for begin in range(0, len(order), 512):  # 512 panels at a time, because the fp32 numbers are a temporary copy
         rows = order[begin : begin + 512]
         fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
         raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType[kind.name])

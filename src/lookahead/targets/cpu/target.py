@@ -1,4 +1,4 @@
-"""The target that evaluates token trees by a compiled model."""
+"""The target that evaluates token trees with a compiled model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BufferPool:
     A buffer belongs to its caller from ``acquire`` to ``release``.
 
     Args:
-        most: free buffers that are kept; beyond that the smallest is dropped.
+        most: largest number of free buffers that are kept; the smallest is dropped first.
     """
 
     def __init__(self, most: int = 4) -> None:
@@ -42,7 +42,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, size: int) -> Array:
-        """A buffer of at least ``size`` bytes, uint8, not initialized: the smallest free one, or a new one."""
+        """An uninitialized uint8 buffer of at least ``size`` bytes: the smallest free one that fits, or a new one."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= size:
@@ -50,9 +50,9 @@ class BufferPool:
         return np.empty(1 << max(0, size - 1).bit_length(), np.uint8)
 
     def release(self, buffer: Array) -> None:
-        """Return a buffer; the caller must not use it any more."""
+        """Return a buffer; the caller must no longer use it."""
         with self._lock:
-            # First of its size, because its pages are in the CPU's cache.
+            # Put it first among buffers of its size, because its pages are in the CPU's cache.
             insort_left(self._free, buffer, key=len)
             del self._free[: -self._most]
 
@@ -81,13 +81,13 @@ class PassLogits(HostLogits):
         self.memory = memory
 
     def detach(self) -> Array:
-        """Replace the logits by a copy. Returns the memory, which may be reused then."""
+        """Replace the logits by a copy. Returns the memory, which may then be reused."""
         assert self.peaks is not None
         self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
         return self.memory
 
     def argmax(self, b: int, r: int) -> int:
-        """The first largest logit of the first group with the largest peak: of 49,152 logits 1,568 are read."""
+        """The first largest logit in the first group with the largest peak: 1,568 reads for 49,152 logits."""
         assert self.peaks is not None
         group = int(self.peaks[r].argmax())  # to numpy NaN is the largest
         if isnan(self.peaks[r, group]):
@@ -123,7 +123,7 @@ class CpuTarget(StoredTarget):
         self._memory: Array | None = None
 
     def depth_limit(self, slot: int) -> int:
-        """Positions that the model has left behind the slot's tokens."""
+        """Room after the slot's tokens, up to the model's last position."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
@@ -144,7 +144,7 @@ class CpuTarget(StoredTarget):
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        """Evaluate all trees in one pass; their rows follow one another without padding."""
+        """Evaluate all trees in one pass; their rows are concatenated without padding."""
         self._recycle()
         tokens, positions, reads = list[int](), list[int](), list[int]()
         segments, parts = [], []
@@ -174,7 +174,7 @@ class CpuTarget(StoredTarget):
         return PassLogits(memory, self.compiled, len(reads))
 
     def _recycle(self) -> None:
-        """Reuse the buffer of the last step's logits; scores that a caller still holds get a copy."""
+        """Release the buffer of the last step's logits for reuse; scores that a caller still holds get a copy."""
         logits = self._last() if self._last is not None else None
         if logits is not None:
             logits.detach()

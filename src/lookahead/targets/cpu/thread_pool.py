@@ -1,11 +1,11 @@
-"""Pools of threads that do one job together: the caller (rank 0) and its helpers.
+"""Pools of threads that work on a job together: the caller (rank 0) and its helpers.
 
 A job is the address of a compiled function of (argument, control, rank, size, arrived), which every thread calls. The
-process has one pool for each number of threads, and a pool does one job at a time. A caller that works alone has no
-helpers and waits for nobody.
+process has one pool for each number of threads, and a pool does one job at a time. A pool of one thread has no
+helpers and never waits.
 
-After a job a helper polls for the next one for 20 ms, in compiled code, because the next step of a text comes soon;
-then it sleeps on a lock, in Python.
+After a job, a helper polls for the next one for 20 ms in compiled code, because the next step of a text comes soon;
+then it sleeps on a lock in Python.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, call_address, emitt
 # The control block is memory that all threads of a pool share. These are the offsets of its 64-bit words: the number
 # of jobs posted, the arrivals counted at barriers, the job with its argument and the pool's size, and the arrivals
 # counted before the job. Then a part for each rank: whether it sleeps, the last job that it has seen, and how many
-# items of its share of each stage are taken (``take``). Words that many threads poll have a cache line of their own.
+# items of its share of each stage are taken (``take``). Words that many threads poll have separate cache lines.
 JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
 RANKS, RANK_BYTES, SEEN, TAKEN, CLOCK, STAGES = 192, 128, 8, 16, 64, 5
 #: Iterations of a polling loop before a thread offers its core to others, and milliseconds before a helper sleeps;
-#: waking it costs a pass 1 to 5 ms. Iterations do not measure time: 100,000 take 20 ms on one processor and 85 ms on
-#: another.
+#: waking it delays a pass by 1 to 5 ms. Iterations do not measure time: 100,000 take 20 ms on one processor and 85 ms
+#: on another.
 SPINS, AWAKE = 2000, 20
 
 
@@ -50,7 +50,7 @@ class Worker(NamedTuple):
 YIELD = "sched_yield"
 if sys.platform == "win32":
     YIELD = "SwitchToThread"
-    # Functions of kernel32, under names that code loaded from disk finds too.
+    # Functions of kernel32, under names that code loaded from disk also finds.
     for name in (YIELD, "GetTickCount64"):
         binding.add_symbol(name, ctypes.cast(getattr(ctypes.windll.kernel32, name), ctypes.c_void_p).value)
 #: The id of ``clock_gettime``'s monotonic clock. 64-bit systems return seconds and nanoseconds in 8 bytes each.
@@ -82,7 +82,7 @@ def _milliseconds(builder: Any, memory: Any) -> Any:
 atomic_load = emitted(lambda b, word: b.load_atomic(at(b, word, I64), "seq_cst", 8), 1, types.int64)
 fetch_add = emitted(lambda b, word, n: b.atomic_rmw("add", at(b, word, I64), n, "seq_cst"), 2, types.int64)
 exchange = emitted(lambda b, word, n: b.atomic_rmw("xchg", at(b, word, I64), n, "seq_cst"), 2, types.int64)
-#: Tell the core that this is a polling loop; offer the core to other threads.
+#: ``pause`` tells the core that this is a polling loop; ``yield_core`` offers the core to other threads.
 pause, yield_core = emitted(_pause, 0), emitted(_yield_core, 0)
 #: (memory) -> milliseconds of a monotonic clock; 16 bytes at ``memory`` are scratch space.
 milliseconds = emitted(_milliseconds, 1, types.int64)
@@ -92,7 +92,7 @@ call_job = emitted(call_address, 6)
 
 @register_jitable
 def barrier(worker: Any, arrived: int) -> int:
-    """Wait until all threads are here. ``arrived`` threads had arrived at earlier barriers; returns the new count."""
+    """Wait until all threads are here. ``arrived`` counts arrivals at earlier barriers; returns the new count."""
     arrived += worker.size
     fetch_add(worker.control + ARRIVED, 1)
     spins = 0
@@ -112,9 +112,9 @@ def share(count: int, rank: int, size: int) -> tuple[int, int]:
 
 @register_jitable
 def take(control: int, stage: int, owner: int, count: int) -> int:
-    """Take the next of the ``count`` items of ``owner``'s share, which is a rank; ``count`` if none is left.
+    """Take the next of the ``count`` items in the share of the rank ``owner``; ``count`` if none is left.
 
-    A rank takes from its own share first, then from those of other ranks (work stealing).
+    A rank takes from its own share first, then from the shares of other ranks (work stealing).
 
     Args:
         stage: which of the ``STAGES`` counters; ``restart`` sets them to zero while no rank is in that stage.
@@ -143,11 +143,11 @@ def _next_job(control: int, rank: int) -> bool:
 
 
 def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
-    """Three functions, compiled once and kept on disk. Naming ``stamp`` in them makes it part of their names there.
+    """Three functions, compiled once and cached on disk. Naming ``stamp`` in them makes it part of their names there.
 
     serve(control, rank): do the pool's jobs until none has come for ``AWAKE`` milliseconds.
     post(control, job, argument) -> bits of the sleeping ranks, which the caller must wake.
-    lead(control): do rank 0's part of the posted job, if it is not done.
+    lead(control): do rank 0's part of the posted job, unless it is done.
     """
 
     def serve(control: int, rank: int) -> None:
@@ -167,7 +167,7 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
                 yield_core()
             if spins > SPINS and spins % 16 == 0 and milliseconds(asleep + CLOCK) > idle_since + AWAKE:
                 exchange(asleep, 1)
-                # A job may have been posted meanwhile. If ``post`` has cleared the flag, a wake-up is on its way.
+                # A job may have been posted in the meantime. If ``post`` has cleared the flag, a wake-up follows.
                 if (
                     atomic_load(control + JOB_NUMBER) == atomic_load(asleep + SEEN)
                     or exchange(asleep, 0) == 0
@@ -199,7 +199,7 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
 
 
 class ThreadPool:
-    """``size`` threads, the caller among them. Its helpers are daemons and end with the process."""
+    """``size`` threads, including the caller. The helpers are daemons and end with the process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -226,7 +226,7 @@ class ThreadPool:
         wake.acquire()
         while True:
             self._serve(self._control, rank)
-            # If the caller was interrupted between posting and waking, nobody wakes this helper. So it compares two
+            # If the caller is interrupted between posting and waking, nothing wakes this helper. So it compares two
             # words once a second; ``_serve`` would poll for 20 ms each time.
             while not wake.acquire(timeout=1.0) and self._word(JOB_NUMBER) == self._word(
                 RANKS + RANK_BYTES * rank + SEEN
@@ -240,10 +240,10 @@ class ThreadPool:
             job: the address of a compiled function (see the module).
             argument: the address that is passed to it.
             owner: the object that owns the memory there. The pool keeps it alive, because an interrupt may leave a
-                job posted, which the next call finishes.
+                posted job, which the next call finishes.
         """
         with self._one_job:
-            self._lead(self._control)  # finish a job that an interrupt left; the helpers are waiting for it
+            self._lead(self._control)  # finish a job that an interrupt has left; the helpers are waiting for it
             self._owner = owner
             try:
                 sleepers = self._post(self._control, job, argument)
@@ -262,7 +262,7 @@ _shared = cache(lambda process, size: ThreadPool(size))
 
 
 def thread_pool(size: int) -> ThreadPool:
-    """The pool of this many threads; for a single thread, a pool of the calling thread's own."""
+    """The pool of this many threads; for a single thread, the calling thread's own pool."""
     if size == 1 and not hasattr(_alone, "pool"):
         _alone.pool = ThreadPool(1)
     pool: ThreadPool = _alone.pool if size == 1 else _shared(os.getpid(), size)

@@ -11,12 +11,12 @@ from .llvm import INTEGERS, LANES, VECTOR, call, floats, integers, multiply_add,
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """e^x in every lane, to about one unit in the last place.
+    """e^x in every lane, with an error of about one unit in the last place.
 
-    x = k log 2 + r, |r| <= log 2 / 2; e^r by its series to the seventh power; 2^k by its bits.
+    x = k log 2 + r, |r| <= log 2 / 2; e^r from its series up to the seventh power; 2^k from its bits.
     """
     for bound, outside in ((-87.0, "<"), (88.0, ">")):
-        # Not LLVM's min and max, which turn NaN into a number.
+        # LLVM's min and max would turn NaN into a number.
         x = builder.select(builder.fcmp_ordered(outside, x, floats(bound)), floats(bound), x)
     k = multiply_add(builder, x, floats(1.4426950408889634), floats(0.5))
     k = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, [k])
@@ -58,7 +58,7 @@ def soft_cap(builder: Any, x: Any, cap: Any) -> Any:
 
 def activation(builder: Any, x: Any, a: Any, b: Any) -> Any:
     """x * sigmoid(a x + b x^3) in every lane."""
-    u = x  # within bounds, because beyond them the sigmoid is constant and a cube may overflow
+    u = x  # clipped to bounds beyond which the sigmoid is constant, because the cube may overflow
     for bound, outside in ((-88.0, "<"), (88.0, ">")):
         u = builder.select(builder.fcmp_ordered(outside, u, floats(bound)), floats(bound), u)
     u = builder.fmul(u, multiply_add(builder, b, builder.fmul(u, u), a))

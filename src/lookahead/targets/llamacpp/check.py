@@ -1,4 +1,4 @@
-"""The check at load: does llama.cpp compute the same logits for rows of a token tree as for rows of a chain?"""
+"""The check at load: does llama.cpp compute the same logits for the rows of a token tree as for those of a chain?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
     if not model.loaded.trees:
         return False, "its recurrent state cannot be cut back to a shorter text", None
     try:
-        for number in range(len(PROMPT_LENGTHS)):  # the control may be small by chance in one text
+        for number in range(len(PROMPT_LENGTHS)):  # in one text, the control's error may be small by chance
             comparison = compare(model, number)
             if comparison.ok:
                 break
@@ -48,7 +48,7 @@ def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
 
 
 class AncestorTrial(Trial):
-    """A trial whose negative control has no wrong position, because llama.cpp refuses rows out of order."""
+    """A trial whose negative control has no wrong position, because llama.cpp rejects rows out of order."""
 
     controls = (WRONG_ANCESTOR,)
 
@@ -91,7 +91,7 @@ def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
 
 
 def _causal_rows(model: LlamaCppModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The logits after each text, (texts, V), by one pass in which every row belongs to one sequence."""
+    """The logits after each text, (texts, V), from one pass in which every row belongs to a single sequence."""
     ends = {tuple(text) for text in texts}
     prefixes = {text[:end] for text in ends for end in range(len(text))}
     tokens, positions = list[int](), list[int]()

@@ -22,7 +22,7 @@ PACKAGE = "llama-cpp-python"
 #: Supported versions: from the first up to, but not including, the second.
 SUPPORTED = ((0, 3, 36), (0, 4))
 GET = f"pip install '{PACKAGE}>=0.3.36,<0.4' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
-#: Sequence ids of a context: the most that llama.cpp can be compiled for (LLAMA_MAX_SEQ).
+#: Number of sequence ids of a context: the maximum that llama.cpp is compiled for (LLAMA_MAX_SEQ).
 SEQUENCES = 256
 #: The same for models with a recurrent state, which llama.cpp allocates for each sequence.
 RECURRENT_SEQUENCES = 16
@@ -65,10 +65,10 @@ class EngineFailed(LookaheadError):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The module with llama.cpp's functions, whose log is not printed.
+    """The module with llama.cpp's functions. llama.cpp's log is not printed.
 
     Raises:
-        SettingsError: it is not installed, or its version is not supported.
+        SettingsError: llama-cpp-python is not installed, or its version is not supported.
     """
     try:
         installed = version(PACKAGE)
@@ -97,7 +97,7 @@ def _keep_errors(level: int, text: bytes, _: Any) -> None:
         del _errors[:-8]
 
 
-#: Kept alive, because llama.cpp calls it until the process ends.
+#: Kept alive, because llama.cpp may call it until the process ends.
 _log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_keep_errors)
 
 
@@ -116,7 +116,7 @@ class Weights:
         settings: how it is loaded.
 
     Attributes:
-        trees: whether a sequence can be truncated, as rejected rows require. A recurrent state cannot.
+        trees: whether a sequence can be truncated, which rejected rows require. A recurrent state cannot.
 
     Raises:
         SettingsError: llama.cpp cannot load it, or it does not decode text.
@@ -163,7 +163,7 @@ class Context:
 
     Args:
         weights: the model.
-        cells: smallest number of cells; each holds one row.
+        cells: minimum number of cells; each holds one row.
 
     Attributes:
         cells: number of cells.
@@ -179,7 +179,7 @@ class Context:
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
         parameters.n_seq_max = weights.sequences
         parameters.kv_unified = True  # sequences share the cells of their common prefix
-        # Otherwise llama.cpp drops rows that have left the window, which a truncation needs.
+        # Otherwise llama.cpp drops rows that have left the window, but a truncation may need them again.
         parameters.swa_full = True
         parameters.no_perf = True
         parameters.n_threads = parameters.n_threads_batch = settings.threads or cpu_count() or 1
@@ -197,12 +197,12 @@ class Context:
         self.weights, self._library = weights, lib  # the model must outlive its contexts
         self.memory = lib.llama_get_memory(self.pointer)
         self.cells = int(lib.llama_n_ctx(self.pointer))
-        self._rows = min(BATCH_ROWS, self.cells)  # more in one call would end the process
+        self._rows = min(BATCH_ROWS, self.cells)  # more rows in one call would abort the process
         self._tokens = np.zeros(self._rows, np.int32)
         self._positions = np.zeros(self._rows, np.int32)
         self._counts = np.ones(self._rows, np.int32)
         self._wanted = np.zeros(self._rows, np.int8)
-        self._ids = np.zeros(self._rows, np.int32)  # of all rows, one row's after the other's
+        self._ids = np.zeros(self._rows, np.int32)  # the ids of all rows, row by row
         self._pointers = np.zeros(self._rows, np.uintp)  # to each row's first id
         self._place: Any = None  # shape and address of ``_logits``
         self._logits = np.empty((0, 0), np.float32)
@@ -228,18 +228,18 @@ class Context:
         sequences: Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Evaluate rows and keep their keys and values. A row comes after those that it sees.
+        """Evaluate rows and keep their keys and values. Every row must come after the rows that it sees.
 
         Args:
             sequences: the ids of each row.
-            wanted: the rows whose logits are computed.
+            wanted: for each row, whether its logits are computed.
 
         Returns:
-            Their logits (R, V), which the next call overwrites.
+            The computed logits (R, V), which the next call overwrites.
 
         Raises:
-            OutOfMemory: no room; some rows may be there.
-            EngineFailed: for any other reason.
+            OutOfMemory: there is no room; some rows may have been added.
+            EngineFailed: the pass failed for any other reason.
         """
         if len(tokens) <= self._rows:
             return self._decode(tokens, positions, sequences, wanted)
@@ -270,7 +270,7 @@ class Context:
         return self._run(size, sum(wanted))
 
     def decode_one(self, token: int, position: int, sequence: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """``decode`` of one row, in a fifth of its time; every step of plain decoding calls it."""
+        """``decode`` for a single row, in a fifth of the time; every step of plain decoding calls it."""
         self._tokens[0], self._positions[0], self._ids[0] = token, position, sequence
         self._counts[0] = self._wanted[0] = 1
         self._pointers[0] = self._ids.ctypes.data
@@ -293,7 +293,7 @@ class Context:
         if not reads:
             return np.empty(shape, np.float32)
         numbers = lib.llama_get_logits(self.pointer)
-        # To make an array of a pointer takes 90 us, and llama.cpp seldom moves its buffer.
+        # Making an array from a pointer takes 90 us, and llama.cpp seldom moves its buffer.
         place = shape, ctypes.addressof(numbers.contents)
         if place != self._place:
             self._place, self._logits = place, np.ctypeslib.as_array(numbers, shape)
@@ -304,7 +304,7 @@ class Context:
         self._library.llama_memory_clear(self.memory, False)
 
     def copy(self, source: int, sequence: int, begin: int, end: int) -> None:
-        """Let a sequence share another one's rows at these positions."""
+        """Let a sequence share another sequence's rows at these positions."""
         self._library.llama_memory_seq_cp(self.memory, source, sequence, begin, end)
 
     def cut(self, sequence: int, length: int) -> None:
@@ -312,7 +312,7 @@ class Context:
         self._library.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
     def first(self, sequence: int) -> int:
-        """The lowest position of a sequence that is kept; models with sliding windows drop early ones."""
+        """The lowest position of a sequence that is kept; models with sliding windows drop early positions."""
         return int(self._library.llama_memory_seq_pos_min(self.memory, sequence))
 
     def read(self, sequence: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -10,18 +10,18 @@ from ..limits import NO_LIMIT, Limits
 from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from .library import Context, Settings, Weights
 
-#: Idle contexts that are kept for the next engine on the model.
+#: Number of idle contexts that are kept for later engines on the model.
 KEPT = 2
 
 
 class Lease:
-    """A context lent to one target, which may replace it by a larger one and gives it back at its end."""
+    """A context lent to one target. The target may replace it with a larger one, and returns it at its end."""
 
     def __init__(self, idle: list[Context], context: Context) -> None:
         self._idle, self.context = idle, context
 
     def end(self) -> None:
-        """Give the context back."""
+        """Return the context."""
         if len(self._idle) < KEPT:
             self.context.clear()
             self._idle.append(self.context)
@@ -44,7 +44,7 @@ class LlamaCppModel(OwnModel):
         settings = replace(settings, threads=settings.threads or thread_count())
         self.loaded = Weights(file.path, settings)
         self.weights, self.parameter_count = weights_of(file)
-        # If anything is shorter than float32, a row rounds differently when other rows are evaluated with it.
+        # If anything is shorter than float32, a row's rounding depends on the other rows of its pass.
         whole = self.weights == "F32" and settings.cache_type_k == settings.cache_type_v == "f32"
         self.rows_interact = not whole
         metadata, loaded = file.metadata, self.loaded
@@ -62,7 +62,7 @@ class LlamaCppModel(OwnModel):
         )
         self.generation_config = generation_config_of(file)
         self.facts = Limits(self.config, loaded.vocabulary, loaded.positions or NO_LIMIT)
-        # llama.cpp chooses one of two frequency tables by the size of the context: a text must keep its table.
+        # llama.cpp chooses one of two frequency tables by the size of the context, and a text must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
         self._cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size

@@ -1,6 +1,6 @@
-"""Token trees on llama.cpp: one batch, in which every leaf is a sequence.
+"""Token trees on llama.cpp: one batch in which every leaf is a sequence.
 
-In llama.cpp each row has sequence ids. A row sees the cells that have its first id, up to its own position. So each
+In llama.cpp, each row has sequence ids. A row sees the cells that have its first id, up to its own position. So each
 leaf of a tree gets an id, a row has the ids of all leaves under it, and the committed rows of a slot have the ids of
 all its leaves. For the tree of ``core.decode`` (T = 5):
 
@@ -14,8 +14,8 @@ all its leaves. For the tree of ``core.decode`` (T = 5):
      5        then        7     2
 
 A slot keeps its ids from step to step. One of them, ``base``, has all committed tokens. The others had all of them
-when they were last used, and get the missing ones when they are used again. The commit of [0, 1, 3] makes id 0 the
-base, and cuts id 1 back to 7 tokens and id 2 to 6. No keys move, and a step of one row does none of this.
+when they were last used, and get the missing tokens when they are used again. The commit of [0, 1, 3] makes id 0 the
+base, and truncates id 1 to 7 tokens and id 2 to 6. No keys move, and a step of one row does none of this.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PassLogits(HostLogits):
     """The logits of one pass, (1, R, V) fp32, in llama.cpp's own memory until ``detach``."""
 
     def detach(self) -> None:
-        """Copy the logits, because the next pass overwrites llama.cpp's memory."""
+        """Replace the logits by a copy, because the next pass overwrites llama.cpp's memory."""
         self.rows = self.rows.copy()
 
     def argmax(self, b: int, r: int) -> int:
@@ -69,7 +69,7 @@ class PassLogits(HostLogits):
 
 
 class LlamaCppTarget:
-    """Many sequences on one context of llama.cpp; one thread at a time may use it.
+    """Any number of sequences on one llama.cpp context. Only one thread at a time may use it.
 
     Args:
         model: the model that llama.cpp has loaded.
@@ -145,7 +145,8 @@ class LlamaCppTarget:
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the rows of each slot's path: the ids of its last row keep all of it, others what they share."""
+        """Keep the rows of each slot's path: the ids of its last row keep the whole path, other ids what they
+        share."""
         for slot, path in paths:
             held = self._slots[slot]
             assert held.pending is not None
@@ -226,7 +227,7 @@ class LlamaCppTarget:
         """Give an id the committed tokens of its slot that it lacks."""
         context, known = self._context, held.known[sequence]
         if self._weights.window and context.first(sequence) != context.first(held.base):
-            context.empty([sequence])  # one of them has dropped tokens before its window
+            context.empty([sequence])  # one of the two has dropped tokens before its window
             known = 0
         if known < held.length:
             context.copy(held.base, sequence, known, held.length)
@@ -256,7 +257,7 @@ class LlamaCppTarget:
         return [self._free.pop() for _ in range(count)]
 
     def _keep(self, held: Slot, shared: Mapping[int, int]) -> None:
-        """Cut each id of a slot's last tree back to the committed tokens and its ``shared`` first rows."""
+        """Truncate each id of a slot's last tree to the committed tokens and its ``shared`` first rows."""
         assert held.pending is not None
         for sequence, rows in Counter(chain.from_iterable(held.pending)).items():
             kept = shared[sequence]

@@ -1,8 +1,8 @@
-"""The logit cache: the best tokens of every evaluated row, by its last one, two and three tokens.
+"""The logit cache: the best tokens of every evaluated row, indexed by its last one, two and three tokens.
 
 Rows of rejected branches and of the window cost as much as accepted rows, and their logits say as much about what the
 target predicts after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such a table
-by the last token alone.) A key of m tokens is their number in base V.
+for the last token alone.) The key of m tokens is the number with these digits in base V.
 
 An example with V = 100. A step evaluated a row with token 7 after the tokens 5 and 6, and its best tokens were 8
 (log-odds 0), 3 (-0.4) and 9 (-2.1). The three tables get
@@ -11,9 +11,9 @@ An example with V = 100. A step evaluated a row with token 7 after the tokens 5 
     order 1    key 6 * 100 + 7 = 607          the same
     order 2    key (5 * 100 + 6) * 100 + 7    the same
 
-Later a row of a tree ends with 2 6 7. Order 2 has no key 20607, order 1 has 607: the row gets the proposals 8, 3 and
-9. The bucket of 8 is that of a best token with a lead of 0.4 over the second (bin 2, up to 0.5); that of 9 is that of
-a distance of 2.1 (bin 6, up to 2.4).
+Later, a row of a tree ends with 2 6 7. Order 2 has no key 20607, but order 1 has 607: the row gets the proposals 8, 3
+and 9. The bucket of 8 is that of a best token with a lead of 0.4 over the second (bin 2, up to 0.5); the bucket of 9
+is that of a distance of 2.1 (bin 6, up to 2.4).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..calibration import (
 from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
 
-#: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is right.
+#: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is correct.
 FURTHEST = -6.0
 #: Tokens of a row that are proposed when sampling.
 SAMPLED_PROPOSALS = 8
@@ -102,7 +102,7 @@ def greedy_kind(odds: Any, index: int, origin: int) -> int:
 
 @compiled
 def _room(tree: Tree, ids: Any) -> int:
-    """The number of tokens of an entry to read: another request with this state may keep more."""
+    """The number of tokens of an entry to read; another request with this state may have stored more."""
     return min(len(ids), int64(tree.proposals.shape[1]) - OTHER_PROPOSALS)
 
 
@@ -119,7 +119,7 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 
 @compiled
 def _propose_sampled(tree: Tree, sources: Sources, constants: Constants, node: int, entry: int) -> int:
-    """Propose the best tokens under the noise with which the target will sample there."""
+    """Propose the best tokens with the noise that the target will sample with there."""
     row, cache, proposals = tree.nodes[node], sources.cache, tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
     noise = sources.noise[(constants.position + row.depth) % len(sources.noise)]
@@ -186,7 +186,7 @@ def write_rows(tree: Tree, cache: Cache, constants: Constants, step: StepResult,
     """Store all rows of a step. Rows with equal keys overwrite each other: unlikely rows first, the path last."""
     nodes, count = tree.nodes, tree.sizes[0].rows
     for order in range(ORDERS):
-        # All lookups first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
+        # All lookups come first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
         for node in range(count - 1, -1, -1):
             nodes[node].entry = _entry_for(cache, order, key_of(tree, constants, order, node))
         for node in range(count - 1, -1, -1):
@@ -212,22 +212,22 @@ class LogitCache:
     """Owns the cache's memory.
 
     Args:
-        max_entries: per order.
+        max_entries: largest number of entries per order.
         width: tokens per entry.
     """
 
     def __init__(self, max_entries: int, width: int) -> None:
         self.max_entries = max_entries
-        self._unseen = FIRST_ENTRIES  # rows for which there certainly is room
+        self._unseen = FIRST_ENTRIES  # rows for which there is certainly room
         self.arrays = self._allot(FIRST_ENTRIES, width, np.zeros(ORDERS, SPAN))
 
     @property
     def width(self) -> int:
-        """Tokens per entry at most."""
+        """The most tokens of an entry."""
         return int(self.arrays.ids.shape[2])
 
     def size(self, order: int) -> int:
-        """Entries by the last ``order`` + 1 tokens."""
+        """The number of entries of an order."""
         span = self.arrays.spans[order]
         return int(span["newest"] - span["oldest"])
 
@@ -251,7 +251,7 @@ class LogitCache:
         self._unseen = 0
 
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` more of each order."""
+        """Make room for ``rows`` more entries of each order."""
         self._unseen -= rows
         if self._unseen < 0:
             used = max(map(self.size, range(ORDERS)))
@@ -279,7 +279,7 @@ class LogitCache:
             rehash(old.slots[order], new.slots[order])
 
     def _allot(self, entries: int, width: int, spans: Any) -> Cache:
-        # The parts of one entry are adjacent: after a forward pass each cache line read from memory is slow.
+        # The parts of an entry are adjacent, because after a forward pass every cache line comes from slow memory.
         memory = np.empty((ORDERS, entries, 1 + 2 * width), np.int32)
         origins, ids = memory[:, :, 0], memory[:, :, 1 : 1 + width]
         odds = memory[:, :, 1 + width :].view(np.float32)

@@ -1,8 +1,8 @@
-"""Suffix matches: a trie of all n-grams of the texts fed, up to one length, with counts.
+"""Suffix matches: a trie of all n-grams of the texts, up to a maximum length, with counts.
 
 A node of the trie is a context, a sequence of tokens. Its child for token t is the context followed by t, found by
 one lookup in a hash table; its suffix link is the context without its first token. So a drafted token costs one
-lookup, whatever the order, and a new token of a text costs one visit for each order.
+lookup, whatever the order, and a new token of a text costs one lookup for each order.
 
 An example with order 2, after the text  a b c a b d a b :
 
@@ -33,7 +33,7 @@ from ..hashing import find, new_slots, rehash
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.
 SHIFT = 22
-#: Contexts that a new trie has room for. Unused memory costs nothing, while moving to a larger array does.
+#: Contexts that a new trie has room for. Unused memory costs nothing, but moving to a larger array does.
 FIRST_CONTEXTS = 1 << 12
 
 
@@ -132,7 +132,7 @@ def _bucket(node: Any, total: int, order: int, text: int) -> int:
 
 @compiled
 def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
-    """Store up to ``MATCHES`` tokens that followed the longest suffix which matches at a row of the tree."""
+    """Store up to ``MATCHES`` tokens that followed the longest matching suffix at a row of the tree."""
     matches = tree.matches[source, node]
     matches[0].token = -1
     if len(text.contexts) == 0:
@@ -162,7 +162,7 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
 
 
 class SuffixTrie:
-    """All n-grams of up to ``order`` + 1 tokens of the texts that were fed to it.
+    """All n-grams of up to ``order`` + 1 tokens of the texts that have been fed to it.
 
     Args:
         order: longest context, at least 1.

@@ -1,7 +1,7 @@
 """The window as a source of rows: the logit cache keeps what the target predicts under them.
 
-It gets rows that the step has left. It gets more only if that pays: the tokens accepted because of window rows, per
-window row, are compared with the probability of the tree row that would be given up.
+The window gets the rows that are left in the step. It replaces rows of the tree only if that pays: the accepted
+tokens per window row are compared with the probability of the tree row that would be replaced.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WindowSource:
         width, ngram_size: W and N.
         prompt: its tokens fill empty positions.
         eos: tokens that end a text.
-        seed: of the window's random generator.
+        seed: seed of the random tokens.
 
     Attributes:
         credit: accepted tokens per window row in recent steps.
-        rows_used: window rows in all.
+        rows_used: total number of window rows.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class WindowSource:
         tree.needs_logits = [True] * len(tree)
 
     def advance(self, root: int, answers: Sequence[int], rows: int, credited: int) -> None:
-        """Move the window on by one step.
+        """Advance the window by one step.
 
         Args:
-            root: root token of the step.
+            root: the token at the root of the step.
             answers: the target's token under each row.
             rows: rows of the window in the tree.
             credited: tokens accepted because of the window.
