@@ -8,6 +8,7 @@ import pytest
 
 from lookahead.core import Decoder, Request, SettingsError
 from lookahead.drafters import Adaptive
+from lookahead.drafters.adaptive import step_times
 from lookahead.drafters.adaptive.controller import (
     COLD_SHARE,
     COOLDOWN,
@@ -658,6 +659,15 @@ def test_times_are_kept_by_machine_and_model(tmp_path, monkeypatch):
         save_times("model A", StepTimes({(0, 0): wrong}))
         with pytest.raises(SettingsError, match=r"positive|could not convert"):
             load_times("model A")
+
+
+def test_step_times_are_kept_for_each_number_of_threads(monkeypatch):
+    """Also where torch is not loaded, as with packed weights."""
+    files = set()
+    for count in (1, 2):
+        monkeypatch.setattr(step_times, "thread_count", lambda count=count: count)
+        files.add(times_file("model A"))
+    assert len(files) == 2
 
 
 def test_setting_up_waits_until_the_loss_budget_can_pay(clock):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from threading import Thread
 from time import perf_counter, sleep, thread_time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import njit
+from numba import cfunc, njit, types
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
@@ -260,6 +261,31 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
     pool._owner = state
     pool._post(pool._control, model._job, state.address)
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+
+
+class CountedLock:
+    """A helper's lock that tells when it is released."""
+
+    def __init__(self, lock: Any, rank: int, released: list[int]) -> None:
+        self._lock, self._rank, self._released = lock, rank, released
+
+    def release(self) -> None:
+        self._released.append(self._rank)
+        self._lock.release()
+
+
+def test_a_helper_of_a_large_pool_is_woken() -> None:
+    """More ranks than a word has bits: a helper that nobody wakes would join up to a second later."""
+    pool, released = ThreadPool(66), list[int]()
+    job = cfunc(types.void(*[types.int64] * 5))(lambda argument, control, rank, size, arrived: None)
+    pool.run(job.address, 0, None)
+    for rank in range(1, pool.size):
+        wait_until(lambda rank=rank: is_asleep(pool, rank))
+    for rank in range(1, pool.size - 1):  # as if only the last one slept
+        pool._words[(RANKS + RANK_BYTES * rank) // 8] = 0
+    pool._wake_locks = [CountedLock(lock, rank, released) for rank, lock in enumerate(pool._wake_locks)]
+    pool.run(job.address, 0, None)
+    assert released == [pool.size - 1]
 
 
 def is_asleep(pool: ThreadPool, rank: int) -> bool:

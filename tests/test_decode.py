@@ -379,3 +379,33 @@ def test_any_exception_of_one_sequence_ends_it_and_no_other(place):
     assert "ValueError: broken on purpose" in str(broken.error)
     for generation, prompt in zip(good, PROMPTS, strict=True):
         assert generation.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens
+
+
+def test_a_text_that_ends_with_the_prefill_needs_no_drafter():
+    class Broken(Lookahead):
+        def start(self, sequence):
+            raise ValueError("broken on purpose")
+
+    (generation,) = run(FakeTarget(40), [Request([1, 2], Broken(5, 4, 5), 1)])
+    assert (generation.finish_reason, generation.error) == ("length", None)
+
+
+@pytest.mark.parametrize("token", [-1, 40])
+def test_a_drafted_token_outside_the_vocabulary_is_named(token):
+    class Wrong(Lookahead):
+        def start(self, sequence):
+            state = super().start(sequence)
+            draft = state.draft
+
+            def outside(*given):
+                tree = draft(*given)
+                tree.tokens[-1] = token
+                return tree
+
+            state.draft = outside
+            return state
+
+    target = FakeTarget(40)
+    target.vocabulary = 40
+    (generation,) = run(target, [Request([1, 2], Wrong(5, 4, 5), 9)])
+    assert f"between 0 and 39, got {token}" in str(generation.error)

@@ -183,7 +183,7 @@ class Proposer:
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
-            from .targets.logits import LogitsBatch
+            from .targets.logits import LogitsBatch, LogitsRows
 
             batch = LogitsBatch(logits[None])
         for text, tokens, start in zip(texts, new, starts, strict=False):
@@ -193,9 +193,7 @@ class Proposer:
             if batch is None:
                 text.state.observe(text.tree.subtree(path), Accepted(tokens), path, tokens)
             else:
-                from .targets.logits import LogitsRows
-
-                rows = LogitsRows(batch, 0, range(-start, len(text.tree)))
+                rows = LogitsRows(batch, 0, range(len(text.tree)), start)
                 text.state.observe(text.tree, rows, path, tokens)
 
 

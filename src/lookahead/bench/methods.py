@@ -77,7 +77,9 @@ class RunOptions:
     top_k: int = 0  # sample from the k most likely tokens; 0 for all
     seed: int = 0  # seed of the random numbers
     repeats: int = 1  # how often every prompt is decoded
-    warm: bool = True  # measure methods that keep state twice, the second time with the state of earlier prompts
+    warm: bool = (
+        True  # measure methods that keep state twice, the second time with the state of earlier prompts
+    )
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
@@ -206,7 +208,9 @@ class Drafted(Method):
             if self._kept is None:
                 self._kept = self._with_state()
             drafter = self._kept
-        if drafter.needs_step_times and model.model is not None:  # they describe the machine; ``forget`` keeps them
+        if (
+            drafter.needs_step_times and model.model is not None
+        ):  # they describe the machine; ``forget`` keeps them
             from ..drafters.adaptive.measure import times_for
 
             times = times_for(model.model, model.target.path, lambda: model.target)

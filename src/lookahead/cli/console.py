@@ -27,7 +27,7 @@ def stderr() -> Console:
 
 def is_follower() -> bool:
     """Whether torchrun started this process as a rank other than 0."""
-    return os.environ.get("RANK", "0") != "0"
+    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def note(text: str, style: str = "dim") -> None:

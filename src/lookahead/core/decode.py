@@ -240,7 +240,8 @@ class Decoder:
                 if generation.evaluated == len(request.prompt):
                     token = generation.choose(scores, last)
                     generation.emit(token)
-                    generation.start_drafting(token, self.target.vocabulary)
+                    if generation.finish_reason is None:
+                        generation.start_drafting(token, self.target.vocabulary)
                     steps.append(Step(generation, [token], [], None))
                     self._waiting.remove(generation)
                     self._running.append(generation)
@@ -343,9 +344,10 @@ class Decoder:
                 f"a drafted tree must begin with the last token and have at most {rows} rows and depth {depth}, "
                 f"got {tree!r} under token {tree.tokens[0]}"
             )
-        vocabulary = self.target.vocabulary
-        if vocabulary and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocabulary:
-            raise SettingsError(f"drafted tokens must be below {vocabulary}, got {max(tree.tokens)}")
+        vocabulary, least, largest = self.target.vocabulary, min(tree.tokens), max(tree.tokens)
+        if vocabulary and not 0 <= least <= largest < vocabulary:
+            wrong = least if least < 0 else largest
+            raise SettingsError(f"drafted tokens must be between 0 and {vocabulary - 1}, got {wrong}")
         return tree
 
     def _sweep(self) -> None:

@@ -276,9 +276,11 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
 
 def _hub_reachable() -> bool:
     """Whether the hub's name resolves; without a network its client would retry for half a minute."""
-    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
-        return True
     from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    if getproxies().keys() & {"https", "all"}:
+        return True
 
     from huggingface_hub import constants
 

@@ -78,7 +78,9 @@ class PrefixTarget:
         source = max(lengths, key=lengths.__getitem__, default=0)
         self.reused[slot] = length = lengths.get(source, 0)
         if length and source in self._idle and 2 * length >= len(self._texts[source]):
-            self._idle.remove(source)  # at least half of that text is reused, so the prompt takes over its slot
+            self._idle.remove(
+                source
+            )  # at least half of that text is reused, so the prompt takes over its slot
             inner = source
         else:
             inner = self._free.pop() if self._free else next(self._new)

@@ -130,7 +130,9 @@ class Preparer:
             "drafter": self._drafting(request.lookahead),
             "logits_processor": processors or None,
         }
-        if temperature > 0:  # greedy decoding needs none of these, because the most likely token passes all of them
+        if (
+            temperature > 0
+        ):  # greedy decoding needs none of these, because the most likely token passes all of them
             given |= {"top_p": request.top_p, "min_p": request.min_p or None}
             given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})

@@ -303,7 +303,9 @@ def _check_captures(
         result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
     except OutOfMemory:
         raise
-    except Exception as error:  # a model or a compiler may fail in any way on a pass that it was not designed for
+    except (
+        Exception
+    ) as error:  # a model or a compiler may fail in any way on a pass that it was not designed for
         if isinstance(error, torch.AcceleratorError):
             torch.cuda.synchronize(model.device)  # raises if the device can no longer be used
         if attention.backend == "triton":

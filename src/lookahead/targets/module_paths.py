@@ -147,7 +147,9 @@ def make_module_target(model: PreTrainedModel, capacity: int, path: str, exact: 
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
     """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
     name = type(model).__name__
-    configured = getattr(model.config, "quantization_config", None) is not None  # ``compile_model`` gives its reason
+    configured = (
+        getattr(model.config, "quantization_config", None) is not None
+    )  # ``compile_model`` gives its reason
     for path, weight in model.named_parameters():
         if type(weight.data) is not torch.Tensor and not configured:
             kind = type(weight.data).__name__

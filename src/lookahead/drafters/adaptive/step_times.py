@@ -16,6 +16,7 @@ from typing import Any
 from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
+from ...threads import thread_count
 
 #: Numbers of rows with a separate time; other numbers use the time of the next larger one.
 MENU = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -174,11 +175,10 @@ def times_file(model: str) -> Path:
     Args:
         model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).
     """
-    machine = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores"]
+    machine = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
     torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        machine.append(f"{torch.get_num_threads()} threads")
-        machine += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
+    if torch is not None and torch.cuda.is_available():
+        machine.append(torch.cuda.get_device_name(0))
     digest = hashlib.sha256(f"{', '.join(machine)}|{model}".encode()).hexdigest()[:24]
     usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")

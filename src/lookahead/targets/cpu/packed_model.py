@@ -479,7 +479,9 @@ def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     kind = _kind_for(linear, kind)
     order = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
     panels, table, index = _new_panels(memory, kind, len(order), inner)
-    for begin in range(0, len(order), 512):  # 512 panels at a time, because the fp32 numbers are a temporary copy
+    for begin in range(
+        0, len(order), 512
+    ):  # 512 panels at a time, because the fp32 numbers are a temporary copy
         rows = order[begin : begin + 512]
         fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
         raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType[kind.name])

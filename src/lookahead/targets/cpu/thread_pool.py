@@ -28,10 +28,11 @@ from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, call_address, emitt
 
 # The control block is memory that all threads of a pool share. These are the offsets of its 64-bit words: the number
 # of jobs posted, the arrivals counted at barriers, the job with its argument and the pool's size, and the arrivals
-# counted before the job. Then a part for each rank: whether it sleeps, the last job that it has seen, and how many
-# items of its share of each stage are taken (``take``). Words that many threads poll have separate cache lines.
+# counted before the job. Then a part for each rank: whether it sleeps, the last job that it has seen, how many items
+# of its share of each stage are taken (``take``), and whether ``post`` found it asleep. Words that many threads poll
+# have separate cache lines.
 JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
-RANKS, RANK_BYTES, SEEN, TAKEN, CLOCK, STAGES = 192, 128, 8, 16, 64, 5
+RANKS, RANK_BYTES, SEEN, TAKEN, WAKE, CLOCK, STAGES = 192, 128, 8, 16, 56, 64, 5
 #: Iterations of a polling loop before a thread offers its core to others, and milliseconds before a helper sleeps;
 #: waking it delays a pass by 1 to 5 ms. Iterations do not measure time: 100,000 take 20 ms on one processor and 85 ms
 #: on another.
@@ -146,7 +147,7 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
     """Three functions, compiled once and cached on disk. Naming ``stamp`` in them makes it part of their names there.
 
     serve(control, rank): do the pool's jobs until none has come for ``AWAKE`` milliseconds.
-    post(control, job, argument) -> bits of the sleeping ranks, which the caller must wake.
+    post(control, job, argument) -> the number of sleeping ranks, which the caller must wake: ``WAKE`` is 1 for them.
     lead(control): do rank 0's part of the posted job, unless it is done.
     """
 
@@ -183,7 +184,10 @@ def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
         fetch_add(control + JOB_NUMBER, 1)
         sleepers = 0
         for rank in range(1, atomic_load(control + SIZE)):
-            sleepers |= exchange(control + RANKS + RANK_BYTES * rank, 0) << rank
+            asleep = control + RANKS + RANK_BYTES * rank
+            if exchange(asleep, 0) == 1:
+                exchange(asleep + WAKE, 1)
+                sleepers += 1
         return sleepers
 
     def lead(control: int) -> None:
@@ -243,12 +247,16 @@ class ThreadPool:
                 posted job, which the next call finishes.
         """
         with self._one_job:
-            self._lead(self._control)  # finish a job that an interrupt has left; the helpers are waiting for it
+            self._lead(
+                self._control
+            )  # finish a job that an interrupt has left; the helpers are waiting for it
             self._owner = owner
             try:
                 sleepers = self._post(self._control, job, argument)
                 for rank in range(1, self.size) if sleepers else ():
-                    if sleepers >> rank & 1:
+                    wake = (RANKS + RANK_BYTES * rank + WAKE) // 8
+                    if self._words[wake]:
+                        self._words[wake] = 0
                         with contextlib.suppress(RuntimeError):  # it is awake already
                             self._wake_locks[rank].release()
             finally:
