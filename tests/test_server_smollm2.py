@@ -28,8 +28,8 @@ QUESTION = "Why do leaves fall in autumn?"
 def served():
     """(address of a server of the default model, the same model in this process); both load at once."""
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(lookahead.load, dtype="bfloat16")
-        with started("--dtype", "bfloat16") as (_, url, _):
+        loading = pool.submit(lookahead.load)
+        with started() as (_, url, _):
             yield url, loading.result()
 
 
