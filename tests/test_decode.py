@@ -155,6 +155,7 @@ def test_sequences_join_and_leave_between_steps():
     assert [first.tokens, second.tokens] == alone[:2]
     assert gone.finish_reason == "cancelled"
     assert gone.tokens == alone[2][: len(gone.tokens)]
+    assert "pool_keys" in gone.stats.drafter
     assert target.committed == {}
 
 
@@ -167,6 +168,21 @@ def test_a_step_too_wide_for_memory_is_halved_and_said_once():
         (plain,) = run(FakeTarget(40), [Request(prompt, Plain(), 60)])
         assert generation.tokens == plain.tokens
         assert max(generation.stats.rows_per_step) <= 9
+
+
+def test_steps_may_be_large_again_once_a_sequence_has_ended():
+    target = FakeTarget(40, max_rows=20)
+    decoder = Decoder(target)
+    first = decoder.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
+    with pytest.warns(RuntimeWarning, match="did not fit"):
+        while decoder.busy:
+            decoder.step()
+    assert max(first.stats.rows_per_step) <= 20
+    target.max_rows = 1 << 20
+    second = decoder.add(Request(PROMPTS[1], Lookahead(15, 5, 15), 20))
+    while decoder.busy:
+        decoder.step()
+    assert max(second.stats.rows_per_step) > 20
 
 
 def test_one_row_too_many_is_an_error_and_keeps_what_there_is():

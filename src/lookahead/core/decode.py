@@ -198,6 +198,7 @@ class Decoder:
         self._free_slots: list[int] = []
         self._new_slots = count()
         self._turn_of_trees = False
+        self._said_too_large = False
 
     @property
     def busy(self) -> bool:
@@ -289,8 +290,6 @@ class Decoder:
                 state = _state_of(step.generation)
                 with _ended_by_errors(step.generation, "the drafter"):
                     state.observe(tree, scores, step.path, step.tokens)
-                    if step.generation.finish_reason is not None:
-                        step.generation.stats.drafter = state.stats()
         return [step for step, _, _ in steps]
 
     def _evaluate(self, stats: list[Stats]) -> list[tuple[Generation, TokenTree, Scores]]:
@@ -324,7 +323,8 @@ class Decoder:
                     for generation, _ in drafted:
                         generation.finish_reason, generation.error = "error", error
                     return []
-                if self.max_rows == UNLIMITED_ROWS:
+                if not self._said_too_large:
+                    self._said_too_large = True
                     warnings.warn(
                         f"a step of {rows} rows did not fit in memory; the next steps have at most half as many "
                         "(the output stays the same)",
@@ -351,11 +351,17 @@ class Decoder:
         return tree
 
     def _sweep(self) -> None:
-        """Release the slots of sequences that have ended."""
+        """Release the slots of sequences that have ended, and read their drafters' statistics."""
         for generation in (*self._waiting, *self._running):
-            if generation.finish_reason is not None and generation.slot >= 0:
+            if generation.finish_reason is None:
+                continue
+            if generation.drafting is not None and generation.error is None:
+                with _ended_by_errors(generation, "the drafter"):
+                    generation.stats.drafter = generation.drafting.stats()
+            if generation.slot >= 0:
                 self.target.release(generation.slot)
                 self._free_slots.append(generation.slot)
+                self.max_rows = UNLIMITED_ROWS  # its memory may be what a large step needs
         self._running = [g for g in self._running if g.finish_reason is None]
         self._waiting = [g for g in self._waiting if g.finish_reason is None]
 
