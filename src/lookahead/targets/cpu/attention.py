@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 
 from . import llvm
@@ -195,14 +195,12 @@ def attention_of(fmt: Format) -> Any:
         """
         length, chain, window = segment.length, segment.is_chain != 0, layer.window
         groups, head, size, line = p.heads // p.key_heads, p.padded_head, p.head_size, p.score_line
-        rows = last // groups + 1
-        positions = carray(integers_at(p.positions + 8 * segment.first_row), (rows,))
-        bounds = carray(integers_at(p.path_ends + 8 * segment.first_row), (rows + 1,))
-        path = carray(integers_at(p.path_columns), (1 if chain else bounds[rows],))
+        positions = integers_at(p.positions + 8 * segment.first_row)
+        bounds = integers_at(p.path_ends + 8 * segment.first_row)
+        path = integers_at(p.path_columns)
         sums_at = scratch + QUERY_BLOCK * line
         factors_at = sums_at + 4 * QUERY_BLOCK * head
-        sums = carray(floats_at(sums_at), (QUERY_BLOCK, head))
-        factors = carray(floats_at(factors_at), (QUERY_BLOCK,))
+        sums, factors = floats_at(sums_at), floats_at(factors_at)
         for i in range(first, last, QUERY_BLOCK):
             count = min(QUERY_BLOCK, last - i)
             top, bottom = i // groups, (i + count - 1) // groups
@@ -221,7 +219,7 @@ def attention_of(fmt: Format) -> Any:
                 if layer.cap != 0:
                     computed = (length + bottom - start) // SCORE_BLOCK * SCORE_BLOCK + SCORE_BLOCK
                     cap_scores(scratch + q * line, computed // LANES, layer.cap)
-                scores = carray(floats_at(scratch + q * line), (line // 4,))
+                scores = floats_at(scratch + q * line)
                 oldest = max(0, positions[r] + 1 - window)  # position of the oldest key in the window
                 from_column, end = oldest, length + r + 1 - start
                 if not chain:  # move the scores of the row's path behind those of the prefix
@@ -237,7 +235,8 @@ def attention_of(fmt: Format) -> Any:
                 for j in range(begin - start, min(from_column, shared) - start):
                     scores[j] = 0
             # 2. Weighted values: shared columns for all queries together, then each query's own columns.
-            sums[:count] = 0
+            for j in range(count * head):
+                sums[j] = 0
             if shared > begin:
                 weights, block = scratch + 4 * (begin - start), values + begin * head * stored
                 weighted_sum(weights, line, block, shared - begin, sums_at, head, count)
@@ -264,8 +263,8 @@ def attention_of(fmt: Format) -> Any:
                 if size % LANES == 0:
                     output(sums_of_q, factors_at + 4 * q, out_row, size // LANES)
                 else:
-                    result = carray(out_at(out_row), (size,))
+                    result = out_at(out_row)
                     for d in range(size):
-                        result[d] = from_fp32(sums[q, d] * factors[q])
+                        result[d] = from_fp32(sums[q * head + d] * factors[q])
 
     return llvm.jit(attend, fmt.name)

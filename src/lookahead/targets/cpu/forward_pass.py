@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, cfunc, from_dtype, types
-from numba.extending import overload
+from numba import from_dtype
+from numba.core.ccallback import CFunc
 
 from .attention import attention_of
 from .execution_plan import LAYER, PLAN
-from .formats import FORMATS, Format
+from .formats import Format
 from .gemm import gemm_of
-from .llvm import STAMP, VOID, address_as, at, call, emitted, floats_at, integers_at, jit
+from .llvm import VOID, address_as, at, call, emitted, floats_at, integers_at, jit, machine_code
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
 from .packed import PANEL, decode_output
 from .packed_gemm import quantize
@@ -35,26 +35,25 @@ release_tiles = emitted(lambda builder: call(builder, "llvm.x86.tilerelease", VO
 
 
 def _embed_of(fmt: Format) -> Any:
-    weights_at, to_fp32 = fmt.stored.pointer, fmt.stored.to_fp32
+    weights_at, to_fp32, stored_bytes = fmt.stored.pointer, fmt.stored.to_fp32, fmt.stored.bytes
     is_packed = fmt.kind == "packed"
 
     def embed(p: Any, begin: int, end: int) -> None:
         """Write the embeddings of rows begin..end to x, in fp32; learned positions are added."""
-        tokens = carray(integers_at(p.tokens), (end,))
-        positions = carray(integers_at(p.positions), (end,))
-        weights = carray(weights_at(p.embedding), (p.vocabulary, p.hidden))
+        tokens, positions = integers_at(p.tokens), integers_at(p.positions)
         for r in range(begin, end):
-            out = carray(floats_at(p.x + p.x_stride * r), (p.hidden,))
+            out = floats_at(p.x + p.x_stride * r)
             if is_packed:
-                panel = carray(integers_at(p.embedding + 16 * (tokens[r] // PANEL)), (2,))
+                panel = integers_at(p.embedding + 16 * (tokens[r] // PANEL))
                 decode_output(panel[1], panel[0], tokens[r] % PANEL, p.hidden, out, p.embedding_scale)
             else:
+                weights = weights_at(p.embedding + stored_bytes * p.hidden * tokens[r])
                 for i in range(p.hidden):
-                    out[i] = to_fp32(weights[tokens[r], i]) * p.embedding_scale
+                    out[i] = to_fp32(weights[i]) * p.embedding_scale
             if p.position_embedding != 0:
-                learned = carray(weights_at(p.position_embedding), (positions[r] + 1, p.hidden))
+                learned = weights_at(p.position_embedding + stored_bytes * p.hidden * positions[r])
                 for i in range(p.hidden):
-                    out[i] += to_fp32(learned[positions[r], i])
+                    out[i] += to_fp32(learned[i])
 
     return jit(embed, fmt.name)
 
@@ -101,7 +100,11 @@ def _attend_of(fmt: Format) -> Any:
 
 
 def _pass_of(fmt: Format) -> Any:
-    """The pass of one thread; its arguments are those of ``_run``."""
+    """Make (address of the plan, control, rank, size, arrived), one thread's part of a pass.
+
+    ``control``, ``rank`` and ``size`` are those of ``thread_pool.Worker``; ``arrived`` counts arrivals at barriers
+    before the pass.
+    """
     store, add, gate, activate, keep_logits = gemm_of(fmt)
     embed, (norm_rows, add_normed) = _embed_of(fmt), norms_of(fmt)
     rotate, attend = rotate_of(fmt), _attend_of(fmt)
@@ -124,7 +127,7 @@ def _pass_of(fmt: Format) -> Any:
 
     add_branch = jit(add_branch, fmt.name)
 
-    def run(address: int, control: int, rank: int, size: int, arrived: int, number: int) -> None:
+    def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p, worker = plan_at(address), Worker(control, rank, size)
         rows, stride = p.rows, p.normed_stride
         if on_tiles:
@@ -173,37 +176,9 @@ def _pass_of(fmt: Format) -> Any:
     return run
 
 
-def _run(address: int, control: int, rank: int, size: int, arrived: int, number: int) -> None:
-    """One thread's part of a pass.
-
-    Args:
-        address: the address of the plan.
-        control, rank, size: see ``thread_pool.Worker``.
-        arrived: arrivals counted at barriers before the pass.
-        number: index of the format in ``FORMATS``, a constant.
-    """
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_run, prefer_literal=True)
-def _run_code(address, control, rank, size, arrived, number):  # type: ignore[no-untyped-def]  # numba compares both
-    # The Python function itself: a function made by jit would be linked and optimized a second time.
-    run = _pass_of(tuple(FORMATS.values())[number.literal_value])
-    run.__annotations__.clear()
-    return run
-
-
 @cache
-def _compiled(fmt: Format) -> Any:
-    # A function that is cached on disk cannot close over compiled functions, so it names the format by its index.
-    number, stamp = tuple(FORMATS.values()).index(fmt), STAMP
-
-    def job(address: int, control: int, rank: int, size: int, arrived: int) -> None:
-        _ = stamp  # part of the name of the code on disk (llvm.STAMP)
-        _run(address, control, rank, size, arrived, number)
-
-    job.__qualname__ += fmt.name  # see llvm.jit
-    return cfunc(types.void(*[types.int64] * 5), cache=True)(job)
+def _compiled(fmt: Format) -> CFunc:
+    return machine_code(_pass_of(fmt), 5, fmt.name)
 
 
 def pass_address(fmt: Format) -> int:

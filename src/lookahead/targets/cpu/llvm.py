@@ -19,6 +19,8 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
 
 
@@ -69,7 +71,7 @@ def _stamp() -> int:
 
 
 #: Part of the name of compiled code on disk. It changes with the values above and with the text of any file in this
-#: package. A function that is cached on disk closes over it, because numba's names contain closed-over values.
+#: package.
 STAMP = _stamp()
 #: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
@@ -91,6 +93,32 @@ def jit(function: Any, variant: str = "", **options: Any) -> Any:
     """
     function.__qualname__ += variant
     return register_jitable(error_model="numpy", no_cfunc_wrapper=True, **options)(function)
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache on disk, for functions that close over other functions: the name of the code has ``STAMP``."""
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return signature, codegen.magic_tuple(), STAMP
+
+
+def machine_code(function: Any, arguments: int, variant: str) -> CFunc:
+    """Compile a function of 64-bit integers that returns nothing, or load its code from disk.
+
+    The ``address`` of the result is valid as long as the result exists.
+
+    Args:
+        variant: tells functions that differ only in what they close over apart; see ``jit``.
+
+    Raises:
+        RuntimeError: numba has no folder for compiled code.
+    """
+    function.__qualname__ += variant
+    signature = (types.int64,) * arguments, types.void
+    code = CFunc(function, signature, {}, {"error_model": "numpy"})
+    code._cache = _Cache(function)
+    code.compile()
+    return code
 
 
 def const(value: int) -> ir.Constant:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import carray, from_dtype
+from numba import from_dtype
 
 from .execution_plan import KEY_BLOCK, SEGMENT
 from .formats import Format
@@ -31,7 +31,7 @@ def statistics(address: int, size: int, norm: Any) -> Any:
 
     A layer norm subtracts the mean m; an RMS norm has m = 0; without a norm, m = 0 and f = 1.
     """
-    xs = carray(floats_at(address), (size,))
+    xs = floats_at(address)
     mean, total = np.float32(0), np.float32(0)
     if norm.kind == 0:
         return mean, np.float32(1)
@@ -62,12 +62,12 @@ def norms_of(fmt: Format) -> tuple[Any, Any]:
             out += worker.rank * p.normed_each
         else:
             begin, end = share(rows, worker.rank, worker.size)
-        ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
-        chosen = carray(integers_at(row_numbers), (rows,))
+        ws, bs = floats_at(norm.weight), floats_at(norm.bias)
+        chosen = integers_at(row_numbers)
         for r in range(begin, end):
             source = p.x + p.x_stride * (chosen[r] if row_numbers != 0 else r)
-            xs = carray(floats_at(source), (p.hidden,))
-            outs = carray(input_at(out + p.normed_stride * r), (p.hidden,))
+            xs = floats_at(source)
+            outs = input_at(out + p.normed_stride * r)
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
                 outs[i] = from_fp32((xs[i] - mean) * factor * ws[i] + bs[i])
@@ -78,12 +78,12 @@ def norms_of(fmt: Format) -> tuple[Any, Any]:
 
     def add_normed(p: Any, norm: Any, worker: Any) -> None:
         """Add the norm of this thread's rows of ``p.qkv`` to x."""
-        ws, bs = carray(floats_at(norm.weight), (p.hidden,)), carray(floats_at(norm.bias), (p.hidden,))
+        ws, bs = floats_at(norm.weight), floats_at(norm.bias)
         begin, end = share(p.rows, worker.rank, worker.size)
         for r in range(begin, end):
             source = p.qkv + p.qkv_stride * r
-            ys = carray(floats_at(source), (p.hidden,))
-            xs = carray(floats_at(p.x + p.x_stride * r), (p.hidden,))
+            ys = floats_at(source)
+            xs = floats_at(p.x + p.x_stride * r)
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
                 xs[i] += (ys[i] - mean) * factor * ws[i] + bs[i]
@@ -103,7 +103,7 @@ def rotate_of(fmt: Format) -> Any:
         Queries are scaled and written to ``p.query``; a sequence's queries are (K, rows, H / K, padded head).
         """
         scratch = p.scratch + worker.rank * p.scratch_each
-        positions = carray(integers_at(p.positions), (p.rows,))
+        positions = integers_at(p.positions)
         heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
         all_heads, groups = heads + 2 * key_heads, heads // key_heads
         begin, end = share(p.rows * all_heads, worker.rank, worker.size)
@@ -121,12 +121,12 @@ def rotate_of(fmt: Format) -> Any:
             column = segment.length + local
             y = p.qkv + p.qkv_stride * row + 4 * lane * head
             # Make a copy, because a joint norm of another head of this row reads the original.
-            source, ys = carray(floats_at(y), (head,)), carray(floats_at(scratch), (head,))
+            source, ys = floats_at(y), floats_at(scratch)
             for i in range(head):
                 ys[i] = source[i]
             if lane < heads + key_heads:
                 if layer.head_norm.kind != 0:
-                    ws = carray(floats_at(layer.head_norm.weight + 4 * lane * head), (head,))
+                    ws = floats_at(layer.head_norm.weight + 4 * lane * head)
                     width = head
                     if layer.joint_norm != 0:
                         y -= 4 * head * (lane if lane < heads else lane - heads)
@@ -136,7 +136,7 @@ def rotate_of(fmt: Format) -> Any:
                         ys[i] *= factor * ws[i]
                 if layer.rotates != 0:
                     table = p.rotary + p.rotary_each * (layer.rotates - 1)
-                    angles = carray(floats_at(table + 4 * head * positions[row]), (head,))
+                    angles = floats_at(table + 4 * head * positions[row])
                     for i in range(0, head, 2):
                         a, b = ys[i], ys[i + 1]
                         ys[i] = a * angles[i] - b * angles[i + 1]
@@ -145,17 +145,17 @@ def rotate_of(fmt: Format) -> Any:
             if lane < heads:
                 number = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups
                 number += lane % groups
-                out = carray(query_at(p.query + query_bytes * number * padded), (head,))
+                out = query_at(p.query + query_bytes * number * padded)
                 scale = layer.scale
                 for i in range(head):
                     out[i] = to_query(ys[i] * scale)
             elif lane < heads + key_heads:
                 position = column // KEY_BLOCK * padded * KEY_BLOCK + column % KEY_BLOCK * pair
-                keys = carray(stored_at(store + position * stored_bytes), (head * KEY_BLOCK,))
+                keys = stored_at(store + position * stored_bytes)
                 for i in range(head):
                     keys[i // pair * (KEY_BLOCK * pair) + i % pair] = to_stored(ys[i])
             else:
-                values = carray(stored_at(store + column * padded * stored_bytes), (head,))
+                values = stored_at(store + column * padded * stored_bytes)
                 for i in range(head):
                     values[i] = to_stored(ys[i])
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 
 from . import llvm
 from .llvm import address_as
@@ -282,18 +282,18 @@ def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor
         panel: address of the panel.
         lane: which of its 16 outputs.
         inner: numbers of the output.
-        out: (inner,) fp32.
+        out: (inner,) fp32, a pointer.
     """
     blocks = inner // BLOCK
     if kind == F32:
-        wide = carray(_floats_at(panel), (inner, PANEL))
+        wide = _floats_at(panel)
         for i in range(inner):
-            out[i] = wide[i, lane] * factor
+            out[i] = wide[i * PANEL + lane] * factor
         return
     if kind == BF16:
-        shorts = carray(_shorts_at(panel), (inner, PANEL))
+        shorts = _shorts_at(panel)
         for i in range(inner):
-            out[i] = np.uint32(np.uint32(shorts[i, lane]) << np.uint32(16)).view(np.float32) * factor
+            out[i] = np.uint32(np.uint32(shorts[i * PANEL + lane]) << np.uint32(16)).view(np.float32) * factor
         return
     if kind == F16:
         for i in range(inner):
@@ -304,11 +304,11 @@ def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor
     supers_at = scales_at + blocks * _SCALE_BYTES[kind]
     zero = _ZERO[kind]
     for block in range(blocks):
-        quants = carray(bytes_at(panel + block * _QUANT_BYTES[kind]), (512,))
+        quants = bytes_at(panel + block * _QUANT_BYTES[kind])
         scale_at = scales_at + block * _SCALE_BYTES[kind]
         shift = np.float32(0)
         if grouped:
-            small = carray(bytes_at(scale_at), (2 * PANEL,))
+            small = bytes_at(scale_at)
             unit = supers_at + block // SUPER * _SUPER_BYTES[kind]
             d = half_at(unit + 2 * lane)
             if kind == Q6_K:

@@ -34,9 +34,8 @@ from functools import cache, reduce
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, cfunc, types
 from numba.core import cgutils
-from numba.extending import overload
+from numba.core.ccallback import CFunc
 
 from . import llvm
 from .formats import ROW_BLOCK
@@ -46,7 +45,6 @@ from .llvm import (
     I16,
     I32,
     I64,
-    STAMP,
     broadcast,
     call,
     const,
@@ -326,32 +324,14 @@ def _emit_kernel(kind: Kind) -> Any:
     return llvm.emitted(emit, 6)
 
 
-_KERNELS = [_emit_kernel(kind) for kind in KINDS]
-
-
-def _kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int, kind: int) -> None:
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_kernel, prefer_literal=True)
-def _kernel_code(panel, rows, stride, blocks, count, out, kind):  # type: ignore[no-untyped-def]  # numba compares both
-    kernel = _KERNELS[kind.literal_value]
-    return lambda panel, rows, stride, blocks, count, out, kind: kernel(
-        panel, rows, stride, blocks, count, out
-    )
-
-
 @cache
-def _compiled(kind: int) -> Any:
-    # A function cached on disk cannot close over compiled functions, so it names the kind by its index.
-    stamp = STAMP
+def _compiled(kind: Kind) -> CFunc:
+    emitted = _emit_kernel(kind)
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
-        _ = stamp  # part of the name of the code on disk (llvm.STAMP)
-        _kernel(panel, rows, stride, blocks, count, out, kind)
+        emitted(panel, rows, stride, blocks, count, out)
 
-    kernel.__qualname__ += KINDS[kind].name  # see llvm.jit
-    return cfunc(types.void(*[types.int64] * 6), cache=True)(kernel)
+    return llvm.machine_code(kernel, 6, kind.name)
 
 
 def kernel_address(kind: int) -> int:
@@ -359,7 +339,7 @@ def kernel_address(kind: int) -> int:
 
     Gemms call kernels by address, so only the kinds that a model has are compiled, and each only once.
     """
-    return int(_compiled(int(kind)).address)
+    return int(_compiled(KINDS[kind]).address)
 
 
 _call_kernel = llvm.emitted(llvm.call_address, 7)
@@ -374,9 +354,9 @@ def microkernel(panels: int, rows: int, stride: int, blocks: int, count: int, ou
         rows: each has fp32 numbers (32 * blocks), then their quantized blocks; ``stride`` bytes from row to row.
         count: at most ``ROW_BLOCK``.
     """
-    entries = carray(integers_at(panels), (2, 2))
+    entries = integers_at(panels)
     for n in range(2):
-        _call_kernel(entries[n, 1], entries[n, 0], rows, stride, blocks, count, out + 4 * PANEL * n)
+        _call_kernel(entries[2 * n + 1], entries[2 * n], rows, stride, blocks, count, out + 4 * PANEL * n)
 
 
 def _quantize(builder: Any, row: Any, blocks: Any, begin: Any, end: Any) -> None:
