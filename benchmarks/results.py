@@ -172,7 +172,7 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
     beside = bool(file) and find_spec("llama_cpp") is not None
     words += ["--against", f"llamacpp:{file}"] if beside else []
     planned.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
-    words = ["-m", "benchmarks.batch_size", "--data", str(data), "--dtype", "bfloat16"]
+    words = ["-m", "benchmarks.batch_size", "--data", str(data)]
     planned.append(Step("batch-size", (*words, "--limit", str(limit)), max(3, 2 * limit)))
     words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
     planned.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
