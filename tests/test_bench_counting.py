@@ -352,6 +352,7 @@ def test_a_page_of_packed_weights_has_its_figures(packed):
     held = batch_size.memory(packed, [5, 9, 5, 9, 5], 4)
     assert held["weights"] is None
     assert set(held["kept"]) == set(batch_size.DRAFTERS)
+    assert held["kept"]["lookahead"] > held["kept"]["plain"] + 1000  # its state was alive
     page = "\n".join(batch_size.body([], held))
     assert "Memory at the end of a text of 9 tokens" in page
     assert "weights 269 MB" in "\n".join(batch_size.body([], held | {"weights": 269e6}))
