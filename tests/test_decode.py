@@ -173,15 +173,18 @@ def test_a_step_too_wide_for_memory_is_halved_and_said_once():
 def test_steps_may_be_large_again_once_a_sequence_has_ended():
     target = FakeTarget(40, max_rows=20)
     decoder = Decoder(target)
-    first = decoder.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
-    with pytest.warns(RuntimeWarning, match="did not fit"):
+
+    def finish():
         while decoder.busy:
             decoder.step()
+
+    first = decoder.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
+    with pytest.warns(RuntimeWarning, match="did not fit"):
+        finish()
     assert max(first.stats.rows_per_step) <= 20
     target.max_rows = 1 << 20
     second = decoder.add(Request(PROMPTS[1], Lookahead(15, 5, 15), 20))
-    while decoder.busy:
-        decoder.step()
+    finish()
     assert max(second.stats.rows_per_step) > 20
 
 
