@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from numba import from_dtype
-from numba.core.ccallback import CFunc
 
 from .attention import attention_of
 from .execution_plan import LAYER, PLAN
@@ -177,7 +176,7 @@ def _pass_of(fmt: Format) -> Any:
 
 
 @cache
-def _compiled(fmt: Format) -> CFunc:
+def _compiled(fmt: Format) -> Any:
     return machine_code(_pass_of(fmt), 5, fmt.name)
 
 

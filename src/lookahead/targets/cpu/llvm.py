@@ -102,7 +102,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return signature, codegen.magic_tuple(), STAMP
 
 
-def machine_code(function: Any, arguments: int, variant: str) -> CFunc:
+def machine_code(function: Any, arguments: int, variant: str) -> Any:
     """Compile a function of 64-bit integers that returns nothing, or load its code from disk.
 
     The ``address`` of the result is valid as long as the result exists.
@@ -115,7 +115,7 @@ def machine_code(function: Any, arguments: int, variant: str) -> CFunc:
     """
     function.__qualname__ += variant
     signature = (types.int64,) * arguments, types.void
-    code = CFunc(function, signature, {}, {"error_model": "numpy"})
+    code: Any = CFunc(function, signature, {}, {"error_model": "numpy"})
     code._cache = _Cache(function)
     code.compile()
     return code

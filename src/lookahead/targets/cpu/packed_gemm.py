@@ -35,7 +35,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
-from numba.core.ccallback import CFunc
 
 from . import llvm
 from .formats import ROW_BLOCK
@@ -325,7 +324,7 @@ def _emit_kernel(kind: Kind) -> Any:
 
 
 @cache
-def _compiled(kind: Kind) -> CFunc:
+def _compiled(kind: Kind) -> Any:
     emitted = _emit_kernel(kind)
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
