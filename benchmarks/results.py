@@ -42,7 +42,7 @@ METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15"
 DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
 #: study -> (prompts for each prompt of the limit, minutes with a limit of ten), on weights as the file packs them
 STUDY = {
-    "ablation": (1, 15),
+    "ablation": (2, 15),
     "scaling-law": (2, 50),
     "sampling-quality": (5, 40),
     "end-to-end": (1, 40),
