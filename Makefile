@@ -51,12 +51,13 @@ test: $(READY) style
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
 # Tiny models are faster on one thread than on threads that wait for each other. With worksteal a file's tests mostly
-# stay in one process, which then makes the models and rank groups that they share once.
+# stay in one process, which then makes the models and rank groups that they share once. Many tests wait for a process or
+# a time limit: with two workers a quarter of two cores was idle.
 suite: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 3 --dist worksteal
 
 # llama-cpp-python lies beside the packages: other tests are to see an installation without it.
 LLAMACPP := $(VENV)/llamacpp

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead import Adaptive, Jacobi, Lookahead
+from lookahead import Jacobi, Lookahead
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
-from lookahead.core import Start
 
+from . import batch_size
 from .datasets import load_workload
 from .page import write_page
 
@@ -85,22 +84,11 @@ def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
 
 
 def memory(llm: Any) -> dict[str, float]:
-    """MB after a prompt of ``PROMPT`` tokens: weights in the file, keys and values, pool, adaptive's state."""
-    target = llm.target()
+    """MB after a prompt of ``PROMPT`` tokens and a step: keys and values, and what each drafter keeps of the text."""
     text = [(101 * i + 7) % llm.vocabulary for i in range(PROMPT)]
-    target.prefill([(0, text)])
-    cache = target.cache.storage[0]
-    used = cache.nbytes / cache.shape[2] * PROMPT
-    found = {"keys and values": used / 1e6}
-    start = Start(text, text[-1], vocabulary=llm.vocabulary)
-    for name, drafter in (("pool of (15, 5, 15)", Lookahead(15, 5, 15)), ("state of adaptive", Adaptive())):
-        drafter.start(start)  # what is made once for a process
-        tracemalloc.start()
-        state = drafter.start(start)
-        found[name] = tracemalloc.get_traced_memory()[0] / 1e6
-        tracemalloc.stop()
-        del state
-    return found
+    held = batch_size.memory(llm, text, 2)
+    kept = {f"state of {name}": size / 1e6 for name, size in held["kept"].items()}
+    return {"keys and values": held["cache per token"] * PROMPT / 1e6, **kept}
 
 
 def pool_table(texts: dict[str, list[dict[str, Any]]]) -> str:
@@ -173,9 +161,11 @@ def main() -> None:
         "",
         convergence_table(blocks, range(8)),
         "",
-        f"## Memory after a prompt of {PROMPT} tokens",
+        f"## Memory after a prompt of {PROMPT} tokens and a step",
         "",
         markdown_table(["what", "MB"], [[name, f"{size:.2f}"] for name, size in sizes.items()], texts=1),
+        "",
+        "What drafters keep of a whole text is on the page of [batch sizes](batch-size.md).",
     ]
     record = {**where, "model": llm.name, "dtype": llm.dtype, "load": load}
     facts = {"pool": pools, "convergence": blocks, "memory": sizes}

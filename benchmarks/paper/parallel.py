@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, nan
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -368,13 +368,20 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
     for workload, by_ranks in ratios.items():
         first, last = by_ranks[min(by_ranks)], by_ranks[max(by_ranks)]
         change = f"from {first:.2f} on {min(by_ranks)} rank to {last:.2f} on {max(by_ranks)}"
+        theirs = "the paper's throughput grows with them"
+        single, most = (PAPER.get(workload, {}).get(ranks) for ranks in (min(by_ranks), max(by_ranks)))
+        if single and most:
+            theirs = (
+                f"in the paper the speed-up is {single} on {min(by_ranks)} rank and {most} on {max(by_ranks)}"
+            )
         if first and last / first < FLAT_S:
             sentences.append(
-                f"On {workload} S hardly grows with the window ({change}), so more ranks bring nothing there; the "
-                "paper's throughput grows with them."
+                f"On {workload} S hardly grows with the window ({change}), so more ranks bring nothing there; "
+                f"{theirs}."
             )
         else:
-            sentences.append(f"On {workload} S grows with the window ({change}), as in the paper.")
+            growth = 100 * (last / first - 1) if first else nan
+            sentences.append(f"On {workload} S grows by {growth:.0f} % with the window ({change}); {theirs}.")
     return sentences
 
 
