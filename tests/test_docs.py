@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli import app
 from lookahead.cli.bench import MEASURE
+from lookahead.drafters import as_drafter
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -106,6 +107,12 @@ SHORT = {
     "step-cost": ["--contexts", "16", "--rows", "1,4"],
     "show": [],
 }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_drafters_that_pages_name_can_be_read(page):
+    for words in re.findall(r"\badaptive:[a-z_]+=[\w+.:=]+", page.read_text()):
+        assert as_drafter(words)
 
 
 @pytest.mark.parametrize("name", ["start.md", "trace.md", "benchmarks.md"])

