@@ -104,9 +104,9 @@ def fit(points: Sequence[tuple[int, int, float]], start: tuple[float, float] | N
 FITS = 200
 #: What the paper fits on MT-Bench with LLaMA-2-Chat 7B.
 PAPER = Fit(0.425, 3.106, nan)
-#: The paper draws the curves of figure 8 without printing their values; these are of the same model and data set.
+#: Printed speeds of the same model and data set; no values were read off the curves of figure 8.
 PAPER_SPEEDS = (
-    "The paper's figure 8 has curves without values. For LLaMA-2-Chat 7B on MT-Bench, its authors report a speed-up "
+    "No values were read off the paper's figure 8. For LLaMA-2-Chat 7B on MT-Bench, its authors report a speed-up "
     "of 1.8 on an A100 with (15, 5, 15) (figure 6), and of about 1.4 on an RTX 3090 with W = 7 or 10 and N = 5 "
     "([issue 10 of their code](https://github.com/hao-ai-lab/LookaheadDecoding/issues/10))."
 )
