@@ -1,5 +1,6 @@
 """Shared by all tests: no network, no advice from transformers, and verification broken on purpose."""
 
+import gc
 import importlib
 import os
 import shutil
@@ -16,6 +17,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Imported modules stay, and visiting all their objects takes the garbage collector a quarter of a second each time.
+# It is off until the tests are collected, and leaves these objects out from then on (pytest_collection_finish).
+gc.disable()
 
 # No test may depend on how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -107,6 +112,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,7 +72,7 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     from transformers import GenerationConfig
 
     eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+    settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),
         eos_token_id=eos or None,

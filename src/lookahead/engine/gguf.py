@@ -100,8 +100,8 @@ class GGUFCheckpoint:
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         for module, name, value in replacements:
             setattr(module, name, value)
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         try:
             with bar:
                 yield
@@ -110,7 +110,7 @@ class GGUFCheckpoint:
                 setattr(module, name, value)
             logging.set_verbosity(verbosity)
             if bars:
-                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+                logging.enable_progress_bar()
 
 
 def _parse(path: str) -> Any:

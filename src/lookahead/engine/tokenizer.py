@@ -270,7 +270,7 @@ class GGUFTokenizer:
         """transformers' fast tokenizer around the same backend."""
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        return PreTrainedTokenizerFast(
             tokenizer_object=self.backend_tokenizer,
             bos_token=self.bos_token,
             eos_token=self.eos_token,

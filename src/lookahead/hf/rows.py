@@ -92,7 +92,7 @@ class Row:
         if self.logits is not None:
             self.logits.append(values.clone())
         if self.processors is not None:
-            values = self.processors(ids, values)  # type: ignore[arg-type]  # asks for a LongTensor
+            values = self.processors(ids, values)  # asks for a LongTensor
         if self.scores is not None:
             self.scores.append(values)
         if self.fill is not None:
@@ -107,7 +107,7 @@ class Row:
         self._ids[0, self._end] = token
         self._end += 1
         if self.streamer is not None:
-            self.streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
+            self.streamer.put(torch.tensor([token]))
         if self.ended:
             return None
         scores = tuple(self.scores) if self.scores is not None else None

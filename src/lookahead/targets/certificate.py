@@ -65,7 +65,7 @@ def _find_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAtte
 
 def on_gpu(model: PreTrainedModel) -> bool:
     """Whether passes should be captured if they can be."""
-    return model.device.type == "cuda"
+    return bool(model.device.type == "cuda")
 
 
 def _certified(

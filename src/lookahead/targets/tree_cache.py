@@ -30,13 +30,13 @@ class Placement:
     length: int = 0
 
 
-class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a ``TreeCache``, with the interface that transformers models expect."""
 
     is_sliding = False
 
     def __init__(self, cache: TreeCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.cache = cache
         self.index = index
         self.is_initialized = True
@@ -61,7 +61,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class TreeCache(KVStorage, Cache):
+class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     """The KV cache of the transformers target.
 
     All keys and values of one shape share one tensor (count, S slots, heads, C capacity, head size), so a commit is
