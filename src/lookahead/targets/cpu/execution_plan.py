@@ -166,20 +166,28 @@ class ExecutionState:
 
 
 @njit(error_model="numpy", cache=True)
-def _move(slot: Any, key_heads: int, key_pair: int, length: int, path: Any) -> None:
+def _move(slot: Any, capacity: int, key_heads: int, key_pair: int, length: int, path: Any) -> None:
     """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
 
     torch is not used for this, because its threads would keep spinning on the cores of the next pass for a while.
+    Numbers are moved singly: numba compiles an assignment of slices for five seconds, with the text of its errors.
+
+    Args:
+        slot: (layers, 2K, C * D), the heads of a slot. ``KVCache`` gives the order of their numbers.
     """
-    layers, heads, capacity, size = slot.shape
+    layers, heads, numbers = slot.shape
+    size = numbers // capacity
     for layer, head, index in np.ndindex(layers, heads, len(path)):
         target, source = length + index, length + path[index]
         if head >= key_heads:
-            slot[layer, head, target] = slot[layer, head, source]
+            for n in range(size):
+                slot[layer, head, target * size + n] = slot[layer, head, source * size + n]
         else:
-            keys = slot[layer, head].reshape(capacity // KEY_BLOCK, size // key_pair, KEY_BLOCK, key_pair)
-            moved = keys[source // KEY_BLOCK, :, source % KEY_BLOCK]
-            keys[target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
+            to = target // KEY_BLOCK * KEY_BLOCK * size + target % KEY_BLOCK * key_pair
+            start = source // KEY_BLOCK * KEY_BLOCK * size + source % KEY_BLOCK * key_pair
+            for pair in range(size // key_pair):
+                for n in range(pair * KEY_BLOCK * key_pair, pair * KEY_BLOCK * key_pair + key_pair):
+                    slot[layer, head, to + n] = slot[layer, head, start + n]
 
 
 class KVCache(KVStorage):
@@ -253,4 +261,8 @@ class KVCache(KVStorage):
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         if list(path) == list(range(len(path))):  # they are in place already
             return
-        _move(self.storage[slot], self.key_heads, self._key_pair, length, np.array(path))
+        array = self.storage[slot]
+        layers, heads, capacity, _ = array.shape
+        _move(
+            array.reshape(layers, heads, -1), capacity, self.key_heads, self._key_pair, length, np.array(path)
+        )
