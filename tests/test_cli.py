@@ -684,10 +684,12 @@ def test_the_command_itself_in_a_process():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("words", ["--help", "generate tiny --prompt x --max-new-tokens 2"])
+@pytest.mark.parametrize("words", ["--help", "generate MODEL --prompt x --max-new-tokens 2"])
 @pytest.mark.parametrize("stdout", [">/dev/full", ">&-"])
-def test_an_output_that_cannot_be_written_is_one_line(words, stdout):
-    command = f"{sys.executable} -m lookahead {words} {stdout}"
+def test_an_output_that_cannot_be_written_is_one_line(words, stdout, tmp_path):
+    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    write_gguf(model, "llama", "Q4_0")
+    command = f"{sys.executable} -m lookahead {words.replace('MODEL', str(model))} {stdout}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stderr.splitlines() if "tokens/s" not in line]
     assert (done.returncode, len(lines)) == (2, 1), done.stderr

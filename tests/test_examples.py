@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gguf_files import write_gguf
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = ["tiny"]  # drop_in.py, which gives it to transformers, takes it by itself
 
@@ -62,7 +64,9 @@ def test_a_file_of_prompts(tmp_path, run):
 
 
 def test_a_state_is_kept_between_runs(tmp_path, run):
-    words = ["warm_state.py", str(tmp_path / "state.safetensors"), *MODEL]
+    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    write_gguf(model, "llama", "Q8_0", max_position_embeddings=1024)
+    words = ["warm_state.py", str(tmp_path / "state.safetensors"), str(model)]
     first = run(*words)
     command = [sys.executable, str(EXAMPLES / words[0]), *words[1:]]
     second = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from gguf_files import write_gguf
 from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError
 from lookahead.core.decode import greedy
 from lookahead.drafters import METHODS, Adaptive, Plain, as_drafter
@@ -358,15 +359,21 @@ def nan_rank(rank):
     ranks.close()
 
 
-def unequal_rank(rank, what):
+def unequal_rank(rank, what, files=()):
     from lookahead.targets.factory import make_target
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
-    model = tiny_model("llama")
-    if rank == 1:
-        model.model.norm.weight.data[3] += 1e-3
+    if what == "packed weights":
+        from lookahead.files.gguf import GGUFFile
+        from lookahead.targets.cpu.packed_model import read_model
+
+        model = read_model(GGUFFile(files[rank == 1]))
+    else:
+        model = tiny_model("llama")
+        if rank == 1:
+            model.model.norm.weight.data[3] += 1e-3
     return join_ranks(functools.partial(make_target, model), model=model)
 
 
@@ -520,6 +527,15 @@ def test_an_unequal_model_is_refused_on_every_rank(what, named):
         assert f"rank 1 differs from rank 0 in: {named}" in text
 
 
+def test_packed_weights_that_are_unequal_are_refused_on_every_rank(tmp_path):
+    files = [tmp_path / name for name in ("some.gguf", "other.gguf")]
+    for seed, file in enumerate(files):
+        write_gguf(file, "llama", "Q4_0", seed=seed)
+    for kind, text, _ in launch(2, unequal_rank, "packed weights", files):
+        assert kind == "SettingsError"
+        assert "rank 1 differs from rank 0 in: model checksum;" in text
+
+
 def test_an_idle_group_stays_connected():
     assert [outcome[0] for outcome in launch(2, patient)] == ["done", "left"]
 
@@ -660,10 +676,12 @@ def write_jobs(path):
 
 
 def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
-    """Started as a user starts it: rank 0 alone writes, and the text is that of plain decoding."""
+    """Started as a user starts it, with packed weights: rank 0 alone writes, and the text is plain decoding's."""
     import lookahead
 
     jobs, out = write_jobs(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    model = tmp_path / "model.gguf"
+    write_gguf(model, "llama", "Q8_0")
     command = [
         sys.executable,
         "-m",
@@ -674,7 +692,15 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
         "lookahead",
         "generate",
     ]
-    options = ["tiny", "--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-new-tokens", "24"]
+    options = [
+        str(model),
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(out),
+        "--max-new-tokens",
+        "24",
+    ]
     options += ["--drafter", "5,4,7"]
     done = subprocess.run(
         [*command, *options, "--batch-size", "3"], capture_output=True, text=True, timeout=200, check=False
@@ -682,7 +708,7 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert done.stderr.count("4 prompts, 0 with an error") == 1
-    llm = lookahead.load("tiny", drafter="off")
+    llm = lookahead.load(model, drafter="off")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     records.sort(key=lambda record: record["id"])  # they are written as they end
     assert [record["id"] for record in records] == [0, 1, 2, 3]

@@ -153,8 +153,6 @@ def _read_packed(
             raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
     if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:
         return None
-    if chosen.parallel is not None:  # ranks compare their passes with those of transformers
-        return None
     try:
         return read_model(gguf.file)
     except Unsupported as error:

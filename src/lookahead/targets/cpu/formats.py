@@ -130,7 +130,12 @@ class ArrayMemory:
             with contextlib.suppress(OSError):  # the system has no large pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._used = -self._bytes.ctypes.data % LARGE_PAGE
+        self._used = self._begin = -self._bytes.ctypes.data % LARGE_PAGE
+
+    @property
+    def used(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All bytes taken so far, uint8 (bytes,)."""
+        return self._bytes[self._begin : self._used]
 
     def take(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The next ``size`` bytes, uint8 (size,), all zero."""

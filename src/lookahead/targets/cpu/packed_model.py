@@ -30,6 +30,8 @@ from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, read_settings
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
 if TYPE_CHECKING:
+    import torch
+
     from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -368,6 +370,14 @@ class PackedModel(OwnModel):
         self.parameter_count = parameter_count
         self.facts = Limits(config.get_text_config(decoder=True), blueprint.vocabulary, max_positions)
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All packed weights as one tensor, uint8 (bytes,), by which ranks see that they hold the same model."""
+        import torch
+
+        head = self.compiled.blueprint.head
+        assert isinstance(head, PackedLinear)
+        return [torch.from_numpy(head.memory.used)]  # all linears share this memory
 
 
 def read_model(file: GGUFFile) -> PackedModel:
