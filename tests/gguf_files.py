@@ -100,7 +100,9 @@ SENTENCEPIECE = ("gemma", "gemma2", "gemma3", "phi3")
 ARCHITECTURE_KEY, CONFIG_KEY = "lookahead.architecture", "lookahead.config"
 
 
-def write_gguf(path, architecture, types="Q8_0", seed=0, frequency_factors=None, **changes):
+def write_gguf(
+    path, architecture, types="Q8_0", seed=0, frequency_factors=None, chat_template=None, **changes
+):
     """Write a file with random weights.
 
     Args:
@@ -108,6 +110,7 @@ def write_gguf(path, architecture, types="Q8_0", seed=0, frequency_factors=None,
         types: one of ``BLOCK_TYPES`` and ``WITHOUT_KERNEL``, or several, which embedding, head and
             linears take in turn.
         frequency_factors: numbers of ``rope_freqs.weight``, which divide the rotary frequencies (Llama 3).
+        chat_template: a Jinja template.
         changes: config fields of transformers.
 
     Returns:
@@ -122,6 +125,8 @@ def write_gguf(path, architecture, types="Q8_0", seed=0, frequency_factors=None,
     writer = gguf.GGUFWriter(path, written_as)
     write_settings(writer, architecture, config)
     write_tokenizer(writer, architecture)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     writer.add_string(ARCHITECTURE_KEY, architecture)
     writer.add_string(CONFIG_KEY, json.dumps(changes))
     number = 0

@@ -16,9 +16,10 @@ import llm
 from click.testing import CliRunner
 
 import lookahead
+from gguf_files import write_gguf
 from lookahead import llm_plugin
 from lookahead.engine.engine import Engine
-from toy import save
+from toy import save, tokenizer
 
 ROOT = Path(__file__).parent.parent
 QUESTION = "def add(a"
@@ -153,8 +154,11 @@ def test_a_conversation_that_holds_more_than_text_is_refused():
     assert llm_plugin.messages_of(prompt) == [{"role": "assistant", "content": "yes"}]
 
 
-def test_the_command_finds_it_by_the_entry_point(folders, tmp_path):
+def test_the_command_finds_it_by_the_entry_point(tmp_path):
     """The wheel's metadata on the path, so that this holds whatever has been installed here and when."""
+    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    template = tokenizer(chat=True).chat_template
+    write_gguf(model, "llama", "Q8_0", chat_template=template, max_position_embeddings=1024)
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -173,10 +177,10 @@ def test_the_command_finds_it_by_the_entry_point(folders, tmp_path):
         assert process.returncode == 0, said.decode()
         return pieces
 
-    ours = lookahead.load(folders[0])
+    ours = lookahead.load(model)
     turns = [{"role": "user", "content": QUESTION}]
     first = ours.generate(turns, max_new_tokens=60, drafter="off").text
-    pieces = run("-m", f"lookahead/{folders[0]}", "-o", "max_tokens", "60", QUESTION)
+    pieces = run("-m", f"lookahead/{model}", "-o", "max_tokens", "60", QUESTION)
     assert b"".join(pieces).decode() == f"{first}\n"
     assert len(pieces) > 2, "it came all at once"
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
