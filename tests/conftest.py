@@ -107,8 +107,8 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def pytest_collection_modifyitems(items):
-    # The longest single tests first, so that one of two processes does not end with them alone.
-    items.sort(key=lambda item: item.path.stem != "test_soak")
+    # The longest single tests first, so that no process ends with them alone.
+    items.sort(key=lambda item: item.path.stem not in ("test_soak", "test_server_stress"))
     for item in items:
         if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
             item.add_marker(pytest.mark.slow)
