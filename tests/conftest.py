@@ -119,6 +119,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # modules whose objects outlive the process complain
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory):
     """Step times of tests are not kept among the user's."""
@@ -149,6 +153,12 @@ def accept_a_wrong_node(monkeypatch):
 
     monkeypatch.setattr(loop, "verify", broken)
     return steps
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """The client library: imported where it is used, because it takes a second in each process."""
+    return importlib.import_module("openai")
 
 
 @pytest.fixture(scope="session")

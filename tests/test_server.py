@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 
 import httpx
-import openai
 import pytest
 
 import lookahead
@@ -35,7 +34,7 @@ def served(llm):
 
 
 @pytest.fixture(scope="module")
-def client(served):
+def client(served, openai):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
@@ -253,7 +252,7 @@ def test_a_stream_shows_its_trees_where_asked(served):
 # ------------------------------------------------------------------------------------------ the official client
 
 
-def test_the_official_client(client, served):
+def test_the_official_client(client, served, openai):
     assert [model.id for model in client.models.list()] == ["toy"]
     assert client.models.retrieve("toy").id == "toy"
     made = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, temperature=0)
@@ -273,7 +272,7 @@ def test_the_official_client(client, served):
         client.completions.create(model="toy", prompt="x", best_of=2)
 
 
-def test_the_official_client_asynchronously(served):
+def test_the_official_client_asynchronously(served, openai):
     async def main():
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -297,7 +296,7 @@ SCHEMA = {
 }
 
 
-def test_json_of_a_schema_with_drafting_on(client, served):
+def test_json_of_a_schema_with_drafting_on(client, served, openai):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     texts = set()
     for method in ("autoregressive", "lookahead", "prompt-lookup"):

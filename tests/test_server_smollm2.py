@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-import openai
 import pytest
 
 import lookahead
@@ -33,7 +32,7 @@ def served():
             yield url, loading.result()
 
 
-def test_streams_are_plain_decoding_token_for_token(served):
+def test_streams_are_plain_decoding_token_for_token(served, openai):
     """A completion and a chat, drafted and plain, all four at once."""
     url, llm = served
     prompt, turns = "def is_prime(n):", [{"role": "user", "content": QUESTION}]
