@@ -167,7 +167,7 @@ async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if measured.method != OTHER:
-        body["lookahead"] = {"method": measured.method}
+        body["lookahead"] = {"drafter": measured.method}
     begin, first, text, tokens, chunks = perf_counter(), 0.0, "", 0, 0
     async with http.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
