@@ -20,9 +20,11 @@ from lookahead.drafters.adaptive.controller import (
 from lookahead.drafters.adaptive.measure import measure_times
 from lookahead.drafters.adaptive.sequence import AdaptiveDraftState, Drafting, PlainSteps
 from lookahead.drafters.adaptive.step_times import (
+    EVIDENCE,
     FORMAT,
     GUESS,
     MENU,
+    REMEMBERED,
     SAMPLED,
     WEIGHT,
     StepTimes,
@@ -685,6 +687,50 @@ def test_setting_up_waits_until_the_loss_budget_can_pay(clock):
     assert isinstance(generation.drafting._phase, Drafting)
     assert generation.stats.drafter["plain_steps"] > 100
     assert generation.stats.drafter["accepted_by_suffix"] > 50
+
+
+def test_in_batches_where_drafting_has_lost_time_one_text_of_eight_tries_it(clock):
+    target = Clocked(200, lambda prefix: len(prefix) % 7)
+    target.per_row = 0.05
+    times = measured(target)
+
+    def drafted(batch):
+        decoder = Decoder(target)
+        made = [decoder.add(request(times, 5000, (1, 2, i))) for i in range(batch)]
+        for _ in range(30):  # no text ends, so the batch stays
+            decoder.step()
+        count = sum(generation.drafting._drafting is not None for generation in made)
+        for generation in made:
+            decoder.cancel(generation)
+        return count
+
+    assert drafted(8) == 8
+    assert times.gains[6] > 0, "these drafts gained time"
+    times.gains[6] = -EVIDENCE - 100
+    assert drafted(8) == 1
+    assert drafted(8) == 8, "that text gained so much that all others try again"
+    times.gains[6] = -EVIDENCE - 1000
+    assert [drafted(8), drafted(8)] == [1, 1]
+    assert drafted(1) == 1, "alone, the loss budget is enough"
+    assert drafted(4) == 4, "each size of a batch counts for itself"
+    times.gains[6] = -EVIDENCE / 2
+    assert drafted(8) == 8, "a few lost steps show nothing"
+
+
+def test_a_batch_counts_what_drafting_gains_and_loses():
+    controller = controller_of(STEEP)
+    times, plain = controller.times, STEEP[0]
+    controller.set_up(plain)
+    controller.learn(2, 1.5, 1, STEEP[1])
+    assert times.gains == {}, "alone, no other text waits"
+    controller.batch = times.batch = 2
+    times.rows = 4
+    times.bins[times.bin_of(2, controller.context)] = list(STEEP)
+    times.setup.value = plain
+    controller.set_up(plain)
+    assert times.gains[2] == pytest.approx(-2)  # both texts wait
+    controller.learn(2, 1.5, 2, STEEP[1])  # two rows for each, one draft accepted
+    assert times.gains[2] == pytest.approx(-2 * REMEMBERED + 2 - STEEP[1] / plain)
 
 
 def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, monkeypatch):

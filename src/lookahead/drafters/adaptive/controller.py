@@ -26,6 +26,7 @@ worth more tokens, so it takes fewer unlikely rows.
 - Before the first accepted draft, a step may lose at most ``COLD_SHARE`` of the loss budget.
 - If the loss budget does not cover the smallest drafted step, plain steps follow until it does (cooldown).
 - Growing a tree that is not used (a probe) costs time too. If it is not cheap, not every step probes.
+- In batches of a size in which drafting has lost time so far, most texts do not try it (``StepTimes.tries``).
 - F is corrected by the ratio of accepted to expected tokens in recent steps.
 
 In a batch, every sequence waits for the rows and the drafter of each other, so these costs count once per sequence.
@@ -167,7 +168,10 @@ class Controller:
 
     def set_up(self, seconds: float) -> None:
         """Count the seconds that setting up the drafter took."""
-        self.regret += self.batch * self.times.setup.add(seconds)
+        seconds = self.batch * self.times.setup.add(seconds)
+        self.regret += seconds
+        if self.batch > 1:
+            self.times.gained(self.batch, self._sampled, -seconds / self.table[0])
 
     def learn_plain(self, passes: list[float], own: float, disturbed: bool) -> None:
         """Learn from consecutive plain steps.
@@ -217,7 +221,10 @@ class Controller:
             passes = interpolated(MENU, table, times.mean)
             cost = table[0] + self.batch * (rows - 1) / more * (passes - table[0])
         cost += self.batch * min(own, SPIKE * times.probe.value)
-        self.regret = max(-MOST_GAIN * table[0], self.regret + cost - tokens * table[0])
+        loss = cost - tokens * table[0]
+        self.regret = max(-MOST_GAIN * table[0], self.regret + loss)
+        if self.batch > 1:
+            times.gained(self.batch, self._sampled, -loss / table[0])
         self._advance(tokens, cost, expected - 1)
         self._probe_pass = passed if alone and undisturbed else 0.0
 

@@ -86,6 +86,7 @@ class AdaptiveDraftState(DraftState):
         self._controller = Controller(self._times, len(self._prompt), sampled) if timed else None
         self._expected, self._offered, self._accepted = 0.0, 0.0, 0
         self._plain_steps = 0
+        self._tries: dict[int, bool] = {}  # by the bin of the batch's size
         #: When the step began, and when its tree was ready; seconds of the last step's bookkeeping, which are counted
         #: in the next step; seconds of all drafters until the tree was ready.
         self._start = self._grown = self._late = self._taken = 0.0
@@ -143,7 +144,7 @@ class AdaptiveDraftState(DraftState):
         """The phase that follows plain steps."""
         controller, drafting = self._controller, plain.drafting
         if drafting is None:
-            if controller is not None and not controller.can_set_up:
+            if controller is not None and not (controller.can_set_up and self._may_try(controller.batch)):
                 return PlainSteps(COOLDOWN, None, plain.unread)
             drafting = self._set_up(plain.unread)
         drafting.grower.take(plain.unread)
@@ -153,6 +154,16 @@ class AdaptiveDraftState(DraftState):
             controller.set_up(now - self._start)
             self._start = now
         return drafting
+
+    def _may_try(self, batch: int) -> bool:
+        """Whether drafting may be set up in a batch of this size; decided once for each bin of sizes."""
+        if batch == 1:
+            return True
+        sampled = self._sampling is not None
+        where, _ = self._times.bin_of(batch, 0, sampled)
+        if where not in self._tries:
+            self._tries[where] = self._times.tries(batch, sampled)
+        return self._tries[where]
 
     def _grow(self, drafting: Drafting, max_depth: int, limit: int) -> TokenTree:
         controller, grower = self._controller, drafting.grower

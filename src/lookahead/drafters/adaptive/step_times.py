@@ -27,6 +27,9 @@ SPIKE = 2.0
 FORMAT = 4  # of the file; also incremented when a change makes compiled passes faster or slower
 #: Added to the first number of a bin for sampled texts.
 SAMPLED = 64
+#: In batches: what is left of the gain of earlier steps after one more drafted step; the loss, in plain steps, which
+#: shows that drafting does not pay; and the number of texts of which one tries it then.
+REMEMBERED, EVIDENCE, TRIALS = 1 - 1 / 256, 16.0, 8
 
 
 class Average:
@@ -62,6 +65,9 @@ class StepTimes:
         batch, rows: sequences in the pass, and rows of all their trees.
         mixed: whether the pass did other work too, such as evaluating prompts; its time is not learned. The caller
             sets it between drafting and observing.
+        gains: for each number of sequences (the first number of ``bin_of``), the plain steps that drafting has gained
+            in such batches; negative if it lost time.
+        waiting: for each number of sequences, the texts without drafts since the last text that set up drafting.
 
     Args:
         guess: the assumed cost of one more row before any measurement, in plain steps of one sequence.
@@ -74,6 +80,24 @@ class StepTimes:
         self.setup, self.draw = Average(5e-4, 0.2, SPIKE), Average(weight=0.25, spike=2 * SPIKE)
         self.batch, self.rows, self._evaluated, self.mixed = 0, 0, True, False
         self._taken = 0.0
+        self.gains, self.waiting = dict[int, float](), dict[int, int]()
+
+    def gained(self, batch: int, sampled: int, steps: float) -> None:
+        """A drafted step, or setting up drafting, gained so many plain steps."""
+        where = self.bin_of(batch, 0, sampled)[0]
+        self.gains[where] = REMEMBERED * self.gains.get(where, 0.0) + steps
+
+    def tries(self, batch: int, sampled: int) -> bool:
+        """Whether one more text in a batch of this size should set up drafting. Counts the texts that should not.
+
+        Every text may lose its loss budget before it is known that drafting does not pay, and in a batch all other
+        texts wait for that. So where drafting has lost time in such batches, only one text in ``TRIALS`` tries it.
+        """
+        where = self.bin_of(batch, 0, sampled)[0]
+        waiting = self.waiting.get(where, 0) + 1
+        tries = self.gains.get(where, 0.0) > -EVIDENCE or waiting >= TRIALS
+        self.waiting[where] = 0 if tries else waiting
+        return tries
 
     def drafted(self, rows: int) -> None:
         """A sequence joins the next pass with this many rows."""
