@@ -167,10 +167,9 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
             planned.append(Step("packed-step", tuple(words), 8))
     words = ["-m", "benchmarks.dynamics", "--data", str(data), "--limit", str(limit)]
     planned.append(Step("dynamics", tuple(words), limit))
-    words = ["-m", "benchmarks.serve", *([str(model)] if model else []), "--dtype", "bfloat16"]
-    file = f"build/results/{model.stem.rpartition('.')[0]}.BF16.gguf" if model is not None else ""
-    beside = bool(file) and find_spec("llama_cpp") is not None
-    words += ["--against", f"llamacpp:{file}"] if beside else []
+    words = ["-m", "benchmarks.serve", *([str(model)] if model else [])]
+    beside = model is not None and find_spec("llama_cpp") is not None
+    words += ["--against", f"llamacpp:{model}"] if beside else []
     planned.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
     words = ["-m", "benchmarks.batch_size", "--data", str(data)]
     planned.append(Step("batch-size", (*words, "--limit", str(limit)), max(3, 2 * limit)))
