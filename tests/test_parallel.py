@@ -365,11 +365,13 @@ def unequal_rank(rank, what, files=()):
 
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
-    if what == "packed weights":
+    if files:
         from lookahead.files.gguf import GGUFFile
         from lookahead.targets.cpu.packed_model import read_model
 
-        model = read_model(GGUFFile(files[rank == 1]))
+        model = read_model(GGUFFile(files[what == "packed weights" and rank == 1]))
+        if what == "packed norm" and rank == 1:
+            model.compiled.blueprint.final_norm.weight[3] += 1e-3
     else:
         model = tiny_model("llama")
         if rank == 1:
@@ -527,11 +529,12 @@ def test_an_unequal_model_is_refused_on_every_rank(what, named):
         assert f"rank 1 differs from rank 0 in: {named}" in text
 
 
-def test_packed_weights_that_are_unequal_are_refused_on_every_rank(tmp_path):
+@pytest.mark.parametrize("what", ["packed weights", "packed norm"])
+def test_packed_models_that_are_unequal_are_refused_on_every_rank(what, tmp_path):
     files = [tmp_path / name for name in ("some.gguf", "other.gguf")]
     for seed, file in enumerate(files):
         write_gguf(file, "llama", "Q4_0", seed=seed)
-    for kind, text, _ in launch(2, unequal_rank, "packed weights", files):
+    for kind, text, _ in launch(2, unequal_rank, what, files):
         assert kind == "SettingsError"
         assert "rank 1 differs from rank 0 in: model checksum;" in text
 

@@ -41,7 +41,7 @@ def stress(llm, seconds, clients):
 
 
 def test_random_requests_leave_the_server_consistent(llm):
-    crowd = stress(llm, 5, 64)
+    crowd = stress(llm, 8, 64)
     assert len(crowd.texts) > 5
 
 

@@ -92,7 +92,7 @@ class Row:
         if self.logits is not None:
             self.logits.append(values.clone())
         if self.processors is not None:
-            values = self.processors(ids, values)  # asks for a LongTensor
+            values = self.processors(ids, values)
         if self.scores is not None:
             self.scores.append(values)
         if self.fill is not None:

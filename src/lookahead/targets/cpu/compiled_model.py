@@ -117,6 +117,11 @@ class CompiledModel:
         for name, number in fields.items():
             plan[name] = number
 
+    @property
+    def unpacked(self) -> list[Array]:
+        """Norms, biases and factors, fp32, always in the same order."""
+        return [kept for kept in self._kept if isinstance(kept, np.ndarray) and kept.dtype == np.float32]
+
     def _dense_memory(self, layer: LayerParts, head: Linear) -> ArrayMemory:
         """Memory for all weights of a model that are not packed yet; all layers need as much as this one."""
         from .dense import Linear, packed_bytes

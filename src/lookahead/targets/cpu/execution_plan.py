@@ -170,7 +170,7 @@ def _move(slot: Any, capacity: int, key_heads: int, key_pair: int, length: int, 
     """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
 
     torch is not used for this, because its threads would keep spinning on the cores of the next pass for a while.
-    Numbers are moved singly: numba compiles an assignment of slices for five seconds, with the text of its errors.
+    Numbers are moved one by one, because numba takes five seconds to compile an assignment of slices.
 
     Args:
         slot: (layers, 2K, C * D), the heads of a slot. ``KVCache`` gives the order of their numbers.

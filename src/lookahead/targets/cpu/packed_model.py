@@ -372,12 +372,16 @@ class PackedModel(OwnModel):
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
 
     def parameters(self) -> list[torch.Tensor]:
-        """All packed weights as one tensor, uint8 (bytes,), by which ranks see that they hold the same model."""
+        """All weights, by which ranks see that they hold the same model.
+
+        The first tensor is the memory of all packed weights, uint8 (bytes,); the others are norms, biases and
+        factors, fp32.
+        """
         import torch
 
         head = self.compiled.blueprint.head
-        assert isinstance(head, PackedLinear)
-        return [torch.from_numpy(head.memory.used)]  # all linears share this memory
+        assert isinstance(head, PackedLinear)  # all packed weights share its memory
+        return [torch.from_numpy(array) for array in (head.memory.used, *self.compiled.unpacked)]
 
 
 def read_model(file: GGUFFile) -> PackedModel:
