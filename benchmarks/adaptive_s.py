@@ -28,8 +28,8 @@ from lookahead.bench.methods import Outcome, make_request, timed_decode
 from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
 from lookahead.bench.report import markdown_table
-from lookahead.core import Drafter, NGramPool, Stats
-from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
+from lookahead.core import Drafter, Stats
+from lookahead.drafters import Adaptive, Lookahead, NGramPool, Plain, PromptLookup
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.drafters.adaptive.state import AdaptiveState
 

@@ -31,7 +31,7 @@ from lookahead.drafters import Adaptive, as_drafter
 from lookahead.drafters.adaptive import controller, sequence
 from lookahead.drafters.adaptive.measure import measure_times, times_for
 from lookahead.drafters.adaptive.step_times import MENU, StepTimes, from_points, menu_index
-from lookahead.files.records import RecordWriter, finite, read_records
+from lookahead.records import RecordWriter, finite, read_records
 from lookahead.sampling import SeededNoise, make_choose
 
 from .datasets import load_workload

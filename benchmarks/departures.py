@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import lookahead
-from lookahead.core import Decoder, Drafter, DraftState, NGramPool, Request, Start
-from lookahead.drafters import Lookahead, Plain
+from lookahead.core import Decoder, Drafter, DraftState, Request, Start
+from lookahead.drafters import Lookahead, NGramPool, Plain
 
 from .paper.variants import VariantDrafter
 

@@ -36,7 +36,7 @@ from lookahead.bench.report import markdown_table
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
-from lookahead.files.records import RecordWriter, read_records
+from lookahead.records import RecordWriter, read_records
 from lookahead.targets.factory import make_target
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"

@@ -32,10 +32,10 @@ import httpx
 
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record, describe, environment, machine, was_busy
+from lookahead.cli.adapter import numbers
 from lookahead.cli.bench import command_line
-from lookahead.cli.options import numbers
 from lookahead.core import LookaheadError, SettingsError
-from lookahead.files.records import finite
+from lookahead.records import finite
 
 from .datasets import load_workload
 

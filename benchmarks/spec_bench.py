@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import Record, Records
-from lookahead.files.records import RecordWriter
+from lookahead.records import RecordWriter
 
 #: Fields that must be equal for records to be summed up together.
 SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")

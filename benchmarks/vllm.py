@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from lookahead.bench import Records
 from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
-from lookahead.cli.options import numbers
+from lookahead.cli.adapter import numbers
 from lookahead.core import LookaheadError, SettingsError
 
 from .chain_s import table
@@ -34,7 +34,7 @@ from .page import write_page
 from .vllm_run import RESULT
 
 PLAIN, NGRAM, OURS = "plain", "ngram", "ours"
-_OURS = {"method": "custom_class", "model": "lookahead.vllm.Proposer"}
+_OURS = {"method": "custom_class", "model": "lookahead.integrations.vllm.Proposer"}
 #: Name -> vLLM's speculative_config without the number of tokens; None for plain decoding, which is measured twice.
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.cli.show import page_of
-from lookahead.core import NGramPool, TokenTree, verify
-from lookahead.drafters import Window
+from lookahead.core import TokenTree, verify
+from lookahead.drafters import NGramPool, Window
 from lookahead.engine.trace import read_trace
 
 HERE = Path(__file__).parent

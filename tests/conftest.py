@@ -137,7 +137,7 @@ def accept_a_wrong_node(monkeypatch):
 
     A test of exactness that still passes with this in force cannot fail at all.
     """
-    loop = importlib.import_module("lookahead.core.decode")
+    loop = importlib.import_module("lookahead.core.loop")
     honest, steps = loop.verify, []
 
     def broken(tree, choose, finished=None):

@@ -8,8 +8,8 @@ import pytest
 import lookahead
 from families import tiny_model
 from lookahead.drafters.adaptive import growth, precompile
-from lookahead.drafters.adaptive.compiling import is_on_disk
 from lookahead.drafters.adaptive.measure import compile_all
+from lookahead.jit import is_on_disk
 
 ENTRIES = (growth.grow, growth.learn_from_step)
 

@@ -14,7 +14,7 @@ from lookahead import attention as package
 from lookahead.attention import exact
 from lookahead.targets import certificate
 from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.exact import ROWS, ExactTarget
+from lookahead.targets.exact_mode import ROWS, ExactTarget
 from lookahead.targets.facts import ModelFacts
 from lookahead.testing import assert_same_as_autoregressive
 from test_attention import DEVICE, TOLERANCE

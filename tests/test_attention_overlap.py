@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lookahead.core import Request
-from lookahead.core.decode import greedy
+from lookahead.core.loop import greedy
 from lookahead.drafters import Lookahead, Plain
 from lookahead.drafters.lookahead import LookaheadDraftState
 from lookahead.sampling import SeededNoise, make_choose

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.hf import refusals
+from lookahead.integrations.hf import refusals
 from lookahead.targets import batch_rows, factory
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.factory import make_target, probe

@@ -10,6 +10,7 @@ from benchmarks import batch_size, peers
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
+from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
@@ -17,7 +18,6 @@ from lookahead.bench.report import unequal_text
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
-from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))

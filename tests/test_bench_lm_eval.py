@@ -22,7 +22,7 @@ def test_a_local_task_gives_the_same_texts(tmp_path):
     from lm_eval.tasks import TaskManager
 
     from benchmarks.lm_eval import HFLookahead
-    from lookahead.engine import BUNDLED
+    from lookahead import BUNDLED
 
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))

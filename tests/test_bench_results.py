@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
 from lookahead.bench import plots as plotting
 from lookahead.bench.report import speeds
 from lookahead.cli import app
-from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, tiny_model
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -19,10 +19,10 @@ import lookahead
 from families import tiny_model
 from gguf_files import write_gguf
 from lookahead.cli import app
-from lookahead.cli.options import with_options
+from lookahead.cli.adapter import with_options
 from lookahead.drafters import METHODS
-from lookahead.engine.fields import keywords_of, option
-from lookahead.engine.options import DraftOptions, LoadOptions, Options
+from lookahead.fields import keywords_of, option
+from lookahead.options import DraftOptions, LoadOptions, Options
 from processes import Command
 from toy import save
 

@@ -16,9 +16,9 @@ from numba import cfunc, njit, types
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
+from lookahead.models.module_families import blueprint_of
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.cpu import CompiledModel, CpuTarget
-from lookahead.targets.cpu.architectures import blueprint_of
 from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.llvm import PAIRS, TILES

@@ -20,8 +20,8 @@ import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
+from lookahead.targets.cpu.cpu_target import PassLogits
 from lookahead.targets.cpu.formats import FORMATS
-from lookahead.targets.cpu.target import PassLogits
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 

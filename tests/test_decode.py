@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from lookahead.core import (
     Decoder,
     LookaheadError,
-    NGramPool,
     NumericalError,
     OutOfMemory,
     Request,
@@ -17,7 +16,16 @@ from lookahead.core import (
 )
 from lookahead.core.stats import Stats, first_divergence, timed
 from lookahead.core.verify import Choose, as_choose, greedy
-from lookahead.drafters import PRESETS, Adaptive, Jacobi, Lookahead, Plain, PromptLookup, as_drafter
+from lookahead.drafters import (
+    PRESETS,
+    Adaptive,
+    Jacobi,
+    Lookahead,
+    NGramPool,
+    Plain,
+    PromptLookup,
+    as_drafter,
+)
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]

@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 
 import lookahead
 from families import tiny_model
-from lookahead.core import NGramPool, NumericalError, OutOfMemory, SettingsError
+from lookahead import NGramPool, checkpoints
+from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.engine import checkpoints
-from lookahead.engine.options import BatchOptions, LoadOptions, Options
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import TextStream
+from lookahead.options import BatchOptions, LoadOptions, Options
 from test_gguf import KIND, write
 from toy import VOCABULARY, save, tokenizer
 
@@ -684,7 +684,7 @@ def packages(monkeypatch, tmp_path):
         return SimpleNamespace(origin=str(tmp_path / "__init__.py")) if name in found else None
 
     monkeypatch.setattr(checkpoints, "find_spec", find)
-    monkeypatch.setattr("lookahead.engine.gguf.find_spec", find)
+    monkeypatch.setattr("lookahead.models.gguf_decoded.find_spec", find)
     return found
 
 

@@ -17,8 +17,8 @@ import torch
 
 import lookahead.targets.transformers as target_module
 from families import tiny_model
-from lookahead.engine.checkpoints import Checkpoint
-from lookahead.engine.options import LoadOptions
+from lookahead.checkpoints import Checkpoint
+from lookahead.options import LoadOptions
 from lookahead.targets.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, compare, distance, in_float32
 from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts

@@ -15,7 +15,7 @@ from lookahead import LLM
 from lookahead.attention import exact as attention
 from lookahead.attention import get, pack_bits
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets.exact import ExactTarget
+from lookahead.targets.exact_mode import ExactTarget
 from lookahead.targets.factory import make_target
 from lookahead.testing import assert_same_as_autoregressive
 

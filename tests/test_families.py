@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-import lookahead.hf
+import lookahead.integrations.hf
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead.core import SettingsError
 from lookahead.targets.factory import probe
@@ -66,7 +66,7 @@ def reference(family, mode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_and_same_generator_state(family, mode):
     stats = []
-    ours, state = run(family, mode, custom_generate=lookahead.hf.generate, drafter="5,4,7", stats=stats)
+    ours, state = run(family, mode, custom_generate=lookahead.generate, drafter="5,4,7", stats=stats)
     plain, plain_state = reference(family, mode)
     assert ours.tolist() == plain.tolist()
     assert torch.equal(state, plain_state)
@@ -79,7 +79,7 @@ def test_same_tokens_and_same_generator_state(family, mode):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ONE_ROW])
 def test_the_comparison_fails_when_a_wrong_node_is_accepted(family, accept_a_wrong_node):
-    ours, _ = run(family, "greedy", custom_generate=lookahead.hf.generate, drafter="5,4,7")
+    ours, _ = run(family, "greedy", custom_generate=lookahead.generate, drafter="5,4,7")
     assert ours.tolist() != reference(family, "greedy")[0].tolist()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import lookahead
 from lookahead.core import SettingsError
-from lookahead.engine import gguf as ours
+from lookahead.models import gguf_decoded as ours
 from lookahead.targets.cpu.packed_model import PackedModel
 from lookahead.testing import tiny_model
 from toy import CHAT, VOCABULARY, tokenizer

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import SettingsError
-from lookahead.files.gguf import BLOCK_TYPES, GGUFFile, Tensor
+from lookahead.models.gguf import BLOCK_TYPES, GGUFFile, Tensor
 
 KIND = gguf.GGMLQuantizationType
 

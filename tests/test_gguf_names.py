@@ -4,8 +4,8 @@ import gguf
 import pytest
 from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
 
-from lookahead.targets.cpu.architectures import REGISTRY
-from lookahead.targets.cpu.gguf_names import GGUF_NAMES
+from lookahead.models.gguf_families import GGUF_NAMES
+from lookahead.models.module_families import REGISTRY
 
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from lookahead.engine.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, merges_of
-from lookahead.files.gguf import GGUFFile
+from lookahead.models.gguf import GGUFFile
+from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, merges_of
 
 #: Beside plain prose and code: what tokenizers get wrong.
 AWKWARD = [

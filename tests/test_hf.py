@@ -17,10 +17,10 @@ from transformers import (
 
 import lookahead
 from families import tiny_model
-from lookahead import Adaptive, Lookahead
-from lookahead.core import NGramPool, SettingsError
+from lookahead import Adaptive, Lookahead, NGramPool
+from lookahead.core import SettingsError
 from lookahead.engine.progress import notice_if_slow
-from lookahead.hf import generate, refusals
+from lookahead.integrations.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.targets.factory import make_target
 

@@ -23,13 +23,13 @@ from lookahead.cli import app
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.target import PROMISES
 from lookahead.core.verify import ChooseBy, greedy
+from lookahead.integrations.llamacpp import library
+from lookahead.integrations.llamacpp.check import check, compare
+from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
+from lookahead.integrations.llamacpp.model import LlamaCppModel
 from lookahead.server.service import load_model
 from lookahead.server.settings import Settings
 from lookahead.targets.equivalence import distance
-from lookahead.targets.llamacpp import library
-from lookahead.targets.llamacpp.check import check, compare
-from lookahead.targets.llamacpp.model import LlamaCppModel
-from lookahead.targets.llamacpp.target import LlamaCppTarget
 from serving import serving, started
 
 #: Nothing shorter than float32, so that rounding is far below any difference that a wrong row makes.

@@ -193,6 +193,9 @@ def test_the_command_finds_it_by_the_entry_point(tmp_path):
 
 
 def test_llms_start_loads_no_torch():
-    code = "import lookahead.llm_plugin, sys; print({'torch', 'transformers', 'numba', 'typer'} & set(sys.modules))"
+    code = (
+        "import lookahead.integrations.llm_plugin, sys; "
+        "print({'torch', 'transformers', 'numba', 'typer'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

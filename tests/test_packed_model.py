@@ -11,7 +11,7 @@ import lookahead
 from gguf_files import ARCHITECTURES, reference_model, unpermuted, write_gguf
 from lookahead.core import SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
-from lookahead.files.gguf import GGUFFile
+from lookahead.models.gguf import GGUFFile
 from lookahead.targets.cpu import packed_model
 from lookahead.targets.cpu.packed_model import PackedModel, read_model
 from lookahead.targets.factory import make_target

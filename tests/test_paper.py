@@ -36,12 +36,12 @@ from benchmarks.paper.sampling_quality import (
 from benchmarks.paper.scaling_law import compression_ratio, expected_tokens, expected_tokens_batched, fit
 from benchmarks.paper.study import Study
 from benchmarks.paper.variants import VariantDrafter
+from lookahead import LLM
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench import plots as plotting
 from lookahead.bench.report import plain_of
 from lookahead.core import Request, SettingsError, decode
 from lookahead.drafters import Lookahead, Plain
-from lookahead.engine import LLM
 from lookahead.testing import FakeTarget, repetitive_text, tiny_model
 from test_bench_results import Words, clipped_texts
 

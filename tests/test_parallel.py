@@ -21,7 +21,7 @@ import pytest
 
 from gguf_files import write_gguf
 from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError
-from lookahead.core.decode import greedy
+from lookahead.core.loop import greedy
 from lookahead.drafters import METHODS, Adaptive, Plain, as_drafter
 from lookahead.parallel import ParallelTarget
 from lookahead.testing import FakeTarget, run
@@ -366,7 +366,7 @@ def unequal_rank(rank, what, files=()):
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
     if files:
-        from lookahead.files.gguf import GGUFFile
+        from lookahead.models.gguf import GGUFFile
         from lookahead.targets.cpu.packed_model import read_model
 
         model = read_model(GGUFFile(files[what == "packed weights" and rank == 1]))
@@ -398,8 +398,8 @@ def leader_ends(rank, how):
 def command_line(rank, arguments, dies_at):
     """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
     import lookahead.targets.factory as factory
+    from lookahead import llm, loading
     from lookahead.cli import app
-    from lookahead.engine import llm, loading
 
     make, steps = factory.make_target, []
 

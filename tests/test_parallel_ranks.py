@@ -54,9 +54,8 @@ def test_start_makes_the_ranks_own_gpu_the_current_one(four_gpus, monkeypatch):
 
 
 def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
-    from lookahead import parallel
-    from lookahead.engine import loading
-    from lookahead.engine.options import LoadOptions
+    from lookahead import loading, parallel
+    from lookahead.options import LoadOptions
 
     monkeypatch.setattr(loading, "_device", torch.device)  # which tries the device
     monkeypatch.setattr(parallel, "start", lambda timeout, device: device)

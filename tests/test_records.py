@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli import app
 from lookahead.core import SettingsError
-from lookahead.files.records import RecordWriter, drop_torn_line, read_records
+from lookahead.records import RecordWriter, drop_torn_line, read_records
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"

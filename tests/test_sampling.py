@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead import sampling
 from lookahead.core import NumericalError, SettingsError
-from lookahead.core.decode import greedy
+from lookahead.core.loop import greedy
 from lookahead.sampling import Chooser, SeededNoise, gumbel, make_choose
 from lookahead.targets.logits import LogitsBatch, LogitsRows
 from lookahead.threads import one_thread

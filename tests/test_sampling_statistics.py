@@ -121,7 +121,7 @@ def drafted(monkeypatch):
     """
     start = Adaptive.start
     monkeypatch.setattr(Adaptive, "start", lambda self, sequence: start(self, replace(sequence, noise=None)))
-    loop = importlib.import_module("lookahead.core.decode")
+    loop = importlib.import_module("lookahead.core.loop")
     honest, chance = loop.verify, random.Random(0)
     record = SimpleNamespace(children=[], preference=0.0)
 

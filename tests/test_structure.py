@@ -113,7 +113,7 @@ def loaded_by(statement):
         ("import lookahead.testing", {"torch", "transformers"}),
         ("import lookahead.cli", {"torch", "matplotlib"}),
         (
-            "import lookahead.engine.loading, lookahead.targets.cpu",
+            "import lookahead.loading, lookahead.targets.cpu",
             {"transformers", "torch._dynamo", "matplotlib"},
         ),
     ],

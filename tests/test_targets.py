@@ -10,13 +10,13 @@ from lookahead.attention import pack_bits, unpack_bits
 from lookahead.core import Decoder, OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.target import PROMISES
 from lookahead.drafters import Lookahead, Plain, as_drafter
+from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from lookahead.targets import masks
 from lookahead.targets.batch_rows import BatchRowsTarget
-from lookahead.targets.cpu.target import CpuTarget
+from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.exact import ExactTarget
+from lookahead.targets.exact_mode import ExactTarget
 from lookahead.targets.factory import make_target, probe
-from lookahead.targets.llamacpp.target import LlamaCppTarget
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
@@ -181,7 +181,7 @@ def test_a_rotary_base_that_changes_with_length():
         model = tiny_model(family, initializer_range=0.1, **extra)
         prompt = torch.tensor([[5, 6, 7, 8] * 5])
         plain = model.generate(prompt, max_new_tokens=60, eos_token_id=None)
-        from lookahead.hf import generate
+        from lookahead.integrations.hf import generate
 
         ours = model.generate(prompt, max_new_tokens=60, eos_token_id=None, custom_generate=generate)
         assert ours.tolist() == plain.tolist()

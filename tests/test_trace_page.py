@@ -5,8 +5,8 @@ import json
 import pytest
 
 import lookahead
+from lookahead import NGramPool
 from lookahead.cli.show import PAGE, page_of
-from lookahead.core import NGramPool
 from lookahead.engine.trace import TraceWriter, read_trace
 from toy import save
 

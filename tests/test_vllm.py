@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import lookahead.vllm
+import lookahead.integrations.vllm
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive import sequence
+from lookahead.integrations.vllm import MOST_ON_CPU, Accepted, Proposer
 from lookahead.testing import repetitive_text
-from lookahead.vllm import MOST_ON_CPU, Accepted, Proposer
 from wrong_proposer import Wrong
 
 VOCABULARY = 64
@@ -32,7 +32,7 @@ def config(settings="adaptive:budget=false:sources=suffix+logits+jacobi+corpus",
 
 @pytest.fixture(autouse=True)
 def a_version_in_range(monkeypatch):
-    monkeypatch.setattr(lookahead.vllm, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(lookahead.integrations.vllm, "vllm_version", lambda: "0.32.0")
 
 
 class LogitsProcessor(torch.nn.Module):
@@ -317,12 +317,13 @@ def test_known_tokens_stand_for_logits():
     [("0.27.1", False), ("0.28.0", True), ("0.32.0+cpu", True), ("0.33.0", False), ("1.0", False)],
 )
 def test_versions(monkeypatch, found, right):
-    monkeypatch.setattr(lookahead.vllm, "vllm_version", lambda: found)
+    monkeypatch.setattr(lookahead.integrations.vllm, "vllm_version", lambda: found)
     if right:
         Proposer(config())
     else:
         with pytest.raises(
-            SettingsError, match=rf"^lookahead.vllm is for vLLM from .*, and {found} is installed; pip"
+            SettingsError,
+            match=rf"^lookahead.integrations.vllm is for vLLM from .*, and {found} is installed; pip",
         ):
             Proposer(config())
 
@@ -331,12 +332,12 @@ def test_without_vllm(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(lookahead.vllm, "version", missing)  # these tests run beside vLLM, too
+    monkeypatch.setattr(lookahead.integrations.vllm, "version", missing)  # these tests run beside vLLM, too
     with pytest.raises(SettingsError, match="vLLM must be installed, and it is not; pip install"):
         real_version()
 
 
-real_version = lookahead.vllm.vllm_version
+real_version = lookahead.integrations.vllm.vllm_version
 
 
 @pytest.mark.parametrize(

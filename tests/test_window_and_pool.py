@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core import NGramPool, SettingsError, TokenTree
+from lookahead import NGramPool
+from lookahead.core import SettingsError, TokenTree
 from lookahead.drafters import Window
 
 

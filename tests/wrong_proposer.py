@@ -1,6 +1,6 @@
 """A proposer whose chains are wrong from their first token on."""
 
-from lookahead.vllm import Proposer
+from lookahead.integrations.vllm import Proposer
 
 
 class Wrong(Proposer):

@@ -18,7 +18,7 @@ from typing import Any
 
 from lookahead.bench.record import Record
 from lookahead.core import SettingsError
-from lookahead.files.records import finite
+from lookahead.records import finite
 
 Head = dict[str, Any]
 #: Checksums of the files of a folder, as the program sha256sum writes and checks them.

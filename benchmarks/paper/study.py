@@ -14,7 +14,7 @@ from lookahead.bench.record import Record, Records, describe, was_busy
 from lookahead.bench.report import figures, summarise, unequal_text
 from lookahead.bench.run import Progress, run
 from lookahead.bench.workloads import Prompt
-from lookahead.files.records import finite
+from lookahead.records import finite
 
 from ..datasets import find_file, load_workload
 from ..peers import make_methods

@@ -14,13 +14,17 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core import LookaheadError, NGramPool, NumericalError, OutOfMemory, SettingsError, Stats
-from .drafters import Adaptive, Jacobi, Lookahead, Plain, PromptLookup, as_drafter
+from .core import LookaheadError, NumericalError, OutOfMemory, SettingsError, Stats
+from .drafters import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, as_drafter
 
 if TYPE_CHECKING:
+    from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
-    from .engine import BUNDLED, LLM, Options, Result, default_model, load, refresh
-    from .hf import generate
+    from .engine import Result
+    from .integrations.hf import generate
+    from .llm import LLM
+    from .loading import load, refresh
+    from .options import Options
 
 __version__ = "0.1.0"
 
@@ -48,8 +52,18 @@ __all__ = [
     "load",
     "refresh",
 ]
-#: The module of each name that is imported on first use; all other names come from the engine.
-MODULES = {"generate": "lookahead.hf", "AdaptiveState": "lookahead.drafters.adaptive.state"}
+#: The module of each name that is imported on first use.
+MODULES = {
+    "BUNDLED": "checkpoints",
+    "LLM": "llm",
+    "AdaptiveState": "drafters.adaptive.state",
+    "Options": "options",
+    "Result": "engine",
+    "default_model": "checkpoints",
+    "generate": "integrations.hf",
+    "load": "loading",
+    "refresh": "loading",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -58,9 +72,9 @@ def __getattr__(name: str) -> Any:
             "LookaheadConfig is now Lookahead; use lookahead.Lookahead", DeprecationWarning, stacklevel=2
         )
         return Lookahead
-    if name not in __all__:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(MODULES.get(name, "lookahead.engine")), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
     return value
 
 

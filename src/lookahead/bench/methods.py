@@ -15,12 +15,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ..core import Drafter, NGramPool, Request, SettingsError, Stats, Target
-from ..drafters import Adaptive, Lookahead, Plain, as_drafter
-from ..drafters.parse import METHODS
-from ..drafters.settings import all_settings
-from ..engine import LLM, Engine, Options, load
+from ..core import Drafter, Request, SettingsError, Stats, Target
+from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
+from ..drafters.checks import all_settings
+from ..drafters.names import METHODS
+from ..engine import Engine
 from ..engine.processors import make_process
+from ..llm import LLM
+from ..loading import load
+from ..options import Options
 from ..sampling import SeededNoise, make_choose
 
 #: Plain decoding, with which every other method is compared.

@@ -21,7 +21,7 @@ import transformers
 
 from .. import __version__
 from ..core import SettingsError
-from ..files.records import RecordWriter, finite, read_records
+from ..records import RecordWriter, finite, read_records
 
 Record = dict[str, Any]
 _INSTRUCTIONS = (

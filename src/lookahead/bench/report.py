@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..files.records import finite
+from ..records import finite
 from .methods import PLAIN
 from .plots import COLOURS, label, new_figure, save
 from .record import Record, describe, was_busy

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from ..core import first_divergence, ngrams_of
+from ..core import first_divergence
+from ..drafters import ngrams_of
 from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt

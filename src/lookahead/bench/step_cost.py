@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 
 from ..drafters.adaptive.measure import measure_times
-from ..files.records import RecordWriter
+from ..records import RecordWriter
 from .methods import ModelUnderTest
 from .plots import colour, label, new_figure, powers_of_two, save
 from .record import Record, describe, environment

@@ -17,16 +17,16 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..core import LookaheadError, SettingsError
 from . import bench
+from .adapter import Command, ranks, without_types
 from .chat import chat
 from .console import Interrupted, is_follower, note, problem
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
-from .options import Command, ranks, without_types
 from .serve import RAW, serve
 from .show import show
 from .tune import tune
-from .verify import verify
+from .verify_exact import verify
 
 __all__ = ["app", "main"]
 

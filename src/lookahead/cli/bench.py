@@ -16,9 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 from ..core import SettingsError
-from ..engine.options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
+from ..options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
+from .adapter import Command, numbers, quiet, with_options
 from .console import note, progress_bar
-from .options import Command, numbers, quiet, with_options
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest

@@ -11,14 +11,14 @@ import typer
 
 from .. import Adaptive
 from ..core import LookaheadError
-from ..engine.options import DraftOptions, LoadOptions, Options
 from ..engine.prompts import chat_prompt, has_chat_template
+from ..options import DraftOptions, LoadOptions, Options
+from .adapter import load_model, warm_pool, with_options
 from .console import note, problem, summary
-from .options import load_model, warm_pool, with_options
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
     from ..engine.results import Result
+    from ..llm import LLM
 
 HELP = (
     "/reset forgets the conversation, /stats shows the statistics of the last answer, /help shows these commands, "

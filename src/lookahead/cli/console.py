@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from ..core import Stats
     from ..engine.compare import Comparison
-    from ..engine.llm import LLM
     from ..engine.results import Result
+    from ..llm import LLM
 
 
 class Interrupted(Exception):

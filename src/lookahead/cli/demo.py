@@ -17,15 +17,15 @@ from rich.table import Table
 
 from .. import Plain
 from ..core import SettingsError
-from ..engine.options import LoadOptions
 from ..engine.prompts import chat_prompt
+from ..options import LoadOptions
+from .adapter import load_model, read_text, with_options
 from .console import diverged, note
 from .generate import print_text
-from .options import load_model, read_text, with_options
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
     from ..engine.results import Result
+    from ..llm import LLM
 
 #: The prompts that come with the package.
 PROMPTS = Path(__file__).parent / "demo_prompts"

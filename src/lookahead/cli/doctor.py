@@ -18,12 +18,12 @@ from rich.text import Text
 
 from .. import __version__
 from ..core.target import PROMISES
-from ..engine.options import DRAFTERS, LoadOptions
 from ..engine.prompts import has_chat_template
-from .options import Json, load_model, with_options
+from ..options import DRAFTERS, LoadOptions
+from .adapter import Json, load_model, with_options
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 PACKAGES = (
     "torch",
@@ -88,7 +88,7 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
         nonlocal last
         seconds[part], last = perf_counter() - last, perf_counter()
 
-    from ..engine import loading  # noqa: F401
+    from .. import loading  # noqa: F401
 
     done("import lookahead")
     llm = load_model(load)

@@ -15,15 +15,15 @@ import typer
 
 from .. import Plain
 from ..core import LookaheadError, SettingsError
-from ..engine.fields import OptionSet
-from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
-from ..files.records import RecordWriter, drop_torn_line, read_records
+from ..fields import OptionSet
+from ..options import DraftOptions, LoadOptions, Options, flag_of
+from ..records import RecordWriter, drop_torn_line, read_records
+from .adapter import Task, dismiss, load_model, read_bytes, read_text, warm_pool, with_options
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
-from .options import Task, dismiss, load_model, read_bytes, read_text, warm_pool, with_options
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
     from ..engine.results import Result, Updates
+    from ..llm import LLM
 
 #: Foreground colours, one per step in rotation (readable on dark and light backgrounds).
 COLORS = ("\x1b[34m", "\x1b[33m", "\x1b[36m", "\x1b[35m", "\x1b[32m")

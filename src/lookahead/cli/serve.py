@@ -10,8 +10,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ..core import SettingsError
+from .adapter import Command, metavar_of, quiet
 from .console import note
-from .options import Command, metavar_of, quiet
 
 #: A command made from the settings parses the arguments after ``serve``, so no other command loads the settings.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

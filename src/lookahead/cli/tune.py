@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core import SettingsError
-from ..engine.options import LoadOptions
-from .options import Json, load_model, numbers, with_options
+from ..options import LoadOptions
+from .adapter import Json, load_model, numbers, with_options
 
 
 @with_options()

@@ -4,13 +4,12 @@ Letters used everywhere in the library:
     B sequences   Q rows of a step   T committed length   V vocabulary   H heads   D head size
     W window size   N n-gram size   G candidates per step (guess set size)   S compression ratio
 
-Read in this order: ``tree``, ``target``, ``verify``, ``drafter``, ``decode``; then ``lookahead.drafters``.
+Read in this order: ``tree``, ``target``, ``verify``, ``drafter``, ``loop``; then ``lookahead.drafters``.
 """
 
-from .decode import Decoder, Generation, Request, Step, decode
 from .drafter import UNLIMITED_ROWS, Drafter, DraftState, Noise, Start
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError
-from .pool import NGramPool, ngrams_of
+from .loop import Decoder, Generation, Request, Step, decode
 from .stats import Stats, common_prefix, first_divergence
 from .target import Scores, Target
 from .tree import TokenTree
@@ -24,7 +23,6 @@ __all__ = [
     "Drafter",
     "Generation",
     "LookaheadError",
-    "NGramPool",
     "Noise",
     "NumericalError",
     "OutOfMemory",
@@ -40,6 +38,5 @@ __all__ = [
     "decode",
     "first_divergence",
     "greedy",
-    "ngrams_of",
     "verify",
 ]

@@ -1,14 +1,15 @@
 """The drafting methods, one file each. Importing this package loads no numpy.
 
-A new method is a subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``. ``parse.METHODS``
+A new method is a subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``. ``names.METHODS``
 lists the methods of this package by name.
 """
 
 from .adaptive.drafter import Adaptive
 from .jacobi import Jacobi
 from .lookahead import PRESETS, Lookahead
-from .parse import METHODS, as_drafter, known_names, with_old_keywords
+from .names import METHODS, as_drafter, known_names, with_old_keywords
 from .plain import Plain
+from .pool import NGramPool, ngrams_of
 from .prompt_lookup import PromptLookup
 from .window import Window
 
@@ -18,10 +19,12 @@ __all__ = [
     "Adaptive",
     "Jacobi",
     "Lookahead",
+    "NGramPool",
     "Plain",
     "PromptLookup",
     "Window",
     "as_drafter",
     "known_names",
+    "ngrams_of",
     "with_old_keywords",
 ]

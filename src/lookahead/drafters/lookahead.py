@@ -15,15 +15,14 @@ from ..core import (
     UNLIMITED_ROWS,
     Drafter,
     DraftState,
-    NGramPool,
     Scores,
     SettingsError,
     Start,
     TokenTree,
     common_prefix,
-    ngrams_of,
 )
-from .settings import check_flag, check_whole, text_form
+from .checks import check_flag, check_whole, text_form
+from .pool import NGramPool, ngrams_of
 from .window import Window, fill_tokens
 
 #: Largest W, N and G.

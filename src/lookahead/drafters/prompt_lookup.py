@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
-from .settings import check_whole, text_form
+from .checks import check_whole, text_form
 
 
 @dataclass(frozen=True)

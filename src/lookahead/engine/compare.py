@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.stats import first_divergence
 from ..drafters import Plain
-from .llm import LLM
+from ..llm import LLM
 from .results import Result
 
 

@@ -27,8 +27,8 @@ from ..core import UNLIMITED_ROWS, Decoder, Drafter, Generation, LookaheadError,
 from ..core.errors import failure
 from ..core.target import PROMISES, UP_TO_ROUNDING
 from ..drafters import Plain
+from ..integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from ..targets.factory import probe
-from ..targets.llamacpp.target import LlamaCppTarget
 from ..targets.probe import Probe
 from .prefix_cache import PrefixTarget, with_prefixes
 from .progress import notice_if_slow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
-from .options import Options
+from ..options import Options
 
 if TYPE_CHECKING:
     from ..sampling import Process

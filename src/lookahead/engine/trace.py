@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
-from ..core.decode import Generation
-from ..files.records import RecordWriter
+from ..core.loop import Generation
+from ..records import RecordWriter
 
 if TYPE_CHECKING:
-    from .llm import LLM
+    from ..llm import LLM
     from .results import Update
 
 #: The version of the format. Readers reject other versions.

@@ -13,9 +13,9 @@ Every process runs the same program:
 from __future__ import annotations
 
 from .connect import TIMEOUT, Connections, dismiss, local_device, start
+from .parallel_target import ParallelTarget
 from .rank_group import RankGroup, join
 from .shard import Shards, shard
-from .target import ParallelTarget
 from .wire import DivergenceError, RankError
 
 __all__ = [

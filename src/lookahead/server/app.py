@@ -23,9 +23,9 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
-from ..engine.llm import LLM
+from ..llm import LLM
+from .engine_thread import Loop
 from .gate import Gate, error_response, log_to_stderr
-from .loop import Loop
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .service import Server, status_of
 from .settings import Settings

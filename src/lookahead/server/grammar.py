@@ -16,7 +16,7 @@ import torch
 from ..core import SettingsError
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 #: No line breaks and no runs of spaces, which a small model might repeat forever.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

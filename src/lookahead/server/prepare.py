@@ -12,10 +12,10 @@ import torch
 from ..core import Drafter, SettingsError
 from ..core.verify import as_choose
 from ..drafters import as_drafter
-from ..engine.llm import LLM
-from ..engine.options import Options
 from ..engine.prompts import encode
 from ..engine.results import Update
+from ..llm import LLM
+from ..options import Options
 from .choice import Choice
 from .grammar import Grammars
 from .logprobs import LogProbs

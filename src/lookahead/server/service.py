@@ -15,13 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from .. import __version__
 from ..core import LookaheadError, SettingsError
 from ..engine.engine import PassFailed
-from ..engine.llm import LLM
-from ..engine.loading import load_with
-from ..engine.options import OF_LLAMA_CPP, LoadOptions
 from ..engine.results import Update
+from ..llm import LLM
+from ..loading import load_with
+from ..options import OF_LLAMA_CPP, LoadOptions
 from .choice import Choice, Refused
+from .engine_thread import Loop
 from .gate import error_body
-from .loop import Loop
 from .metrics import Metrics
 from .prepare import Preparer
 from .protocol import ChatRequest, CompletionRequest, Generating

@@ -20,7 +20,7 @@ from ..core.errors import summary
 from .attention_hook import TreeAttention
 from .cuda_graphs import uncapturable
 from .equivalence import compare
-from .exact import CapturedExactTarget, ExactTarget, Row
+from .exact_mode import CapturedExactTarget, ExactTarget, Row
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .limits import memory_errors

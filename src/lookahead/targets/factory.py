@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core import SettingsError, Target
+from ..integrations.llamacpp.llamacpp_target import LlamaCppTarget
+from ..integrations.llamacpp.model import LlamaCppModel
+from .cpu.cpu_target import CpuTarget
 from .cpu.packed_model import PackedModel
-from .cpu.target import CpuTarget
 from .fingerprint import remember
-from .llamacpp.model import LlamaCppModel
-from .llamacpp.target import LlamaCppTarget
 from .probe import Probe
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def probe(model: PreTrainedModel | PackedModel | LlamaCppModel) -> Probe:
 
 
 def _probe_llamacpp(model: LlamaCppModel) -> Probe:
-    from .llamacpp.check import check
+    from ..integrations.llamacpp.check import check
 
     ok, why, found = check(model)
     if ok:

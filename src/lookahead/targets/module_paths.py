@@ -15,13 +15,13 @@ import torch
 
 from ..core import OutOfMemory, SettingsError, Target
 from ..core.errors import summary
+from ..models.blueprint import Unsupported
 from . import certificate
 from .attention_hook import mask_compatible_attention
 from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
 from .certificate import exact_attention, exact_target_class
-from .cpu.blueprint import Unsupported
 from .cpu.compiled_model import CompiledModel, compile_model
-from .cpu.target import CpuTarget
+from .cpu.cpu_target import CpuTarget
 from .equivalence import HALF_DTYPES, compare, in_float32
 from .facts import ModelFacts, PassFacts
 from .fingerprint import forget, remember

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
-from ..files.gguf import GGUFFile
+from ..models.gguf import GGUFFile
 from .limits import Limits
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from typing import Any
 
 import numpy as np
 
+from ...jit import compiled
 from .arrays import BUCKET, Calibration
-from .compiling import compiled
 
 PRIOR_WEIGHT = 4.0
 #: Upper limit of the probability of an edge, and of the sum over the edges under one node.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...core import Drafter, DraftState, SettingsError, Start
-from ..settings import text_form
+from ..checks import text_form
 from .settings import UNTIMED_ROWS, AdaptiveSettings
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Scores, TokenTree
+from ...jit import compiled, entry, int64
 from .arrays import (
     ANSWERS,
     CORPUS,
@@ -66,7 +67,6 @@ from .calibration import (
     ZONE,
     learn,
 )
-from .compiling import compiled, entry, int64
 from .settings import SEARCHED_ROWS, AdaptiveSettings
 from .sources.logit_cache import propose, write_rows
 from .sources.suffix import NO_TEXT, Reader, match

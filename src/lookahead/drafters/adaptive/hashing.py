@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ...jit import compiled, entry, int64
 from .arrays import record
-from .compiling import compiled, entry, int64
 
 SLOT = record(key="i8", value="i8")
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
+from ...jit import is_on_disk
 from . import growth
-from .compiling import is_on_disk
 
 #: The longest wait, in seconds; the compilation takes less even on a slow machine.
 LONGEST = 120.0

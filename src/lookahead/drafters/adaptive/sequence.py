@@ -17,7 +17,7 @@ from .controller import COOLDOWN, Controller
 from .growth import Grower
 from .settings import SOURCES, AdaptiveSettings
 from .sources.suffix import SuffixTrie
-from .sources.window import WindowSource
+from .sources.window_rows import WindowSource
 from .state import AdaptiveState
 from .step_times import MENU, StepTimes, menu_index
 

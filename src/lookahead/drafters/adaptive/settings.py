@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core import SettingsError
-from ..settings import check_whole
+from ..checks import check_whole
 
 #: Where candidates come from. The command line prints these texts.
 SOURCES = {

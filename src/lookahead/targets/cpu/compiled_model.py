@@ -11,9 +11,9 @@ from numba import config as numba_config
 
 from ...core import LookaheadError
 from ...core.errors import summary
+from ...models.blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
 from ...threads import thread_count
 from . import formats, packed
-from .blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
 from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
 from .formats import FORMATS, ArrayMemory, Format, format_for, round_up
 from .forward_pass import pass_address
@@ -266,7 +266,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         )
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise Unsupported("compiled passes need every layer on the CPU")
-    from .architectures import blueprint_of
+    from ...models.module_families import blueprint_of
 
     return checked(lambda: CompiledModel(blueprint_of(model, facts)))
 

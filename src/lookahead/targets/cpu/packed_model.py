@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core import SettingsError
-from ...files.gguf import GGUFFile
+from ...models.blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
+from ...models.gguf import GGUFFile
+from ...models.gguf_families import FREQUENCY_FACTORS, GGUFSettings, read_settings
 from ...threads import thread_count
 from ..limits import Limits
 from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from . import formats
-from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
 from .compiled_model import CompiledModel, checked
 from .formats import ArrayMemory, round_up
-from .gguf_names import FREQUENCY_FACTORS, GGUFSettings, read_settings
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     """
     import torch
 
-    from .architectures import blueprint_of as parts_of
+    from ...models.module_families import blueprint_of as parts_of
     from .dense import Linear, tensor_of
 
     kind = quantizable(name)

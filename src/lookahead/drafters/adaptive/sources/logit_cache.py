@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ....jit import compiled, int64
 from ..arrays import OTHER_PROPOSALS, SPAN, Cache, Constants, Sources, StepResult, Tree
 from ..calibration import (
     BIN_OF,
@@ -37,7 +38,6 @@ from ..calibration import (
     WINDOW,
     interval_of,
 )
-from ..compiling import compiled, int64
 from ..hashing import enter, find, new_slots, rehash, remove
 
 #: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is correct.

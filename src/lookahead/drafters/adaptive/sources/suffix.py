@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from ....jit import compiled, entry, int64
 from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
 from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, interval_of
-from ..compiling import compiled, entry, int64
 from ..hashing import find, new_slots, rehash
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.

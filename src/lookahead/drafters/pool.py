@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from .errors import SettingsError
+from ..core.errors import SettingsError
 
 
 def ngrams_of(tokens: Sequence[int], ngram_size: int, start: int = 0) -> Iterator[Sequence[int]]:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ..facts import ModelFacts
-from ..fingerprint import active_hooks
-from . import dense, formats
+from ..targets.cpu import dense, formats
+from ..targets.cpu.dense import Linear, bits_of
+from ..targets.facts import ModelFacts
+from ..targets.fingerprint import active_hooks
 from .blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
-from .dense import Linear, bits_of
 
 
 def _window(config: Any, layer: int) -> int:

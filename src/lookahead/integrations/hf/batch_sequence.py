@@ -14,8 +14,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..core.verify import Choose
-from ..sampling import GeneratorNoise, RowNoise, make_choose
+from ...core.verify import Choose
+from ...sampling import GeneratorNoise, RowNoise, make_choose
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -97,6 +97,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 def _text_of_package() -> str:
     """A digest of the text of all files of this package."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    here = Path(__file__)
+    for path in (here, *sorted((here.parent / "drafters" / "adaptive").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()

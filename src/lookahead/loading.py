@@ -11,19 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import SettingsError
-from ..core.errors import first_line
-from ..drafters import Adaptive
-from ..targets.cpu.blueprint import Unsupported
-from ..targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
-from ..targets.factory import make_target, probe
-from ..targets.fingerprint import forget
-from ..targets.llamacpp.library import Settings, library
-from ..targets.llamacpp.model import LlamaCppModel
 from .checkpoints import Checkpoint
+from .core import SettingsError
+from .core.errors import first_line
+from .drafters import Adaptive
 from .fields import parameters_of
+from .integrations.llamacpp.library import Settings, library
+from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
+from .models.blueprint import Unsupported
 from .options import OF_LLAMA_CPP, LoadOptions
+from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
+from .targets.factory import make_target, probe
+from .targets.fingerprint import forget
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,8 @@ def load_with(chosen: LoadOptions) -> LLM:
     if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
     if connections is not None:
-        from ..parallel import join
-        from ..targets.equivalence import differ
+        from .parallel import join
+        from .targets.equivalence import differ
 
         rounding = partial(differ, llm.probe.equivalence)
         llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
@@ -166,7 +166,7 @@ def _read_packed(
 
 
 def _quantize(model: Any, weights: str) -> PackedModel:
-    from ..targets.facts import ModelFacts
+    from .targets.facts import ModelFacts
 
     facts = probe(model).facts
     try:
@@ -188,7 +188,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
         return None, _device(chosen.device)
     import torch
 
-    from ..parallel import TIMEOUT, local_device, start
+    from .parallel import TIMEOUT, local_device, start
 
     device = _device(local_device(chosen.device))
     return start(timeout=timeout if timeout is not None else TIMEOUT, device=torch.device(device)), device
@@ -196,7 +196,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
 def dismiss_ranks() -> None:
     """Tell the other ranks that torchrun started to end. Called on rank 0 if no model is needed."""
-    from ..parallel import dismiss, start
+    from .parallel import dismiss, start
 
     dismiss(start())
 

@@ -14,25 +14,25 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
-from ..core import Choose, Request, SettingsError, Target, greedy
-from ..drafters import Adaptive, Lookahead, with_old_keywords
-from ..targets.factory import make_target, probe
-from ..targets.fingerprint import fingerprint
-from ..targets.own_model import OwnModel
-from .engine import Engine
+from .core import Choose, Request, SettingsError, Target, greedy
+from .drafters import Adaptive, Lookahead, with_old_keywords
+from .engine.engine import Engine
+from .engine.processors import make_process
+from .engine.progress import notice_if_slow
+from .engine.prompts import OnePrompt, Prompt, as_list, encode
+from .engine.results import Result, Stream, Updates
+from .engine.text import TextStream
 from .fields import keywords_of
 from .options import BatchOptions, Options
-from .processors import make_process
-from .progress import notice_if_slow
-from .prompts import OnePrompt, Prompt, as_list, encode
-from .results import Result, Stream, Updates
-from .text import TextStream
+from .targets.factory import make_target, probe
+from .targets.fingerprint import fingerprint
+from .targets.own_model import OwnModel
 
 if TYPE_CHECKING:
     import torch
 
-    from ..drafters.adaptive.state import AdaptiveState
-    from ..parallel import RankGroup
+    from .drafters.adaptive.state import AdaptiveState
+    from .parallel import RankGroup
 
 
 class LLM:
@@ -130,7 +130,7 @@ class LLM:
     def target(self, path: str = "auto") -> Target:
         """A fresh target on this model; see ``lookahead.targets.factory.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
-            from ..parallel import ParallelTarget
+            from .parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
         with notice_if_slow("compiling the model for this processor (once)"):
@@ -275,7 +275,7 @@ class LLM:
         Raises:
             SettingsError: the file belongs to another model, or is not such a file.
         """
-        from ..drafters.adaptive.state import AdaptiveState
+        from .drafters.adaptive.state import AdaptiveState
 
         if settings is None and isinstance(self.drafter, Adaptive):
             settings = self.drafter
@@ -305,8 +305,8 @@ class LLM:
         Returns:
             The file with the times; None if no context fits.
         """
-        from ..drafters.adaptive.measure import measure_times, model_key
-        from ..drafters.adaptive.step_times import save_times
+        from .drafters.adaptive.measure import measure_times, model_key
+        from .drafters.adaptive.step_times import save_times
 
         target = self.target()
         times = measure_times(target, self.vocabulary, rows, contexts, batches, repeats, progress, inf)
@@ -335,7 +335,7 @@ class LLM:
         process, noise = make_process(options, len(ids), eos, self.tokenizer, device), None
         choose: Choose = greedy
         if process is not None or seed is not None:
-            from ..sampling import Chooser, SeededNoise
+            from .sampling import Chooser, SeededNoise
 
             if seed is not None:
                 noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)

@@ -1,6 +1,6 @@
 """Several replicas with Ray Serve, each with its own process and model (the extra ``[ray]``).
 
-    serve run lookahead.server.ray_app:build model=DIR max_replicas=4
+    serve run lookahead.integrations.ray_serve:build model=DIR max_replicas=4
 
 Ray routes requests, passes streams through, restarts replicas that die, and adds replicas while requests queue.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from ray import serve
 
-from .app import create_app
-from .settings import Settings
+from ..server.app import create_app
+from ..server.settings import Settings
 
 
 def build(arguments: dict[str, Any] | None = None) -> Any:

@@ -1,7 +1,7 @@
 """Options as dataclass fields with their help and rule, and functions that take these fields as keywords.
 
 Each field declares an option once: the types, signatures and docstrings of the Python API are made from it, and so is
-``--help`` (``lookahead.cli.options``). This module does not import torch.
+``--help`` (``lookahead.cli.adapter``). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, get_type_hints
 
-from ..core import SettingsError
+from .core import SettingsError
 
 P = ParamSpec("P")
 S = TypeVar("S")

@@ -14,12 +14,12 @@ from rich.text import Text
 from .. import Adaptive, Plain
 from ..core import SettingsError
 from ..core.target import PROMISES
-from ..engine.options import DraftOptions, LoadOptions, Options, flag_of
+from ..options import DraftOptions, LoadOptions, Options, flag_of
+from .adapter import Json, load_model, with_options
 from .console import diverged, note
-from .options import Json, load_model, with_options
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 #: Built-in prompts: code, arithmetic, prose, lists, other scripts, and text that often makes models loop.
 PROMPTS = [

@@ -1,5 +1,5 @@
 """The function for ``model.generate(custom_generate=lookahead.generate)``."""
 
-from .generate import generate
+from .custom_generate import generate
 
 __all__ = ["generate"]

@@ -15,16 +15,16 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
-from ..drafters import Adaptive, with_old_keywords
-from ..engine import Engine
-from ..engine.progress import notice_if_slow
-from ..sampling import GeneratorNoise
-from ..targets.factory import make_target, probe
-from .cache import KeepingTarget, fill_cache
+from ...core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
+from ...drafters import Adaptive, with_old_keywords
+from ...engine import Engine
+from ...engine.progress import notice_if_slow
+from ...sampling import GeneratorNoise
+from ...targets.factory import make_target, probe
+from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
 from .caller import CustomGenerate, caller_arguments
+from .past_key_values import KeepingTarget, fill_cache
 from .refusals import refuse, warn_about_slow_path
-from .rows import Criteria, Row, may_draw_ahead, row_processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

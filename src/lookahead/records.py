@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import SettingsError
+from .core.errors import SettingsError
 
 
 def finite(value: Any) -> Any:

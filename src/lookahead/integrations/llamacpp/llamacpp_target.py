@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core import OutOfMemory, SettingsError, TokenTree
-from ..logits import HostLogits, LogitsRows
+from ...targets.logits import HostLogits, LogitsRows
 from .library import Context
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from typer.core import TyperCommand
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
-from ..engine.fields import OptionSet, offered_types, option
-from ..engine.options import LoadOptions, flag_of
+from ..fields import OptionSet, offered_types, option
+from ..options import LoadOptions, flag_of
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 R = TypeVar("R")
 #: The placeholder of an option's value in ``--help``, by its type. A flag has no value.
@@ -182,7 +182,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
         )
     gc.disable()  # imports and metadata create a million lasting objects; garbage collection would take a second
     try:
-        from ..engine.loading import load_with
+        from ..loading import load_with
 
         quiet()
         return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
@@ -233,7 +233,7 @@ def ranks() -> int:
 def dismiss() -> None:
     """End the other ranks if no model was needed."""
     if ranks() > 1:
-        from ..engine.loading import dismiss_ranks
+        from ..loading import dismiss_ranks
 
         dismiss_ranks()
 

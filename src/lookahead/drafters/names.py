@@ -18,13 +18,14 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
-from ..core import Drafter, NGramPool, SettingsError
+from ..core import Drafter, SettingsError
 from .adaptive.drafter import Adaptive
+from .checks import setting_names
 from .jacobi import Jacobi
 from .lookahead import PRESETS, TRIPLE, Lookahead
 from .plain import Plain
+from .pool import NGramPool
 from .prompt_lookup import PromptLookup
-from .settings import setting_names
 
 #: The methods of this package by name, in the order in which they are tried for a mapping without a method.
 METHODS: Mapping[str, type[Drafter]] = MappingProxyType(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .packed import PackedLinear
+from ..targets.cpu.packed import PackedLinear
 
 if TYPE_CHECKING:
-    from .dense import Linear
+    from ..targets.cpu.dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

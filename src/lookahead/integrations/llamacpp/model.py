@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...files.gguf import GGUFFile
+from ...models.gguf import GGUFFile
+from ...targets.limits import NO_LIMIT, Limits
+from ...targets.own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from ...threads import thread_count
-from ..limits import NO_LIMIT, Limits
-from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from .library import Context, Settings, Weights
 
 #: Number of idle contexts that are kept for later engines on the model.

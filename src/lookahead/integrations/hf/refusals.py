@@ -12,8 +12,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..core import SettingsError, Target
-from ..targets.cpu.architectures import REGISTRY
+from ...core import SettingsError, Target
+from ...models.module_families import REGISTRY
 
 #: Model inputs that transformers prepares for its own loop. They are not needed here.
 PREPARED = {

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
 from ..engine.engine import Engine, PassFailed
-from ..engine.llm import LLM
 from ..engine.results import Update
+from ..llm import LLM
 from .choice import Choice, Refused
 from .metrics import Metrics
 from .settings import Settings

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import llm
 from pydantic import Field, create_model
 
-from .core import SettingsError
-from .engine.fields import offered_types
-from .engine.options import DraftOptions, LoadOptions, Options
-from .engine.prompts import chat_prompt
+from ..core import SettingsError
+from ..engine.prompts import chat_prompt
+from ..fields import offered_types
+from ..options import DraftOptions, LoadOptions, Options
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from .engine import LLM
+    from ..llm import LLM
 
 #: Some of llm's functions have no type annotations.
 _untyped: Any = llm
@@ -97,7 +97,7 @@ class LookaheadModel(llm.Model):
 
     def _load(self, how: dict[str, Any]) -> LLM:
         if self._loaded is None or self._loaded[0] != how:
-            from .cli.options import load_model
+            from ..cli.adapter import load_model
 
             self._loaded = None  # two models may not fit
             path = self.model_id.partition("/")[2] or None

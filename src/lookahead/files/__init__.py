@@ -1,1 +1,0 @@
-"""Reading and writing files: GGUF models, and the records of a run."""

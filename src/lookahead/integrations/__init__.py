@@ -1,0 +1,1 @@
+"""Adapters for other software: transformers, vLLM, llama.cpp, llm and Ray Serve."""

@@ -1,0 +1,1 @@
+"""What model files say: GGUF headers and tensors, tokenizers, the parts of each model family."""
