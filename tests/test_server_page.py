@@ -1,5 +1,6 @@
 """The page at / in a real browser: headless Chromium, where one is installed."""
 
+import httpx
 import pytest
 
 import lookahead
@@ -23,20 +24,24 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
     page.on("request", lambda request: asked.append(request.url))
     page.goto(served.url)
+    page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
+    page.locator("#kind").select_option("text")
     page.get_by_role("textbox", name="Prompt").fill("def add(a, b):")
     page.locator("#method").select_option("lookahead")
     page.get_by_role("spinbutton", name="Tokens").fill("40")
     page.keyboard.press("Tab")
     page.get_by_role("spinbutton", name="Tokens").press("Enter")  # by keyboard alone
     status = page.get_by_role("status")
-    page.wait_for_function("document.getElementById('say').textContent.includes('texts')", timeout=60_000)
-    assert "Equal texts" in status.inner_text()
+    page.wait_for_function(
+        "document.getElementById('say').textContent.includes('completions')", timeout=60_000
+    )
+    assert "The completions are equal" in status.inner_text()
     expected = served.llm.generate("def add(a, b):", max_new_tokens=40).text
     for side in ("plain", "fast"):
         assert page.locator(f"#text-{side}").evaluate("e => e.textContent") == expected
     assert "40 tokens" in page.locator("#figures-fast").inner_text()
     assert "rows" in page.locator("#tree").get_attribute("aria-label")
-    assert "on the mean" in page.locator("#chart").get_attribute("aria-label")
+    assert "on average" in page.locator("#chart").get_attribute("aria-label")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it must not scroll sideways"
     for drawing in ("chart", "tree"):  # letters of 11 pixels, however narrow the page is
         shown = page.evaluate(
@@ -56,10 +61,85 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     assert dark == ([True, False] if scheme == "dark" else [False, True])
     page.get_by_role("textbox", name="API key").fill("x")
     page.get_by_role("spinbutton", name="Temperature").fill("0")
+    page.locator("#method").select_option("adaptive")
     page.locator("#kind").select_option("chat")
     page.get_by_role("button", name="Decode").click()
-    page.wait_for_function("document.getElementById('say').textContent.includes('texts')", timeout=60_000)
+    page.wait_for_function(
+        "document.getElementById('say').textContent.includes('completions')", timeout=60_000
+    )
+    assert page.get_by_role("heading", name="Adaptive", exact=True).count() == 1
+    earlier = page.locator("#earlier article")
+    assert earlier.count() == 1, "the first completion stays for comparison"
+    assert "1. Lookahead, text" in earlier.inner_text()
+    assert earlier.locator("pre").evaluate("e => e.textContent") == expected
     assert problems == []
+    page.close()
+
+
+def test_the_first_view_suits_the_model(browser, served):
+    """The model's name, a chat first for a chat model, and prompts in the colour of text."""
+    page = browser.new_page()
+    page.goto(served.url)
+    name = httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"]
+    page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
+    assert page.locator("#model").inner_text() == f"Model: {name}"
+    assert page.locator("#kind option").all_inner_texts() == ["Chat", "Text"]
+    assert page.locator("#kind").input_value() == "chat"
+    chat = page.locator("#prompt").input_value()
+    page.locator("#kind").select_option("text")
+    assert page.locator("#prompt").input_value() not in ("", chat), "each mode has its own example"
+    page.locator("#prompt").fill("my own")
+    page.locator("#kind").select_option("chat")
+    assert page.locator("#prompt").input_value() == "my own"
+    colors = "['prompt', 'model'].map(id => getComputedStyle(document.getElementById(id)).color)"
+    prompt, text = page.evaluate(colors)
+    assert prompt == text
+    for part in ("body", "#prompt"):
+        fonts = page.evaluate(f"getComputedStyle(document.querySelector('{part}')).fontFamily")
+        assert "Noto Sans CJK" in fonts, f"{part} names fonts with Chinese, Japanese and Korean"
+    page.close()
+
+
+def test_a_model_without_a_chat_template_gets_a_text(browser, tmp_path):
+    with serving(lookahead.load(save(tmp_path), dtype="float32")) as served:
+        page = browser.new_page()
+        page.goto(served.url)
+        page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
+        assert page.locator("#kind").input_value() == "text"
+        assert page.locator("#kind option[value=chat]").is_disabled()
+        page.close()
+
+
+def test_the_page_asks_for_the_key(browser, tmp_path):
+    with serving(lookahead.load(save(tmp_path), dtype="float32"), api_key="s3cret") as served:
+        page = browser.new_page()
+        page.goto(served.url)
+        page.wait_for_function("document.getElementById('model').textContent.includes('API key')")
+        page.locator("#key").fill("s3cret")
+        page.locator("#key").blur()
+        page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
+        page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_chart_is_as_wide_as_its_panel(browser, served, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(served.url)
+    for count in (1, 5, 700):
+        page.evaluate(f"chart(Array.from({{length: {count}}}, (_, i) => 1 + i % 7))")
+        panel, last = page.evaluate(
+            "[document.getElementById('chart'), [...document.querySelectorAll('#chart .bar')].at(-1)]"
+            ".map(e => e.getBoundingClientRect().right)"
+        )
+        bars = page.locator("#chart .bar").count()
+        room = page.locator("#chart").bounding_box()["width"] / bars
+        assert panel - room < last <= panel + 0.1, (count, panel, last)
+    labels = page.locator("#chart text").all_text_contents()
+    assert labels[:3] == ["0", "4", "7"]
+    assert labels[-3:] == [f"step {701 - bars}", "step 700", "bars: tokens that one step adds"]
+    assert page.locator("#chart text").first.evaluate("e => parseFloat(getComputedStyle(e).fontSize)") >= 12
+    decode, stop = page.locator("#go").bounding_box(), page.locator("#stop").bounding_box()
+    assert decode["y"] == stop["y"], "Stop is next to Decode"
     page.close()
 
 

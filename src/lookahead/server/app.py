@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
+from ..engine.prompts import has_chat_template
 from ..llm import LLM
 from .engine_thread import Loop
 from .gate import Gate, error_response, log_to_stderr
@@ -114,6 +115,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
             "created": 0,
             "owned_by": "lookahead",
             "max_model_len": server.ready.context,
+            "chat_template": has_chat_template(server.ready.llm.tokenizer),
         }
 
     @app.get("/v1/models")
