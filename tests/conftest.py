@@ -35,6 +35,7 @@ if not torch.cuda.is_available():
 #: to take more than a second of processor time (``pytest --durations=20`` shows them).
 SLOW = [
     "test_families*",
+    "test_hidden*",
     "test_parallel*",
     "test_engine*",
     "test_cli*",

@@ -71,6 +71,9 @@ class FakeScores:
         odds = [[row[t] - row[best[0]] for t in best] for row, best in zip(rows, ids, strict=True)]
         return ids, odds
 
+    def hidden(self, node: int) -> None:
+        """None: a function of the prefix has no hidden states."""
+
 
 class FakeTarget:
     """A target in plain Python: the next token is a function of the true prefix.

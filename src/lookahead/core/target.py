@@ -46,6 +46,15 @@ class Scores(Protocol):
         """
         ...
 
+    def hidden(self, node: int) -> Any:
+        """What the output matrix reads under ``node``: the last layer's row after the final norm.
+
+        Returns:
+            (hidden,) float32, a numpy array. None if the tree did not ask for it (``TokenTree.needs_hidden``), or if
+            the target does not give hidden states.
+        """
+        ...
+
 
 class Target(Protocol):
     """The model being accelerated.

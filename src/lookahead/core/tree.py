@@ -27,9 +27,12 @@ class TokenTree:
         depths     distance from the root; the row's position is T + depth
         ancestors  bit j of entry i is set where row j is an ancestor of row i, or row i itself
         needs_logits  whether the row's logits are computed; verification descends only into such rows
+
+    And of the whole tree:
+        needs_hidden  whether the hidden states of the rows that need logits are kept (``Scores.hidden``)
     """
 
-    __slots__ = ("_children", "ancestors", "depths", "needs_logits", "parents", "tokens")
+    __slots__ = ("_children", "ancestors", "depths", "needs_hidden", "needs_logits", "parents", "tokens")
 
     def __init__(self, root: int) -> None:
         self.tokens: list[int] = [root]
@@ -37,6 +40,7 @@ class TokenTree:
         self.depths: list[int] = [0]
         self.ancestors: list[int] = [1]
         self.needs_logits: list[bool] = [True]
+        self.needs_hidden = False
         self._children: dict[tuple[int, int], int] = {}
 
     @classmethod
@@ -134,6 +138,7 @@ class TokenTree:
         if not nodes or nodes[0] != 0:
             raise ValueError(f"a subtree must start with the root (row 0), got {list(nodes)[:4]}")
         result, new_row = TokenTree(self.tokens[0]), {0: 0}
+        result.needs_hidden = self.needs_hidden
         for node in nodes[1:]:
             parent = new_row.get(self.parents[node])
             if parent is None:

@@ -79,6 +79,9 @@ class Accepted:
         ids[:, 0], odds[:, 0] = [self._tokens[node] for node in nodes], 0.0
         return ids, odds
 
+    def hidden(self, node: int) -> None:
+        """None: vLLM does not give hidden states to a proposer of this kind."""
+
 
 class Proposer:
     """The class that vLLM instantiates for ``"model": "lookahead.integrations.vllm.Proposer"``.

@@ -67,6 +67,9 @@ class RemoteScores:
         with self.rank_group.lock:
             return self._ask("top", rows=nodes, k=k)["top"]
 
+    def hidden(self, node: int) -> None:
+        """None: hidden states stay on their rank."""
+
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         if self.expired:
             raise LookaheadError("logits can be read until the next step only; read them before it")
@@ -109,6 +112,9 @@ class ParallelScores:
                 ids_and_odds = as_lists(part.top([self._location[node][1] for node in owned], k))
                 by_node.update(zip(owned, zip(*ids_and_odds, strict=True), strict=True))
         return [by_node[node][0] for node in nodes], [by_node[node][1] for node in nodes]
+
+    def hidden(self, node: int) -> None:
+        """None: hidden states stay on their rank."""
 
 
 class ParallelTarget:

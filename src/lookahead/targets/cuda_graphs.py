@@ -40,7 +40,7 @@ from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows, best_tokens
-from .transformers import TransformersTarget, run_model
+from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
 
 #: Numbers of rows of captured passes. Padding costs little while reading the weights takes most of a step.
@@ -94,39 +94,42 @@ class CapturedPass:
         self.read_slots = slice(slot, slot + 1)
         self.copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.graph: Any = None
-        self.results: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.results: list[torch.Tensor] = []
 
     def run(self, target: CudaGraphTarget, tree: TokenTree, length: int) -> LogitsBatch:
-        """The tree's logits (1, Q, V) and argmaxes (1, Q), in memory that the next step does not overwrite."""
+        """The tree's logits (1, Q, V), argmaxes (1, Q), and hidden states (1, Q, hidden) if it needs them, in memory
+        that the next step does not overwrite."""
         if self.copied is not None:
             self.copied.synchronize()  # if no result of the last step was read, its copy may still be running
         fill(self.host, tree, length, self.bucket)
         self.numbers.copy_(self.host, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
-        if self.copied is None or self.results is None:
+        if self.copied is None or not self.results:
             self.results = self.evaluate(target)
         else:
             if self.graph is None:
                 self._capture(target)
             self.graph.replay()
+        wanted = self.results if tree.needs_hidden else self.results[:2]
         # Cloned, because the next replay overwrites the results.
-        return LogitsBatch(*(result[:, : len(tree)].clone() for result in self.results))
+        return LogitsBatch(*(result[:, : len(tree)].clone() for result in wanted))
 
     def _capture(self, target: CudaGraphTarget) -> None:
         self.graph, self.results = target.graphs.capture(lambda: self.evaluate(target))
 
-    def evaluate(self, target: CudaGraphTarget) -> tuple[torch.Tensor, torch.Tensor]:
-        """The captured part of the pass, from the buffer to the argmaxes. It neither reads nor makes values on the
-        host."""
+    def evaluate(self, target: CudaGraphTarget) -> list[torch.Tensor]:
+        """The captured part of the pass, from the buffer to the logits, the argmaxes and, if the model has an output
+        matrix, its inputs, which exist anyway. It neither reads nor makes values on the host."""
         rows, cache = self.bucket, target.cache
         length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
         write_columns = (length + self.columns)[None].long()
         cache.placement = Placement(self.slots, write_columns, self.read_slots, cache.capacity)
-        with target.attention.installed(target.model, length, words.view(1, rows, -1), depths[None]):
+        visible = target.attention.installed(target.model, length, words.view(1, rows, -1), depths[None])
+        with visible, head_inputs(target.model, True) as states:
             positions = (length + depths)[None].long()
             logits = run_model(target.model, target.facts, cache, ids[None].long(), positions)
-        return logits, best_tokens(logits)
+        return [logits, best_tokens(logits), *states]
 
 
 class GraphStore:

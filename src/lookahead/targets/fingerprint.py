@@ -42,8 +42,10 @@ INSTALLED = "_output_capturing_hooks_installed"
 
 
 def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Hooks that may change or read what a module computes, without those that transformers leaves behind."""
-    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != CAPTURING]
+    """Hooks that may change what a module computes, without those that transformers leaves behind and without this
+    library's own, by which a pass in another thread collects hidden states."""
+    passive = CAPTURING, f"{__package__}.transformers"
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) not in passive]
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:

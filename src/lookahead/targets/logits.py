@@ -37,6 +37,10 @@ class Logits(ABC):
         """The token with the largest logit in row r of sequence b, the lowest of equals; -1 on NaN."""
 
     @abstractmethod
+    def hidden(self, b: int, r: int) -> Numbers | None:
+        """The hidden state (hidden,) float32 of row r of sequence b; None if the pass did not keep them."""
+
+    @abstractmethod
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
         """Compute what ``top`` returns."""
 
@@ -69,11 +73,14 @@ class LogitsBatch(Logits):
     Args:
         logits: (B, R, V).
         tokens: their ``best_tokens`` (B, R), if known.
+        hidden: their hidden states (B, R, hidden), if they were kept.
     """
 
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None = None, hidden: torch.Tensor | None = None
+    ) -> None:
         self.logits = logits
-        self._tokens = tokens
+        self._tokens, self._hidden = tokens, hidden
         self._best: list[list[int]] | None = None
 
     def row(self, b: int, r: int) -> torch.Tensor:
@@ -83,6 +90,9 @@ class LogitsBatch(Logits):
         if self._best is None:
             self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
         return self._best[b][r]
+
+    def hidden(self, b: int, r: int) -> Numbers | None:
+        return None if self._hidden is None else self._hidden[b, r].float().cpu().numpy()
 
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
         logits = self.logits.detach()
@@ -117,10 +127,11 @@ class HostLogits(Logits):
     Args:
         rows: (R, V) float32, or int16 for the bits of bf16.
         peaks: the largest logit of each group of 32 tokens, (R, V / 32 rounded up) float32, if known.
+        states: hidden states (R, hidden) float32, or int16 for the bits of bf16, if they were kept.
     """
 
-    def __init__(self, rows: Numbers, peaks: Numbers | None = None) -> None:
-        self.rows, self.peaks = rows, peaks
+    def __init__(self, rows: Numbers, peaks: Numbers | None = None, states: Numbers | None = None) -> None:
+        self.rows, self.peaks, self.states = rows, peaks, states
 
     def row(self, b: int, r: int) -> torch.Tensor:
         """A copy of the row."""
@@ -129,9 +140,20 @@ class HostLogits(Logits):
         row = torch.from_numpy(self.rows[r].copy())
         return row.view(torch.bfloat16) if self.rows.dtype == np.int16 else row
 
+    def hidden(self, b: int, r: int) -> Numbers | None:
+        """A copy of the state."""
+        return None if self.states is None else _as_fp32(self.states[r])
+
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
         ids, odds = top_of_rows(self.rows, min(k, self.rows.shape[-1]), self.peaks)
         return ids[None], odds[None]
+
+
+def _as_fp32(numbers: Numbers) -> Numbers:
+    """A copy of float32 numbers, or of bf16 numbers given as int16 bits, in float32."""
+    if numbers.dtype == np.int16:
+        return (numbers.astype(np.int32) << 16).view(np.float32)
+    return numbers.astype(np.float32)
 
 
 class LogitsRows:
@@ -155,6 +177,10 @@ class LogitsRows:
     def row(self, node: int) -> torch.Tensor:
         """Logits of shape (V,) on the model's device."""
         return self._batch.row(self._b, node if self._row is None else self._row[node])
+
+    def hidden(self, node: int) -> Numbers | None:
+        """The hidden state (hidden,) float32 under ``node``; None if the pass did not keep them."""
+        return self._batch.hidden(self._b, node if self._row is None else self._row[node])
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""

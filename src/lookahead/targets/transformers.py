@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -47,6 +48,30 @@ def run_model(
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, return_dict=True, **keywords).logits
     return logits
+
+
+@contextmanager
+def head_inputs(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """A context that collects what the output matrix reads in this thread's passes: one tensor (B, R, hidden) each.
+
+    Args:
+        wanted: whether to collect them; a model without an output matrix gives none.
+    """
+    kept, thread = list[torch.Tensor](), get_ident()
+    head = model.get_output_embeddings() if wanted else None
+    if head is None:
+        yield kept
+        return
+
+    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if get_ident() == thread:  # another thread may run a pass on the same model
+            kept.append(inputs[0].detach())
+
+    handle = head.register_forward_pre_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
 
 
 class TransformersTarget(StoredTarget):
@@ -113,7 +138,7 @@ class TransformersTarget(StoredTarget):
                 with self._visibility([rest], [start], positions) if start else nullcontext() as mask:
                     logits = self._call(torch.tensor([rest.tokens]), positions, mask, [len(rest) - 1])
             self.lengths[slot] = len(prompt)
-            scores.append(LogitsRows(LogitsBatch(logits), 0))
+            scores.append(LogitsRows(logits, 0))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
@@ -143,8 +168,9 @@ class TransformersTarget(StoredTarget):
         self.cache.place(slots, lengths, rows)
         ids, positions = stack_rows(only_trees, lengths, rows)
         nodes = sorted(set().union(*(tree.needs_logits_nodes() for tree in only_trees)))
+        hidden = any(tree.needs_hidden for tree in only_trees)
         with self._visibility(only_trees, lengths, positions) as mask:
-            batch = LogitsBatch(self._call(ids, positions, mask, nodes))
+            batch = self._call(ids, positions, mask, nodes, hidden)
         row_of = None if len(nodes) == rows else nodes
         return [LogitsRows(batch, b, row_of) for b in range(len(trees))]
 
@@ -164,18 +190,23 @@ class TransformersTarget(StoredTarget):
             with facts.alibi.at(mask, key_positions(positions, lengths)):
                 yield None
 
-    def _call(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int]) -> torch.Tensor:
-        """Logits (B, len(nodes), V) of these rows of the pass."""
+    def _call(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
+    ) -> LogitsBatch:
+        """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if asked for."""
         device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
         keep = None
         if len(nodes) < ids.shape[1]:  # otherwise, avoid a copy to the device, which would wait for it
             keep = torch.tensor(nodes, device=device)
             if self.facts.accepts_logits_to_keep:
                 named["logits_to_keep"] = keep
-        with mask_compatible_attention(self.model):
+        with mask_compatible_attention(self.model), head_inputs(self.model, hidden) as states:
             ids, positions = ids.to(device), positions.to(device)
             logits = run_model(self.model, self.facts, self.cache, ids, positions, **named)
-        return logits if keep is None or self.facts.accepts_logits_to_keep else logits[:, keep]
+        results = [logits, *states]
+        if keep is not None and not self.facts.accepts_logits_to_keep:
+            results = [result[:, keep] for result in results]
+        return LogitsBatch(results[0], hidden=results[1] if states else None)
 
 
 class PlainTarget:

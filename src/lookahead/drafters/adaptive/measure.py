@@ -165,6 +165,9 @@ class _BlankScores:
     def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
         return [list(range(k)) for _ in nodes], [[0.0] * k for _ in nodes]
 
+    def hidden(self, node: int) -> None:
+        return None
+
 
 def compile_all() -> None:
     """Draft on a blank target, greedily and with noise; see ``precompile``."""

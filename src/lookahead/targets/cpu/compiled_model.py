@@ -39,6 +39,7 @@ class CompiledModel:
 
     Attributes:
         logits_strides: bytes from row to row of the logits (R, width), and of the peaks (R, width / 32) fp32.
+        states_stride: bytes from row to row of the hidden states (R, hidden), in the type that a product reads.
 
     Raises:
         Unsupported: the model does not match the spec of its class.
@@ -97,6 +98,7 @@ class CompiledModel:
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
             -(-self.vocabulary // GROUP) * 4,
         )
+        self.states_stride = hidden * fmt.input.bytes
         fields = {
             "hidden": hidden,
             "heads": blueprint.heads,
@@ -113,6 +115,7 @@ class CompiledModel:
             "qkv_stride": 4 * round_up(max(heads_size + 2 * self.key_heads * self.head_size, hidden), GROUP),
             "logits_stride": self.logits_strides[0],
             "peaks_stride": self.logits_strides[1],
+            "states_stride": self.states_stride,
         }
         for name, number in fields.items():
             plan[name] = number
@@ -208,6 +211,7 @@ class CompiledModel:
         reads: Sequence[int],
         cache: KVCache,
         memory: np.ndarray[Any, Any],
+        hidden: bool = False,
     ) -> None:
         """Evaluate rows, and write their keys and values after the slots' committed tokens.
 
@@ -216,7 +220,9 @@ class CompiledModel:
             segments: the sequences, with their slots and trees.
             reads: the R rows whose logits are read.
             cache: must have room for the rows.
-            memory: uint8; receives the logits, then the peaks, R times ``logits_strides`` bytes.
+            memory: uint8; receives the logits, then the peaks, R times ``logits_strides`` bytes; then the hidden
+                states, R times ``states_stride`` bytes, if ``hidden``.
+            hidden: whether to keep the hidden states of the rows that are read.
 
         Raises:
             IndexError: a token is not in the vocabulary.
@@ -235,6 +241,7 @@ class CompiledModel:
         p, rotary = state.plan, self._rotary_up_to(max(positions))
         p["logits"] = memory.ctypes.data
         p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
+        p["states"] = memory.ctypes.data + len(reads) * sum(self.logits_strides) if hidden else 0
         p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
         state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])

@@ -65,25 +65,32 @@ class PassLogits(HostLogits):
     """The logits (1, R, V) of one pass, in the pass's memory until ``detach``.
 
     Args:
-        memory: (bytes,) uint8, with the logits (R, width), then the peaks (R, width / 32) fp32: the largest logit of
-            each group of 32 tokens.
+        memory: (bytes,) uint8, as ``CompiledModel.run`` fills it: the logits (R, width), the peaks (R, width / 32)
+            fp32, which are the largest logits of each group of 32 tokens, and the hidden states if they were kept.
         compiled: the model.
         rows: R.
+        hidden: whether hidden states were kept.
     """
 
-    def __init__(self, memory: Array, compiled: CompiledModel, rows: int) -> None:
+    def __init__(self, memory: Array, compiled: CompiledModel, rows: int, hidden: bool = False) -> None:
         stride, peaks_stride = compiled.logits_strides
         stored, end = compiled.fmt.stored, rows * stride
         numbers = memory[:end].view(np.int16 if stored.is_bf16 else np.float32)
         numbers = numbers.reshape(rows, stride // stored.bytes)
         peaks = memory[end : end + rows * peaks_stride].view(np.float32).reshape(rows, peaks_stride // 4)
-        super().__init__(numbers[:, : compiled.vocabulary], peaks)
+        states = None
+        if hidden:
+            begin, size = end + rows * peaks_stride, rows * compiled.states_stride
+            kind = np.int16 if compiled.fmt.input.is_bf16 else np.float32
+            states = memory[begin : begin + size].view(kind).reshape(rows, -1)
+        super().__init__(numbers[:, : compiled.vocabulary], peaks, states)
         self.memory = memory
 
     def detach(self) -> Array:
         """Replace the logits by a copy. Returns the memory, which may then be reused."""
         assert self.peaks is not None
         self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
+        self.states = None if self.states is None else self.states.copy()
         return self.memory
 
     def argmax(self, b: int, r: int) -> int:
@@ -158,7 +165,8 @@ class CpuTarget(StoredTarget):
         with memory_errors(f"a step of {len(tokens)} rows for {len(trees)} sequences"):
             for segment in segments:
                 self.cache.make_room(segment.slot, segment.length + segment.rows)
-            logits = self._run(tokens, positions, segments, reads)
+            hidden = any(tree.needs_hidden for _, tree in trees)
+            logits = self._run(tokens, positions, segments, reads, hidden)
         self._last, self._memory = weakref.ref(logits), logits.memory
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
@@ -168,10 +176,12 @@ class CpuTarget(StoredTarget):
         positions: Sequence[int],
         segments: Sequence[Segment],
         reads: Sequence[int],
+        hidden: bool = False,
     ) -> PassLogits:
-        memory = buffers.acquire(len(reads) * sum(self.compiled.logits_strides) + 64)
-        self.compiled.run(tokens, positions, segments, reads, self.cache, memory)
-        return PassLogits(memory, self.compiled, len(reads))
+        row_bytes = sum(self.compiled.logits_strides) + self.compiled.states_stride * hidden
+        memory = buffers.acquire(len(reads) * row_bytes + 64)
+        self.compiled.run(tokens, positions, segments, reads, self.cache, memory, hidden)
+        return PassLogits(memory, self.compiled, len(reads), hidden)
 
     def _recycle(self) -> None:
         """Release the buffer of the last step's logits for reuse; scores that a caller still holds get a copy."""

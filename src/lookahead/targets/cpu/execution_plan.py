@@ -58,7 +58,8 @@ PLAN = _record(
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
     # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
     ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
-    ("logits logits_stride peaks peaks_stride", "i8"),
+    # What the pass leaves: logits and peaks, and the input of the LM head if ``states`` is not 0.
+    ("logits logits_stride peaks peaks_stride states states_stride", "i8"),
 )
 
 

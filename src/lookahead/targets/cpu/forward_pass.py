@@ -105,7 +105,7 @@ def _pass_of(fmt: Format) -> Any:
     before the pass.
     """
     store, add, gate, activate, keep_logits = gemm_of(fmt)
-    embed, (norm_rows, add_normed) = _embed_of(fmt), norms_of(fmt)
+    embed, (norm_rows, add_normed, keep_states) = _embed_of(fmt), norms_of(fmt)
     rotate, attend = rotate_of(fmt), _attend_of(fmt)
     on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
 
@@ -167,6 +167,8 @@ def _pass_of(fmt: Format) -> Any:
         reads = p.reads
         if reads > 0:
             x, arrived = norm_rows(p, p.final_norm, reads, p.read_rows, worker, arrived)
+            if p.states != 0:
+                keep_states(p, x, worker)
             keep_logits(p, p.lm_head, x, stride, reads, p.logits, p.logits_stride, worker, HEAD)
         if on_tiles:
             release_tiles()

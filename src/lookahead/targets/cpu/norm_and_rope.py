@@ -44,8 +44,8 @@ def statistics(address: int, size: int, norm: Any) -> Any:
     return mean, np.float32(1) / np.sqrt(total / np.float32(size) + norm.epsilon)
 
 
-def norms_of(fmt: Format) -> tuple[Any, Any]:
-    """``norm_rows`` and ``add_normed`` of a format."""
+def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
+    """``norm_rows``, ``add_normed`` and ``keep_states`` of a format."""
     input_at, from_fp32 = fmt.input.pointer, fmt.input.from_fp32
     is_packed = fmt.kind == "packed"
 
@@ -88,7 +88,16 @@ def norms_of(fmt: Format) -> tuple[Any, Any]:
             for i in range(p.hidden):
                 xs[i] += (ys[i] - mean) * factor * ws[i] + bs[i]
 
-    return tuple(jit(code, fmt.name, fastmath=REASSOCIATE) for code in (norm_rows, add_normed))
+    def keep_states(p: Any, source: int, worker: Any) -> None:
+        """Copy this thread's share of the rows that ``norm_rows`` wrote to ``p.states``."""
+        begin, end = share(p.reads, worker.rank, worker.size)
+        for r in range(begin, end):
+            numbers, outs = input_at(source + p.normed_stride * r), input_at(p.states + p.states_stride * r)
+            for i in range(p.hidden):
+                outs[i] = numbers[i]
+
+    codes = norm_rows, add_normed, keep_states
+    return tuple(jit(code, fmt.name, fastmath=REASSOCIATE) for code in codes)
 
 
 def rotate_of(fmt: Format) -> Any:
