@@ -243,6 +243,7 @@ class CudaGraphTarget(GraphTarget):
             if len(trees) > 1 or bucket is None:
                 return super().forward(trees)
             ((slot, tree),) = trees
+            self.cache.occupy(slot, self.lengths[slot] + bucket)
             if (slot, bucket) not in self.passes:
                 self.passes[slot, bucket] = CapturedPass(slot, bucket, self.model.device)
             with memory_errors(f"a step of {bucket} rows"):

@@ -93,6 +93,8 @@ class ExactTarget(TransformersTarget):
                 rows.append((slot, token, length + depth, length + node, path, length))
         with memory_errors(f"a step of {len(rows)} rows for {len(trees)} sequences"):
             self.cache.reserve(max(row[0] for row in rows) + 1, max(row[3] for row in rows) + 1)
+            for slot, tree in trees:
+                self.cache.occupy(slot, self.lengths[slot] + len(tree))
             starts = range(0, len(rows), self.rows)
             logits = torch.cat([self._evaluate(rows[start : start + self.rows]) for start in starts])
         scores: list[Scores] = []

@@ -90,6 +90,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self.capacity = capacity
         self.slots = 1
         self.placement = Placement(0, slice(0), slice(1), 0)
+        self._used: dict[int, int] = {}  # slot -> end of the columns that passes wrote; the others are 0
         # (layer, 0 for keys or 1 for values) -> ((heads, head size), index in the tensor of that shape)
         self._index: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         counts: dict[tuple[int, int], int] = {}
@@ -125,11 +126,26 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         """Set all keys and values to 0, in the same memory."""
         for storage in self._storage.values():
             storage.zero_()
+        self._used.clear()
+
+    def occupy(self, slot: int, end: int) -> None:
+        """Prepare a pass that writes a slot's columns up to ``end``: set what lies behind them to 0.
+
+        Attention may multiply columns that no row sees by a weight of 0. A longer sequence that had the slot before,
+        or rejected rows of a larger step, may have left NaN or infinity there, and 0 times these is NaN.
+        """
+        used = self._used.get(slot, 0)
+        if used > end:
+            for storage in self._storage.values():
+                storage[:, slot, :, end:used] = 0
+        self._used[slot] = end
 
     def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
         """Let the next pass write ``rows`` rows per slot after the slot's committed tokens; reserve the room."""
         longest = max(lengths)
         self.reserve(max(slots) + 1, longest + rows)
+        for slot, length in zip(slots, lengths, strict=True):
+            self.occupy(slot, length + rows)
         if len(slots) == 1:
             slot, columns = slots[0], slice(longest, longest + rows)
             self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
@@ -155,6 +171,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     def copy(self, slot: int, source: int, length: int) -> None:
         for storage in self._storage.values():
             storage[:, slot, :, :length] = storage[:, source, :, :length]
+        self._used[slot] = max(length, self._used.get(slot, 0))
 
     def move(self, slot: int, length: int, path: Sequence[int]) -> None:
         # The first rows are often in place already. The path increases, so one gather before the scatter suffices.

@@ -1,0 +1,113 @@
+"""A sequence that ended with NaN leaves nothing behind: not in its slot, and not in sequences that run alongside."""
+
+import pytest
+import torch
+
+from families import tiny_model
+from lookahead import attention
+from lookahead.attention import exact
+from lookahead.core import TokenTree
+from lookahead.targets.attention_hook import TreeAttention
+from lookahead.targets.cpu.execution_plan import KEY_BLOCK
+from lookahead.targets.cuda_graphs import CudaGraphTarget
+from lookahead.targets.equivalence import trial_tree
+from lookahead.targets.exact_mode import ExactTarget
+from lookahead.targets.factory import make_target, probe
+
+LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
+SHORT = [7 + i % 50 for i in range(40)]  # long enough that exact mode reads a page of it
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not attention.has_triton(), reason="no triton"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
+
+
+def on_path(model, path):
+    facts = probe(model).facts
+    if path == "exact":
+        return ExactTarget(model, facts, TreeAttention(model, exact.attend))
+    if path in attention.BACKENDS:
+        return CudaGraphTarget(model, facts, TreeAttention(model, attention.get(path)), 64)
+    return make_target(model, path=path)
+
+
+def plant(target, slot, begin=0):
+    """NaN wherever the slot's passes have written keys and values, from column ``begin`` on."""
+    if target.path != "cpu":
+        for storage in target.cache._storage.values():
+            numbers = storage[:, slot, :, begin:]
+            numbers[numbers != 0] = torch.nan
+        return
+    array, heads = torch.from_numpy(target.cache.storage[slot]).view(torch.float32), target.cache.key_heads
+    layers, _, capacity, size = array.shape
+    values = array[:, heads:, begin:]
+    values[values != 0] = torch.nan
+    keys = array[:, :heads].view(layers, heads, capacity // KEY_BLOCK, size, KEY_BLOCK)  # interleaved
+    for column in range(begin, capacity):
+        numbers = keys[:, :, column // KEY_BLOCK, :, column % KEY_BLOCK]
+        numbers[numbers != 0] = torch.nan
+
+
+def evaluate(target, trees):
+    """The logits of all rows of one pass."""
+    scores = target.forward(trees)
+    rows = [
+        score.row(node) for score, (_, tree) in zip(scores, trees, strict=True) for node in range(len(tree))
+    ]
+    return torch.stack(rows)
+
+
+def assert_close(ours, theirs):
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+PATHS = ("cpu", "transformers", "exact", "sdpa", "reference", TRITON)
+
+
+@pytest.mark.parametrize("freed", [0, 1])
+@pytest.mark.parametrize("path", PATHS)
+def test_nan_of_a_released_slot_reaches_no_later_sequence(model, path, freed):
+    tree, other = trial_tree(3, 96), trial_tree(4, 96)
+    used, fresh, running = on_path(model, path), on_path(model, path), 1 - freed
+    used.prefill([(running, OTHER), (freed, LONG)])
+    evaluate(used, [(running, other), (freed, tree)])
+    used.commit([(running, [0, 1])])
+    plant(used, freed)
+    used.release(freed)
+    used.prefill([(freed, SHORT)])
+    fresh.prefill([(running, OTHER), (freed, SHORT)])
+    evaluate(fresh, [(running, other)])
+    fresh.commit([(running, [0, 1])])
+    for trees in ([(0, tree), (1, other)], [(freed, TokenTree(5))]):
+        assert_close(evaluate(used, trees), evaluate(fresh, trees))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of triton's interpreter
+@pytest.mark.parametrize("path", PATHS)
+def test_nan_of_a_running_sequence_reaches_no_other(model, path):
+    tree, other = trial_tree(3, 96), trial_tree(4, 96)
+    target, alone = on_path(model, path), on_path(model, path)
+    target.prefill([(0, OTHER), (1, LONG)])
+    alone.prefill([(0, OTHER)])
+    plant(target, 1)
+    together = evaluate(target, [(0, tree), (1, other)])
+    assert_close(together[: len(tree)], evaluate(alone, [(0, tree)]))
+    assert together[len(tree) :].isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nan_of_rejected_rows_ends_with_their_step(model, path):
+    """The next step has fewer rows, so it does not overwrite all of them, and runs beside a longer sequence."""
+    wide, narrow = TokenTree(9), trial_tree(3, 96)
+    for first in range(20, 30):
+        wide.add_candidate([first, 3, 4])
+    ours, theirs = on_path(model, path), on_path(model, path)
+    for target, trees in ((ours, [(0, wide)]), (theirs, [(0, TokenTree(wide.tokens[0]))])):
+        target.prefill([(0, SHORT), (1, LONG)])
+        evaluate(target, trees)
+        target.commit([(0, [0])])
+    plant(ours, 0, len(SHORT) + 1)
+    trees = [(0, narrow), (1, narrow)]
+    assert_close(evaluate(ours, trees), evaluate(theirs, trees))
