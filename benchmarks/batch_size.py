@@ -37,10 +37,7 @@ METHODS = (PLAIN, "adaptive")
 SIZES = (1, 2, 4, 8)
 DRAFTERS = (PLAIN, "prompt-lookup", "lookahead", "adaptive")
 #: Files whose allocations are a drafter's own.
-OF_DRAFTERS = [
-    tracemalloc.Filter(True, f"*/lookahead/{part}")
-    for part in ("drafters/*", "core/pool.py", "core/drafter.py")
-]
+OF_DRAFTERS = [tracemalloc.Filter(True, f"*/lookahead/{part}") for part in ("drafters/*", "core/drafter.py")]
 
 
 def speeds(

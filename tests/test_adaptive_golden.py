@@ -271,7 +271,7 @@ def test_seeded_noise_through_the_whole_loop():
 
 
 def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monkeypatch):
-    from lookahead.drafters.adaptive import compiling
+    from lookahead import jit as compiling
 
     def no_folder(*arguments):
         raise RuntimeError("cannot cache function: no locator available")
@@ -287,7 +287,7 @@ def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monke
 
 
 def test_a_newer_numba_is_called_the_public_way(monkeypatch):
-    from lookahead.drafters.adaptive import compiling
+    from lookahead import jit as compiling
 
     assert compiling.numba_version() <= compiling.CHECKED
     monkeypatch.setattr(compiling, "CHECKED", (0, 1))

@@ -271,7 +271,7 @@ def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str)
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.targets.cpu import target as module
+    from lookahead.targets.cpu import cpu_target as module
 
     for family in ("llama", "mistral-sliding"):
         model = tiny(family)

@@ -10,7 +10,7 @@ import pytest
 import lookahead
 from lookahead import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, SettingsError, as_drafter
 from lookahead.core import Drafter, DraftState, Request, Start, TokenTree
-from lookahead.drafters import PRESETS, parse, with_old_keywords
+from lookahead.drafters import PRESETS, names, with_old_keywords
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
 
@@ -187,15 +187,15 @@ def test_a_drafter_of_another_package_joins_by_being_passed_or_by_an_entry_point
     assert_same_as_autoregressive(FakeTarget(40), [[1, 2]], Recorder(), 10)
     here = __name__
     points = [
-        EntryPoint("recorder", f"{here}:Recorder", parse.GROUP),
-        EntryPoint("bad", "os:sep", parse.GROUP),
+        EntryPoint("recorder", f"{here}:Recorder", names.GROUP),
+        EntryPoint("bad", "os:sep", names.GROUP),
     ]
 
     def entry_points(group, name=None):
         assert group == "lookahead.drafters"
         return [point for point in points if name in (None, point.name)]
 
-    monkeypatch.setattr(parse, "entry_points", entry_points)
+    monkeypatch.setattr(names, "entry_points", entry_points)
     assert isinstance(as_drafter("recorder"), Recorder)
     with pytest.raises(SettingsError, match=r"entry point 'bad' of lookahead\.drafters must be a Drafter"):
         as_drafter("bad")

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 import lookahead
 from gguf_files import write_gguf
-from lookahead import llm_plugin
 from lookahead.engine.engine import Engine
+from lookahead.integrations import llm_plugin
 from toy import save, tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import lookahead
-from lookahead.drafters import PromptLookup, parse
+from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
 from serving import serving
 from toy import save
@@ -502,9 +502,9 @@ class Broken(PromptLookup):
 
 def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
     """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
-    points = [EntryPoint("broken", f"{__name__}:Broken", parse.GROUP)]
+    points = [EntryPoint("broken", f"{__name__}:Broken", names.GROUP)]
     monkeypatch.setattr(
-        parse, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
+        names, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
     )
     with ThreadPoolExecutor(6) as pool:
         good = [pool.submit(post, served, max_tokens=60) for _ in range(4)]

@@ -20,7 +20,7 @@ from .drafters import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLooku
 if TYPE_CHECKING:
     from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
-    from .engine import Result
+    from .engine.results import Result
     from .integrations.hf import generate
     from .llm import LLM
     from .loading import load, refresh
@@ -58,7 +58,7 @@ MODULES = {
     "LLM": "llm",
     "AdaptiveState": "drafters.adaptive.state",
     "Options": "options",
-    "Result": "engine",
+    "Result": "engine.results",
     "default_model": "checkpoints",
     "generate": "integrations.hf",
     "load": "loading",

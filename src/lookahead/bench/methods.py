@@ -19,7 +19,7 @@ from ..core import Drafter, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..engine.processors import make_process
 from ..llm import LLM
 from ..loading import load

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
 from ...drafters import Adaptive, with_old_keywords
-from ...engine import Engine
+from ...engine.engine import Engine
 from ...engine.progress import notice_if_slow
 from ...sampling import GeneratorNoise
 from ...targets.factory import make_target, probe
