@@ -5,15 +5,19 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lookahead import sampling
+from lookahead import draws, sampling
 from lookahead.core import NumericalError, SettingsError
 from lookahead.core.loop import greedy
-from lookahead.sampling import Chooser, SeededNoise, gumbel, make_choose
-from lookahead.targets.logits import LogitsBatch, LogitsRows
+from lookahead.draws import GROUP
+from lookahead.engine.processors import make_process
+from lookahead.options import Options
+from lookahead.sampling import Chooser, SeededNoise, Temperature, gumbel, make_choose, start_of
+from lookahead.targets.logits import HostLogits, LogitsBatch, LogitsRows
 from lookahead.threads import one_thread
 
 
@@ -76,10 +80,7 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
 def test_noise_is_the_same_on_every_device(size):
     """Whole numbers are; of the two logarithms a last bit may differ."""
     for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
-        start = sampling._mix(
-            sampling._mix(seed & sampling._ALL) + position * sampling._GOLDEN & sampling._ALL
-        )
-        other = sampling._on_device(start, size, "cpu")
+        other = sampling._on_device(start_of(seed, position), size, "cpu")
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
 
@@ -241,3 +242,103 @@ def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
     assert events == ["on side", "drawn"]
     noise.at(4)
     assert events[2:] == ["step waits for side", "kept for step"]
+
+
+def defined(row, seed, position, temperature):
+    """The drawn token by its definition, with all noise."""
+    return int((torch.from_numpy(row) / temperature + gumbel(seed, position, len(row))).argmax())
+
+
+def peaks_of(row):
+    padded = np.full(-(-len(row) // GROUP) * GROUP, -np.inf, np.float32)
+    padded[: len(row)] = row
+    return padded.reshape(-1, GROUP).max(axis=1)
+
+
+def rows_to_draw_from():
+    """(row, seed, position, temperature): flat rows and peaked ones, and rows that noise or rounding decides."""
+    random = np.random.default_rng(0)
+    number = 0
+    for size in (1, 31, 33, 2000, 49_152):
+        for scale in (0.0, 0.3, 2.0, 6.0, 200.0):
+            for temperature in (1.0, 0.8, 0.05, 3.0):
+                number += 1
+                row = (random.standard_normal(size) * scale).astype(np.float32)
+                yield row, number, number % 7, temperature
+                noise = gumbel(number, number % 7, size).numpy()
+                # One token has as much noise as any; it wins or loses by a little.
+                lucky, best = int(noise.argmax()), float((row / temperature + noise).max())
+                for by in (-1e-2, -1e-5, 0.0, 1e-5, 1e-2):
+                    close = row.copy()
+                    close[lucky] = (best - noise[lucky] + by) * temperature
+                    yield close, number, number % 7, temperature
+                # All scores are almost equal.
+                yield -noise * np.float32(temperature), number, number % 7, temperature
+                excluded = row.copy()
+                excluded[random.random(size) < 0.9] = -np.inf
+                if np.isfinite(excluded).any():
+                    yield excluded, number, number % 7, temperature
+
+
+def searched():
+    """(the search's token, the definition's) for all of these rows."""
+    for row, seed, position, temperature in rows_to_draw_from():
+        noise = SeededNoise(seed, 0, len(row))
+        expected = defined(row, seed, position, temperature)
+        for peaks in (None, peaks_of(row)):
+            yield noise.search(row, peaks, temperature, position), expected
+
+
+def test_the_search_finds_the_defined_token_or_says_that_it_cannot():
+    results = list(searched())
+    assert all(token in (-1, expected) for token, expected in results)
+    assert sum(token < 0 for token, _ in results) < len(results) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NOISY", np.roll(draws.NOISY, -draws.FINE)), ("MOST", 8.0), ("ROUNDING", 0.0)]
+)
+def test_the_search_errs_if_a_bound_is_wrong(name, value, monkeypatch):
+    """The test above is able to fail: groups are skipped too early, or two close scores are told apart."""
+    monkeypatch.setattr(draws, name, value)
+    if name != "NOISY":  # the others are constants in the machine code
+        monkeypatch.setattr(draws, "_search", draws._search.py_func)
+    rows = list(rows_to_draw_from())
+    if name != "NOISY":
+        rows = [row for row in rows if len(row[0]) == 2000]
+    wrong = 0
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for row, seed, position, temperature in rows:
+            found = SeededNoise(seed, 0, len(row)).search(row, peaks_of(row), temperature, position)
+            wrong += found not in (-1, defined(row, seed, position, temperature))
+    assert wrong
+
+
+class InMemory(HostLogits):
+    """As a compiled pass leaves them."""
+
+    def argmax(self, b, r):
+        return 0
+
+
+def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
+    """The same tokens as with transformers' warper on whole rows, in float32 and in the bits of bf16."""
+    from transformers import TemperatureLogitsWarper
+
+    process = make_process(Options(temperature=0.8), 1, frozenset(), None, "cpu")
+    assert process == Temperature(0.8)
+    rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3
+    for logits in (rows, rows.bfloat16()):
+        bits = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
+        in_memory = InMemory(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
+        tables = [LogitsRows(batch, 0) for batch in (LogitsBatch(logits[None]), in_memory)]
+        tables.append(SimpleNamespace(best=tables[0].best, row=tables[0].row))  # on another device
+        texts = []
+        for table, step in [
+            (tables[0], TemperatureLogitsWarper(0.8)),
+            *((table, process) for table in tables),
+        ]:
+            choose = Chooser([1], step, SeededNoise(4, 1, 5000))
+            texts.append([choose(table, node) for node in range(40)])
+        assert texts[1:] == [texts[0]] * 3
+    assert len(set(texts[0])) > 20

@@ -18,14 +18,24 @@ import numpy as np
 import torch
 
 from .core import Choose, NumericalError, Scores, SettingsError, TokenTree, greedy
+from .draws import GOLDEN, MIX, draw
 from .threads import one_thread
 
 #: (ids (1, L) of the true prefix, scores (1, V)) -> scores (1, V)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Device = torch.device | str | None
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+@dataclass(frozen=True)
+class Temperature:
+    """The ``Process`` that divides scores by a temperature, as transformers' warper does."""
+
+    value: float
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores / self.value
+
+
 _ALL = (1 << 64) - 1
 
 
@@ -37,9 +47,14 @@ def _signed(value: int) -> int:
 
 def _mix(value: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), for one number."""
-    value = ((value ^ (value >> 30)) * _MIX[0]) & _ALL
-    value = ((value ^ (value >> 27)) * _MIX[1]) & _ALL
+    value = ((value ^ (value >> 30)) * MIX[0]) & _ALL
+    value = ((value ^ (value >> 27)) * MIX[1]) & _ALL
     return value ^ (value >> 31)
+
+
+def start_of(seed: int, position: int) -> int:
+    """The state of SplitMix64 before the noise of a position."""
+    return _mix(_mix(seed & _ALL) + position * GOLDEN & _ALL)
 
 
 def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> torch.Tensor:
@@ -54,7 +69,7 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
         vocabulary: V.
         device: the device of the result; None for the CPU.
     """
-    start = _mix(_mix(seed & _ALL) + position * _GOLDEN & _ALL)
+    start = start_of(seed, position)
     if torch.device(device or "cpu").type == "cpu":
         return torch.from_numpy(_on_cpu(start, vocabulary))
     return _on_device(start, vocabulary, device)
@@ -67,9 +82,9 @@ def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callabl
         number: converts a 64-bit pattern to the library's integers.
         shifted: shifts right without copying the sign.
     """
-    x *= number(_GOLDEN)
+    x *= number(GOLDEN)
     x += number(start)
-    for shift, factor in zip((30, 27), _MIX, strict=True):
+    for shift, factor in zip((30, 27), MIX, strict=True):
         x ^= shifted(x, shift)
         x *= number(factor)
     x ^= shifted(x, 31)
@@ -146,8 +161,16 @@ class SeededNoise:
         return self.at(index).cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest value of scores (V,) plus noise, and its token."""
+        """The largest value of scores (V,) plus noise, and its token: the definition."""
         return (scores + self.at(index)).max(dim=-1)
+
+    def search(self, row: Any, peaks: Any, temperature: float, index: int) -> int:
+        """The token that ``draw`` returns for a row / temperature in CPU memory, in less time; see ``draws.draw``.
+
+        Returns:
+            -1 if the definition must be computed.
+        """
+        return draw(row, peaks, temperature, start_of(self.seed, self.start + index))
 
     def forget(self, index: int) -> None:
         """Drop the noise before ``index``, which is not needed again."""
@@ -250,30 +273,58 @@ class Chooser(Choose):
         process: Process | None = None,
         noise: SeededNoise | RowNoise | None = None,
     ) -> None:
-        self.process = process
+        #: Divides the logits; None if ``process`` computes the scores.
+        self.temperature = process.value if isinstance(process, Temperature) else None
+        self.process = None if isinstance(process, Temperature) else process
         self.noise = noise
         self.position = len(prompt)
         self._start = len(prompt)
-        self._ids = torch.tensor([list(prompt)]) if process is not None else None
+        self._ids = torch.tensor([list(prompt)]) if self.process is not None else None
 
     def __call__(self, scores: Scores, node: int) -> int:
         scores.best(node)  # raises on NaN
         index = self.position - self._start
         if self.noise is not None and node == 0:  # drafters have observed the last step
             self.noise.forget(index)
-        with one_thread:
-            row = scores.row(node).float()
-            if self.process is not None:
-                row = self._processed(self.process, row)
-            value, best = row.max(dim=-1) if self.noise is None else self.noise.draw(row, index)
-            # One copy from the device for both; float32 represents integers up to 2 ** 24 exactly.
-            largest, token = torch.stack((value.float(), best.float())).tolist()
+        token = self._searched(scores, node, index)
+        if token < 0:
+            with one_thread:
+                token = self._computed(scores.row(node).float(), index)
+        self._append(token)
+        return token
+
+    def _searched(self, scores: Scores, node: int, index: int) -> int:
+        """The token drawn from logits in CPU memory that only a temperature divides; -1 if it must be computed."""
+        read = getattr(scores, "host", None)
+        if read is None or self.process is not None or not isinstance(self.noise, SeededNoise):
+            return -1
+        host = read(node)
+        if host is None:
+            return -1
+        row, peaks = host
+        return self.noise.search(row, peaks, self.temperature or 1.0, index)
+
+    def _computed(self, row: torch.Tensor, index: int) -> int:
+        """The token drawn from logits (V,) as they are defined: all processors, and all noise if it matters."""
+        if self.process is not None:
+            row = self._processed(self.process, row)
+        elif self.temperature is not None:
+            row = row / self.temperature
+        if self.noise is None:
+            value, best = row.max(dim=-1)
+        else:
+            if isinstance(self.noise, SeededNoise) and row.device.type == "cpu":
+                token = self.noise.search(row.detach().float().contiguous().numpy(), None, 1.0, index)
+                if token >= 0:
+                    return token
+            value, best = self.noise.draw(row, index)
+        # One copy from the device for both; float32 represents integers up to 2 ** 24 exactly.
+        largest, token = torch.stack((value.float(), best.float())).tolist()
         if not largest > float("-inf"):
             raise NumericalError(
                 "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
-        self._append(int(token))
         return int(token)
 
     def overlap(self, tree: TokenTree) -> None:

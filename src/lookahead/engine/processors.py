@@ -46,9 +46,17 @@ def make_process(
         add("MinNewTokensLengthLogitsProcessor", prompt_length, low, ends, device=str(device))
     steps += options.processors
     if options.sampled:
+        from ..sampling import Temperature
+
         for name, warper, neutral in options.warpers():
-            if (value := getattr(options, name)) not in (None, neutral):
+            if (value := getattr(options, name)) in (None, neutral):
+                continue
+            if name == "temperature":
+                steps.append(Temperature(float(value)))
+            else:
                 add(warper, type(neutral)(value))
+        if len(steps) == 1 and isinstance(steps[0], Temperature):
+            return steps[0]  # a draw divides only the logits that it needs
 
     def process(ids: Any, scores: Any) -> Any:
         for step in steps:

@@ -33,6 +33,13 @@ class Logits(ABC):
         """Logits (V,) of row r of sequence b."""
 
     @abstractmethod
+    def host(self, b: int, r: int) -> tuple[Numbers, Numbers | None] | None:
+        """The same logits and the largest of each group of 32 tokens, if known, as float32 in CPU memory.
+
+        They are valid until the next pass. None if the logits are on another device.
+        """
+
+    @abstractmethod
     def argmax(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest of equals; -1 on NaN."""
 
@@ -86,6 +93,11 @@ class LogitsBatch(Logits):
     def row(self, b: int, r: int) -> torch.Tensor:
         return self.logits[b, r]
 
+    def host(self, b: int, r: int) -> tuple[Numbers, Numbers | None] | None:
+        if self.logits.device.type != "cpu":
+            return None
+        return self.logits[b, r].detach().float().contiguous().numpy(), None
+
     def argmax(self, b: int, r: int) -> int:
         if self._best is None:
             self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
@@ -108,6 +120,11 @@ class LogitsBatch(Logits):
         log_odds = values.float() - values[..., :1].float()
         packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
         return packed[0].view(np.int32), packed[1]
+
+
+def as_float32(numbers: Numbers) -> Numbers:
+    """Logits as float32, from float32 or from the bits of bf16."""
+    return (numbers.astype(np.int32) << 16).view(np.float32) if numbers.dtype == np.int16 else numbers
 
 
 def _as_numpy(logits: torch.Tensor) -> Numbers:
@@ -142,18 +159,14 @@ class HostLogits(Logits):
 
     def hidden(self, b: int, r: int) -> Numbers | None:
         """A copy of the state."""
-        return None if self.states is None else _as_fp32(self.states[r])
+        return None if self.states is None else as_float32(self.states[r].copy())
+
+    def host(self, b: int, r: int) -> tuple[Numbers, Numbers | None] | None:
+        return as_float32(self.rows[r]), None if self.peaks is None else self.peaks[r]
 
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
         ids, odds = top_of_rows(self.rows, min(k, self.rows.shape[-1]), self.peaks)
         return ids[None], odds[None]
-
-
-def _as_fp32(numbers: Numbers) -> Numbers:
-    """A copy of float32 numbers, or of bf16 numbers given as int16 bits, in float32."""
-    if numbers.dtype == np.int16:
-        return (numbers.astype(np.int32) << 16).view(np.float32)
-    return numbers.astype(np.float32)
 
 
 class LogitsRows:
@@ -181,6 +194,10 @@ class LogitsRows:
     def hidden(self, node: int) -> Numbers | None:
         """The hidden state (hidden,) float32 under ``node``; None if the pass did not keep them."""
         return self._batch.hidden(self._b, node if self._row is None else self._row[node])
+
+    def host(self, node: int) -> tuple[Numbers, Numbers | None] | None:
+        """The same in CPU memory; see ``Logits.host``."""
+        return self._batch.host(self._b, node if self._row is None else self._row[node])
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""

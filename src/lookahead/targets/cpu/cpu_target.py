@@ -14,7 +14,7 @@ import numpy as np
 from ...core import TokenTree
 from ..cache import StoredTarget
 from ..limits import Limits, memory_errors
-from ..logits import HostLogits, LogitsRows
+from ..logits import HostLogits, LogitsRows, as_float32
 from ..top import GROUP
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
@@ -99,9 +99,7 @@ class PassLogits(HostLogits):
         group = int(self.peaks[r].argmax())  # to numpy NaN is the largest
         if isnan(self.peaks[r, group]):
             return -1
-        numbers = self.rows[r, group * GROUP : (group + 1) * GROUP]
-        if numbers.dtype == np.int16:  # the bits of bf16
-            numbers = (numbers.astype(np.int32) << 16).view(np.float32)
+        numbers = as_float32(self.rows[r, group * GROUP : (group + 1) * GROUP])
         return group * GROUP + int(numbers.argmax())
 
 
