@@ -176,7 +176,9 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     base = ["generate", model, "--prompt", "</script><!-- x", "--max-new-tokens", 12, "--trace", path]
     code, plain, _ = call(*base[:-2])
     assert code == 0
-    assert call(*base)[:2] == (0, plain)
+    code, out, err = call(*base)
+    assert (code, out) == (0, plain)
+    assert "with --drafter 5,4,5 a trace shows the window" in err
     before = path.read_bytes()
     refused("--trace must not replace .* --overwrite", *base)
     refused("--trace must be a file in a folder that exists", *base[:-1], tmp_path / "no" / "t.jsonl")
@@ -194,6 +196,8 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     assert opened == [page.as_uri()]
     assert page.read_text(encoding="utf-8") == page_of(read_trace(path))
     assert page.read_text(encoding="utf-8").count("</script>") == 2
+    assert "a trace shows" not in call(*base, "--overwrite", "--drafter", "5,4,5")[2]
+    call(*base, "--overwrite")
     call("show", path, "--output", tmp_path / "other.html")
     assert len(opened) == 1
     refused("--output must be another file", "show", path, "--output", path)

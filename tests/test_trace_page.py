@@ -1,6 +1,12 @@
 """The page of ``lookahead show`` in headless Chromium: keys, names for screen readers, phone width, bad traces."""
 
+import functools
+import http.server
 import json
+import re
+import threading
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +16,7 @@ from lookahead.cli.show import PAGE, page_of
 from lookahead.engine.trace import TraceWriter, read_trace
 from toy import save
 
+TRACES = Path(__file__).parent.parent / "docs" / "traces"
 PROMPT = "def add(a, b):\n    return a + b\n</script>def add(a"
 
 
@@ -44,6 +51,23 @@ def opened(browser, tmp_path):
     assert all(url.startswith(("file:", "data:")) for url in asked), "it must work offline"
     for page in pages:
         page.close()
+
+
+@pytest.fixture
+def site_of():
+    """A function that serves a folder: pages of files may not look into each other."""
+    servers = []
+
+    def serve(folder):
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 def said(page, name="say"):
@@ -102,6 +126,88 @@ def test_keys_replay_a_trace(opened, trace, width, scheme):
     )
     dark = [sum(map(int, color[4:-1].split(","))) < 384 for color in (ground, ink)]
     assert dark == ([True, False] if scheme == "dark" else [False, True])
+
+
+def test_an_adaptive_trace_shows_its_tree_and_its_sources(opened):
+    """Instead of a window and an empty pool: each guess with its source, and what each source has brought so far."""
+    read = read_trace(TRACES / "adaptive.jsonl")
+    steps = [json.loads(line) for line in read.lines[1:-1]]
+    at = next(k for k in range(10, read.steps) if len(steps[k]["path"]) > 1 and len(steps[k]["tree"]) > 4)
+    page = opened(page_of(read), mark=f"#{at}.1")
+    assert page.locator("#window-part").is_hidden()
+    assert page.locator("#pool-part").is_hidden()
+    names = page.locator("#tree text.soft").all_text_contents()
+    expected = [
+        f"{sources[0]} {probability:.2f}" if sources else "root"
+        for sources, probability in zip(steps[at]["sources"], steps[at]["probabilities"], strict=True)
+    ]
+    assert names == expected
+    assert page.locator("#tree .kept").count() == len(steps[at]["path"])
+    accepted, guesses = Counter(), Counter()
+    for record in steps[: at + 1]:
+        for row, sources in enumerate(record.get("sources", [])):
+            guesses.update(sources)
+            accepted.update(sources if row in record["path"] else [])
+    shown = page.locator("#sources").inner_text()
+    for name in guesses:
+        line = next(line for line in shown.splitlines() if line.startswith(f"{name}: "))
+        assert f"{accepted[name]} token" in line, line
+        assert f"of {guesses[name]} guess" in line, line
+    page.keyboard.press("ArrowLeft")
+    assert "guesses from" in said(page)
+    assert page.locator("#tree .kept").count() == 0
+
+
+def test_the_page_speaks_chinese(opened, trace):
+    page = opened(page_of(read_trace(trace)), mark="?lang=zh#4.1")
+    assert said(page).startswith("第 4 步（共 ")
+    assert page.evaluate("document.documentElement.lang") == "zh"
+    for name in ("title", "keys", "h-text", "h-window", "h-pool", "h-tree", "figures", "about", "sees"):
+        assert re.search("[\u4e00-\u9fff]|n-gram 池", said(page, name)), name
+    assert page.evaluate("Object.keys(WORDS.en).every(name => name in WORDS.zh)")
+    assert "Noto Sans CJK" in page.evaluate("getComputedStyle(document.body).fontFamily")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (380, "dark")])
+def test_within_another_page_it_plays_until_it_is_touched(browser, trace, tmp_path, site_of, width, scheme):
+    """The frame gets the height of the page and its colours, and does not play where motion is to be reduced."""
+    (tmp_path / "replay.html").write_text(page_of(read_trace(trace)), encoding="utf-8")
+    (tmp_path / "host.html").write_text(
+        f'<body style="color-scheme: {scheme}"><iframe src="replay.html#3" style="width: 100%"></iframe>'
+    )
+    address = f"{site_of(tmp_path)}/host.html"
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
+    page.clock.install()
+    page.goto(address)
+    frame = page.frame_locator("iframe")
+    frame.locator("#say", has_text="Step 3 of").wait_for()
+    button, text = frame.locator("#play"), frame.locator("#say")
+    assert button.get_attribute("aria-label") == "Pause (space)"
+    page.clock.run_for(1600)
+    assert ", verify:" in text.inner_text()
+    page.clock.run_for(60_000)
+    assert not text.inner_text().startswith("Step 3 of"), "it goes on"
+    inside = page.frames[1]
+    high = inside.evaluate("document.body.scrollHeight")
+    assert page.locator("iframe").bounding_box()["height"] >= high, "nothing scrolls within the frame"
+    assert inside.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert frame.locator("#mask-part").is_hidden()
+    ground = inside.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) < 384) == (scheme == "dark")
+    frame.locator("#text").click()
+    assert button.get_attribute("aria-label") == "Play (space)"
+    before = text.inner_text()
+    page.clock.run_for(60_000)
+    assert text.inner_text() == before, "it stays where the reader stopped it"
+    button.click()
+    page.clock.run_for(10_000)
+    assert text.inner_text() != before
+    page.close()
+    page = browser.new_page(reduced_motion="reduce")
+    page.goto(address)
+    page.frame_locator("iframe").locator("#say", has_text="Step 3 of").wait_for()
+    assert page.frame_locator("iframe").locator("#play").get_attribute("aria-label") == "Play (space)"
+    page.close()
 
 
 def test_a_mark_in_the_address_chooses_the_step(opened, trace):
@@ -163,7 +269,7 @@ def test_a_hundred_thousand_steps(opened, trace, tmp_path):
     page.keyboard.press("End")
     assert said(page).startswith("Step 100,000 of 100,000, observe")
     assert said(page, "figures").startswith(
-        "200,001 tokens, the first by the prefill; 100,000 steps: S = 2.00"
+        "200,001 tokens, the first by the prefill; 100,000 steps: 2.00 tokens per step"
     )
     page.keyboard.press("ArrowLeft")
     assert "verify" in said(page)

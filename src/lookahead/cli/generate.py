@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 
-from .. import Plain
+from .. import Adaptive, Plain
 from ..core import LookaheadError, SettingsError
 from ..fields import OptionSet
 from ..options import DraftOptions, LoadOptions, Options, flag_of
@@ -128,6 +128,11 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         note(summary(llm, result))
         if comparison is not None:
             note(compared(llm, comparison), "green" if comparison.equal else "red")
+    if task.trace is not None and isinstance(llm.drafter, Adaptive):
+        note(
+            f"lookahead show {task.trace} shows the trees of the adaptive drafter; with --drafter 5,4,5 a trace "
+            "shows the window and the n-gram pool"
+        )
     return diverged(llm, [comparison is None or comparison.equal])
 
 
