@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -143,3 +145,16 @@ def test_refresh_of_an_llm(merged: torch.nn.Module) -> None:
     ids = torch.tensor([[5, 6, 7]])
     expected = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     assert llm.generate([5, 6, 7], max_new_tokens=20).tokens == expected[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_a_compiled_model_that_nobody_holds_is_freed(family: str) -> None:
+    """The compiled copy is remembered with the model, and must not keep the model alive."""
+    model = tiny(family)
+    target = make_target(model)
+    assert target.path == "cpu", target.reason
+    target.prefill([(0, prompt(5))])
+    gone = weakref.ref(model)
+    del model, target
+    gc.collect()
+    assert gone() is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,18 @@ def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
     return Norm(weight, np.zeros_like(weight), float(norm.eps if epsilon is None else epsilon), 1)
 
 
+def _angles(rotary: Any, kinds: list[str], positions: int) -> Array:
+    """Cosine and sine from a model's own module, (tables, positions, R / 2, 2)."""
+    numbers, tables = torch.arange(positions)[None], []
+    if rotary is None:
+        return np.empty((1, positions, 0, 2), np.float32)
+    for kind in kinds:
+        with torch.no_grad():
+            both = rotary(torch.empty(1, dtype=torch.float32), numbers, *([kind] if kind else []))
+        tables.append(torch.stack([x[0, :, : x.shape[-1] // 2].float() for x in both], -1))
+    return torch.stack(tables).numpy()
+
+
 class _Parts:
     """Reads the parts of one model by its spec."""
 
@@ -240,23 +253,14 @@ class _Parts:
         self.modules = list(model.get_submodule(self.spec.layers).children())
         self.rotary: Any = model.get_submodule(self.spec.rotary) if self.spec.rotary else None
         self.rotary_types = list(getattr(self.rotary, "layer_types", [""]))
+        # The compiled model keeps this function, so it must not refer to the whole model.
+        self.angles = partial(_angles, self.rotary, self.rotary_types)
         self.rotary_size = 2 * self.angles(1).shape[2]
         self.order = formats.paired(self.head_size, self.rotary_size)
 
     def setting(self, name: str, default: float) -> float:
         """A field of the config if the spec names one and the config has it; else the default."""
         return float((getattr(self.config, name) if name else None) or default)
-
-    def angles(self, positions: int) -> Array:
-        """Cosine and sine from the model's own module, (tables, positions, R / 2, 2)."""
-        numbers, tables = torch.arange(positions)[None], []
-        if self.rotary is None:
-            return np.empty((1, positions, 0, 2), np.float32)
-        for kind in self.rotary_types:
-            with torch.no_grad():
-                both = self.rotary(torch.empty(1, dtype=torch.float32), numbers, *([kind] if kind else []))
-            tables.append(torch.stack([x[0, :, : x.shape[-1] // 2].float() for x in both], -1))
-        return torch.stack(tables).numpy()
 
     def layers(self) -> Iterator[LayerParts]:
         """Make the layers one by one, because their linears may be copies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,8 @@ class CompiledModel:
         self._layers = np.zeros(blueprint.layer_count, LAYER)
         self._model = np.zeros(1, PLAN)
         self._fill()
+        # The layers were read. The function that reads them would keep the transformers model alive.
+        self.blueprint = replace(blueprint, layers=lambda: iter(()))
         self._job = pass_address(self.fmt)
         self._idle: deque[ExecutionState] = deque()
 
