@@ -13,7 +13,7 @@ import lookahead
 path = sys.argv[1] if len(sys.argv) > 1 else lookahead.BUNDLED
 model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path)
-inputs = tokenizer("def is_prime(n):\n", return_tensors="pt")
+inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
 model.generate(
     **inputs, max_new_tokens=4, custom_generate=lookahead.generate
 )  # what happens once per process

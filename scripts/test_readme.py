@@ -73,7 +73,7 @@ class Reader:
         hidden = ("PYTHONPATH", "VIRTUAL_ENV")
         self.environment = {name: value for name, value in os.environ.items() if name not in hidden}
         self.environment |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
-        (self.project / "prompts.jsonl").write_text('{"id": 1, "prompt": "def is_prime(n):"}\n')
+        (self.project / "prompts.jsonl").write_text('{"id": 1, "prompt": "def add(a, b):"}\n')
         self.server: subprocess.Popen[bytes] | None = None
         self.python: subprocess.Popen[str] | None = None
         if torch:

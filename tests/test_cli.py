@@ -193,6 +193,8 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
     rows = [line.split() for line in out.splitlines() if line.endswith("yes")]
     assert [(row[0], len(row)) for row in rows] == [("1-one", 6), ("2-two", 6)]
     assert all(float(cell) > 0 for row in rows for cell in row[1:3])
+    assert "Next: " in err.splitlines()[-1]
+    assert "bench --workload" in err.splitlines()[-1]
     assert err.index("its first use in a dtype compiles code") < err.index("ready after")
     refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
 

@@ -49,7 +49,7 @@ FROM_HUB = {"custom_generate": str(HUB), "trust_remote_code": True}
 )
 def test_the_text_is_that_of_plain_generate(tiny, options):
     model, tokenizer = tiny
-    inputs = tokenizer("def is_prime(n):\n", return_tensors="pt")
+    inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
     if "stop_strings" in options:
         options = options | {"tokenizer": tokenizer}
     stats, texts = [], []
@@ -121,4 +121,4 @@ def test_the_model_cards_example_runs(tmp_path):
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def is_prime(n):")
+    assert done.stdout.startswith("def add(a, b):")

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import lookahead
+from lookahead.cli.demo import PROMPTS
 from serving import started
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +32,32 @@ def served():
         loading = pool.submit(lookahead.load)
         with started() as (_, url, _):
             yield url, loading.result()
+
+
+def test_the_prompts_of_readme_and_demo_have_right_answers(served):
+    """The first texts that a reader sees are right, and drafting saves steps on the first one."""
+    _, llm = served
+    command = re.search(r'^lookahead generate --prompt "(.*)" --max-new-tokens (\d+)', README, re.M)
+    text = command[1] + llm.generate(command[1], max_new_tokens=int(command[2])).text
+    months = [date(2000, month, 1).strftime("%B") for month in range(1, 13)]
+    assert text == "; ".join(f"{month} = {number}" for number, month in enumerate(months, 1))
+
+    def answer(path):
+        prompt = path.read_text()
+        result = llm.generate([{"role": "user", "content": prompt}], max_new_tokens=128)
+        return prompt, result, re.search(r"```python\n(.*?)(```|\Z)", result.text, re.S)
+
+    first, second, *_ = sorted(PROMPTS.iterdir())
+    prompt, result, code = answer(first)
+    assert code[1].strip() in prompt, "the copy is the function of the prompt"
+    assert result.stats.compression_ratio > 3
+    _, _, code = answer(second)
+    namespace = {}
+    exec(code[1], namespace)
+    stack = namespace["Stack"]()
+    stack.push(1)
+    stack.push(2)
+    assert (stack.peek(), stack.pop(), stack.pop(), stack.is_empty()) == (2, 2, 1, True)
 
 
 def test_streams_are_plain_decoding_token_for_token(served, openai):

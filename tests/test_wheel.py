@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
 def test_it_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lookahead", "lookahead_decoding"}
-    assert {"lookahead/py.typed", "lookahead/cli/demo_prompts/1-write.txt"} <= set(names)
+    assert {"lookahead/py.typed", "lookahead/cli/demo_prompts/1-copy.txt"} <= set(names)
     assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
 
 

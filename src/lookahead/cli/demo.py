@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from shutil import which
 from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -67,6 +68,11 @@ def demo(
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain))
     _print_table(llm, rows, equal)
+    program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
+    note(
+        f"Next: {program} chat (a conversation), {program} serve (a page that shows both side by side), or "
+        f"{program} bench --workload prompts.jsonl (what drafting gains on your own prompts)"
+    )
     raise typer.Exit(diverged(llm, equal))
 
 
