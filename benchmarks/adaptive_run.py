@@ -23,7 +23,7 @@ import lookahead
 from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
 from lookahead.cli.bench import command_line
-from lookahead.core import Decoder, Drafter, DraftState, Request, Start, TokenTree
+from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.measure import times_for
 from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
@@ -171,9 +171,9 @@ def main() -> None:
                         drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
                     elif method == "64 rows":
                         drafter = Watched(Adaptive(budget=False), levels[str(temperature)])
-                    decoder = Decoder(target)
+                    engine = Engine(lambda: target)
                     start = perf_counter()
-                    generation = decoder.add(
+                    sequence = engine.add(
                         Request(
                             prompt,
                             drafter,
@@ -184,10 +184,10 @@ def main() -> None:
                         )
                     )
                     steps = []
-                    while decoder.busy:
-                        steps += [(step.rows, len(step.tokens)) for step in decoder.step()]
-                    made[method] = generation, steps[1:], perf_counter() - start, drafter
-                plain, (generation, steps, seconds, drafter) = made["plain"], made["adaptive"]
+                    while engine.busy:
+                        steps += [(update.rows, len(update.tokens)) for update in engine.step()]
+                    made[method] = sequence, steps[1:], perf_counter() - start, drafter
+                plain, (sequence, steps, seconds, drafter) = made["plain"], made["adaptive"]
                 runs.append(
                     {
                         "workload": workload,
@@ -197,8 +197,8 @@ def main() -> None:
                         "plain_step": [int(cooling) for cooling in drafter.plain],
                         "seconds": seconds,
                         "plain_seconds": plain[2],
-                        "equal": generation.tokens == plain[0].tokens == made["64 rows"][0].tokens,
-                        "drafter": dict(generation.stats.drafter),
+                        "equal": sequence.tokens == plain[0].tokens == made["64 rows"][0].tokens,
+                        "drafter": dict(sequence.stats.drafter),
                     }
                 )
     where = describe({**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path})

@@ -26,7 +26,7 @@ from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.methods import PLAIN, make_request
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
-from lookahead.core import Decoder, LookaheadError
+from lookahead.core import Engine, LookaheadError
 from lookahead.drafters import as_drafter
 
 from .datasets import load_workload
@@ -91,10 +91,10 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 tracemalloc.start()
             drafter = as_drafter(name)
             request = make_request(model, prompt, drafter, RunOptions(new_tokens))
-            decoder = Decoder(model.target)
-            generation = decoder.add(request)  # holds the drafter's state
-            while decoder.busy:
-                decoder.step()
+            engine = Engine(lambda: model.target)
+            sequence = engine.add(request)  # holds the drafter's state
+            while engine.busy:
+                engine.step()
             if traced:
                 gc.collect()
                 snapshot = tracemalloc.take_snapshot().filter_traces(OF_DRAFTERS)
@@ -104,7 +104,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     # Packed weights take as much as in their file, and are no parameters of a module.
     module = isinstance(llm.model, torch.nn.Module)
     weights = sum(parameter.nbytes for parameter in llm.model.parameters()) if module else None
-    tokens = len(prompt) + len(generation.tokens)
+    tokens = len(prompt) + len(sequence.tokens)
     return {"weights": weights, "cache per token": per_token, "tokens": tokens, "kept": kept}
 
 

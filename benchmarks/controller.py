@@ -26,7 +26,7 @@ from typing import Any
 import lookahead
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
-from lookahead.core import Decoder, Drafter, Request
+from lookahead.core import Drafter, Engine, Request
 from lookahead.drafters import Adaptive, as_drafter
 from lookahead.drafters.adaptive import controller, sequence
 from lookahead.drafters.adaptive.measure import measure_times, times_for
@@ -110,7 +110,7 @@ class Bench:
         )
 
     def decode(self, prompt: list[int], method: str, temperature: float, seed: int) -> tuple[float, Any]:
-        """(seconds after the prefill, generation) of one text."""
+        """(seconds after the prefill, sequence) of one prompt."""
         llm, name = self.llm, method.split()[0]
         bare = name == "rule"
         sequence.Controller = BareRule if bare else controller.Controller  # type: ignore[misc]
@@ -128,16 +128,16 @@ class Bench:
                 return scores / temperature
 
         target = llm.target() if self.clock is None else self.clock.target(llm.target())
-        decoder, now = Decoder(target), self.clock or perf_counter
+        engine, now = Engine(lambda: target), self.clock or perf_counter
         chooser = make_choose(prompt, process, noise)
-        generation = decoder.add(
+        text = engine.add(
             Request(prompt, made, self.new_tokens, chooser, llm.eos, noise=noise, step_times=times)
         )
-        decoder.step()
+        engine.step()
         start = now()
-        while decoder.busy:
-            decoder.step()
-        return now() - start, generation
+        while engine.busy:
+            engine.step()
+        return now() - start, text
 
 
 def measure(args: argparse.Namespace, dtype: str, prompts: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import lookahead
-from lookahead.core import Decoder, Drafter, DraftState, Request, Start
+from lookahead.core import Drafter, DraftState, Engine, Request, Start
 from lookahead.drafters import Lookahead, NGramPool, Plain
 
 from .paper.variants import VariantDrafter
@@ -84,13 +84,13 @@ def measure(
     ]
 
     def decode(drafter: Drafter, prompt: list[int]) -> tuple[list[int], int, int]:
-        decoder = Decoder(llm.target())
-        generation = decoder.add(Request(prompt, drafter, new_tokens, eos=llm.eos))
-        while decoder.busy:
-            decoder.step()
-        if generation.error is not None:
-            raise generation.error
-        return generation.tokens, generation.stats.steps, generation.stats.rows
+        engine = Engine(llm.target)
+        sequence = engine.add(Request(prompt, drafter, new_tokens, eos=llm.eos))
+        while engine.busy:
+            engine.step()
+        if sequence.error is not None:
+            raise sequence.error
+        return sequence.tokens, sequence.stats.steps, sequence.stats.rows
 
     plain = [decode(Plain(), prompt)[0] for prompt in prompts]
     show(

@@ -38,13 +38,13 @@ def pool_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
     sizes: dict[str, tuple[int, int]] = {}
     state: Any = None
     for update in llm.run([prompt], max_new_tokens=tokens, drafter=Lookahead(15, 5, 15)):
-        generation = update.sequence.generation
-        state = generation.drafting or state
+        sequence = update.sequence
+        state = sequence.drafting or state
         for mark in MARKS:
-            if state is not None and len(generation.tokens) >= mark and str(mark) not in sizes:
+            if state is not None and len(sequence.tokens) >= mark and str(mark) not in sizes:
                 stats = state.pool.stats()
                 sizes[str(mark)] = (int(stats["keys"]), int(stats["continuations"]))
-    stats, drafted = generation.stats, state.stats()
+    stats, drafted = sequence.stats, state.stats()
     return {
         "sizes": sizes,
         "new_tokens": stats.new_tokens,
@@ -60,15 +60,14 @@ def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
     emitted, block_start, iterations = 0, 1, 0
     entered: list[int] = []  # by step, how many iterations its block had behind it
     for update in llm.run([prompt], max_new_tokens=tokens, drafter=Jacobi(BLOCK)):
-        step = update.step
-        if step is not None and step.tree is not None:
-            guesses.append((emitted, step.tree.tokens[1:]))
+        if update.tree is not None:
+            guesses.append((emitted, update.tree.tokens[1:]))
             entered.append(iterations)
             iterations += 1
-            if emitted + len(step.tokens) >= block_start + BLOCK:
-                block_start, iterations = emitted + len(step.tokens), 0
-        emitted = len(update.sequence.generation.tokens)
-    text, stats = update.sequence.generation.tokens, update.sequence.generation.stats
+            if emitted + len(update.tokens) >= block_start + BLOCK:
+                block_start, iterations = emitted + len(update.tokens), 0
+        emitted = len(update.sequence.tokens)
+    text, stats = update.sequence.tokens, update.sequence.stats
     right, seen = Counter[int](), Counter[int]()
     for (first, row), age in zip(guesses, entered, strict=True):
         pairs = list(zip(row, text[first:], strict=False))

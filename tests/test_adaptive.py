@@ -61,10 +61,10 @@ def adaptive_of(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_equal_to_plain_decoding(config):
     target = FakeTarget(32)
-    generations = adaptive(target, config)
-    assert [g.tokens for g in generations] == plain(target)
+    sequences = adaptive(target, config)
+    assert [g.tokens for g in sequences] == plain(target)
     assert not target.committed
-    assert max(max(g.stats.rows_per_step) for g in generations) <= adaptive_of(config).max_rows
+    assert max(max(g.stats.rows_per_step) for g in sequences) <= adaptive_of(config).max_rows
 
 
 def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
@@ -83,11 +83,11 @@ def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
         seen.append((tree.parents != list(range(-1, len(tree) - 1)), len(grower.tokens)))
 
     monkeypatch.setattr(Grower, "_keep_best_chain", watched)
-    (generation,) = adaptive(FakeTarget(32), {"budget": False, "chain": True}, [PROMPTS[2]], 200)
+    (sequence,) = adaptive(FakeTarget(32), {"budget": False, "chain": True}, [PROMPTS[2]], 200)
     branched, lengths = zip(*seen, strict=True)
     assert any(branched)
     assert max(lengths) > 4
-    assert generation.stats.compression_ratio > 2
+    assert sequence.stats.compression_ratio > 2
 
 
 def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
@@ -97,16 +97,16 @@ def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
 
 def test_drafts_are_accepted_on_repetitive_text():
     target = FakeTarget(32)
-    for generation in adaptive(target, {"budget": False}, new=100):
-        assert generation.stats.compression_ratio > 1.5
+    for sequence in adaptive(target, {"budget": False}, new=100):
+        assert sequence.stats.compression_ratio > 1.5
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 8, 1000])
 def test_texts_equal_plain_decoding_for_any_vocabulary(vocabulary):
     target = FakeTarget(vocabulary)
     prompts = [[0, 1, 1, 0], [1]]
-    generations = adaptive(target, {"budget": False}, prompts, vocabulary=vocabulary)
-    assert [g.tokens for g in generations] == plain(target, prompts)
+    sequences = adaptive(target, {"budget": False}, prompts, vocabulary=vocabulary)
+    assert [g.tokens for g in sequences] == plain(target, prompts)
 
 
 def test_end_tokens_inside_a_draft():
@@ -115,9 +115,9 @@ def test_end_tokens_inside_a_draft():
 
     target = FakeTarget(10, counting)
     prompts = [[*range(10)] * 3]
-    (generation,) = adaptive(target, {"budget": False}, prompts, 40, frozenset({6}), 10)
-    assert [generation.tokens] == plain(target, prompts, 40, frozenset({6}))
-    assert generation.finish_reason == "stop"
+    (sequence,) = adaptive(target, {"budget": False}, prompts, 40, frozenset({6}), 10)
+    assert [sequence.tokens] == plain(target, prompts, 40, frozenset({6}))
+    assert sequence.finish_reason == "stop"
 
 
 def test_depth_and_memory_limits():
@@ -126,8 +126,8 @@ def test_depth_and_memory_limits():
     assert [g.tokens for g in adaptive(target, {"budget": False}, prompts)] == plain(target, prompts)
     target = FakeTarget(32, max_rows=9)
     with pytest.warns(RuntimeWarning, match="did not fit"):
-        generations = adaptive(target, {"budget": False, "window_size": 5})
-    assert [g.tokens for g in generations] == plain(FakeTarget(32))
+        sequences = adaptive(target, {"budget": False, "window_size": 5})
+    assert [g.tokens for g in sequences] == plain(FakeTarget(32))
 
 
 def test_a_second_draft_is_the_same():
@@ -149,9 +149,9 @@ def test_a_real_model_greedy(model):
     target = make_target(model)
     prompts = [[5, 6, 7, 8] * 6, [9, 3, 17]]
     vocabulary = target.vocabulary
-    generations = adaptive(target, {"budget": False}, prompts, 80, vocabulary=vocabulary)
-    assert [g.tokens for g in generations] == plain(target, prompts, 80)
-    assert generations[0].stats.compression_ratio > 1.2
+    sequences = adaptive(target, {"budget": False}, prompts, 80, vocabulary=vocabulary)
+    assert [g.tokens for g in sequences] == plain(target, prompts, 80)
+    assert sequences[0].stats.compression_ratio > 1.2
 
 
 def sampled(target, drafter, prompt, seed, temperature, noise=True, new=60):
@@ -350,10 +350,10 @@ def test_a_source_that_is_off_has_no_credit(name):
 
 
 def test_credits_sum_to_the_accepted_tokens():
-    for generation in adaptive(FakeTarget(32), {"budget": False}):
-        figures = generation.stats.drafter
+    for sequence in adaptive(FakeTarget(32), {"budget": False}):
+        figures = sequence.stats.drafter
         credit = sum(value for key, value in figures.items() if key.startswith("accepted_by_"))
-        assert credit == figures["acceptance"] == generation.stats.accepted
+        assert credit == figures["acceptance"] == sequence.stats.accepted
 
 
 # -- the tree -----------------------------------------------------------------------------------------------
@@ -424,8 +424,8 @@ def test_tree_of_equals_adding_one_by_one():
 # -- what is kept -------------------------------------------------------------------------------------------
 
 
-def rows_of(generations):
-    return [g.stats.rows_per_step for g in generations]
+def rows_of(sequences):
+    return [g.stats.rows_per_step for g in sequences]
 
 
 def test_nothing_is_kept_between_texts_without_a_state():

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lookahead.core import Decoder, Request, SettingsError
+from lookahead.core import Engine, Request, SettingsError
 from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive import step_times
 from lookahead.drafters.adaptive.controller import (
@@ -368,7 +368,7 @@ def test_sequences_in_one_pass_are_counted():
     requests = [Request([1, 2, 3], Adaptive(max_rows=1), 20, step_times=times_of(FLAT)) for _ in range(3)]
     (alone,) = run(target, requests[:1])
     assert alone.drafting._controller.batch == 1
-    assert {generation.drafting._controller.batch for generation in run(target, requests)} == {3}
+    assert {sequence.drafting._controller.batch for sequence in run(target, requests)} == {3}
 
 
 def test_a_pass_in_which_others_draft_is_no_plain_step(clock):
@@ -524,10 +524,10 @@ def test_never_slower_where_drafts_are_never_right(clock, monkeypatch, per_row, 
     times = measured(target)
     extra = 0.0
     monkeypatch.setattr("lookahead.drafters.adaptive.sequence.Grower", lambda *args: Liar([]))
-    (generation,) = run(target, [request(times, 500, drafter=Adaptive(window_size=0))])
+    (sequence,) = run(target, [request(times, 500, drafter=Adaptive(window_size=0))])
     # An interrupted plain step counts as twice a plain step in t(1), for a while.
     assert Clocked.now - extra <= (1.03 if interrupted else 1.0) * bound(500)
-    assert generation.stats.drafter["cooldowns"] > 1 or per_row == 0.01
+    assert sequence.stats.drafter["cooldowns"] > 1 or per_row == 0.01
 
 
 def test_right_then_wrong_loses_no_more_than_the_gains_that_count(clock):
@@ -549,8 +549,8 @@ def test_drafting_goes_on_when_the_text_becomes_predictable(clock):
 
     target = Clocked(200, text)
     target.per_row = 0.1
-    (generation,) = run(target, [request(measured(target), 1000)])
-    assert generation.stats.drafter["plain_steps"] > 100
+    (sequence,) = run(target, [request(measured(target), 1000)])
+    assert sequence.stats.drafter["plain_steps"] > 100
     assert Clocked.now < 1.03 * 200 + 0.5 * 800
 
 
@@ -596,8 +596,8 @@ def test_measured_times_choose_the_rows(clock):
     rows = {}
     for per_row in (0.001, 0.3):
         target.per_row = per_row
-        (generation,) = run(target, [request(measured(target, 32), 200, [1, 2, 3] * 5)])
-        rows[per_row] = generation.stats.rows / generation.stats.steps
+        (sequence,) = run(target, [request(measured(target, 32), 200, [1, 2, 3] * 5)])
+        rows[per_row] = sequence.stats.rows / sequence.stats.steps
     assert rows[0.001] > 1.1 * rows[0.3]
 
 
@@ -680,13 +680,13 @@ def test_setting_up_waits_until_the_loss_budget_can_pay(clock):
     target.per_row = 0.05
     times = measured(target)
     times.setup.value = MAX_REGRET + 1
-    (generation,) = run(target, [request(times, 60)])
-    assert isinstance(generation.drafting._phase, PlainSteps)
-    assert generation.stats.steps == generation.stats.drafter["plain_steps"] == 59
-    (generation,) = run(target, [request(times, 400)])
-    assert isinstance(generation.drafting._phase, Drafting)
-    assert generation.stats.drafter["plain_steps"] > 100
-    assert generation.stats.drafter["accepted_by_suffix"] > 50
+    (sequence,) = run(target, [request(times, 60)])
+    assert isinstance(sequence.drafting._phase, PlainSteps)
+    assert sequence.stats.steps == sequence.stats.drafter["plain_steps"] == 59
+    (sequence,) = run(target, [request(times, 400)])
+    assert isinstance(sequence.drafting._phase, Drafting)
+    assert sequence.stats.drafter["plain_steps"] > 100
+    assert sequence.stats.drafter["accepted_by_suffix"] > 50
 
 
 def test_in_batches_where_drafting_has_lost_time_one_text_of_eight_tries_it(clock):
@@ -695,13 +695,12 @@ def test_in_batches_where_drafting_has_lost_time_one_text_of_eight_tries_it(cloc
     times = measured(target)
 
     def drafted(batch):
-        decoder = Decoder(target)
-        made = [decoder.add(request(times, 5000, (1, 2, i))) for i in range(batch)]
+        engine = Engine(lambda: target)
+        made = [engine.add(request(times, 5000, (1, 2, i))) for i in range(batch)]
         for _ in range(30):  # no text ends, so the batch stays
-            decoder.step()
-        count = sum(generation.drafting._drafting is not None for generation in made)
-        for generation in made:
-            decoder.cancel(generation)
+            engine.step()
+        count = sum(sequence.drafting._drafting is not None for sequence in made)
+        engine.close()
         return count
 
     assert drafted(8) == 8
@@ -740,20 +739,20 @@ def test_a_drafter_that_is_interrupted_in_a_plain_step_has_lost_nothing(clock, m
     times = measured(target)
     times.probe.value = 0.1  # so that a plain step follows upon a probe that found nothing
     drafted, cooling = times.drafted, []
-    decoder = Decoder(target)
-    generation = decoder.add(request(times, 400))
+    engine = Engine(lambda: target)
+    sequence = engine.add(request(times, 400))
 
     def interrupted(rows):
-        cooling.append(generation.drafting.cooling)
+        cooling.append(sequence.drafting.cooling)
         Clocked.now += 30.0 if sum(cooling) == 1 and cooling[-1] else 0.0
         drafted(rows)
 
     monkeypatch.setattr(times, "drafted", interrupted)
-    while decoder.busy:
-        decoder.step()
+    while engine.busy:
+        engine.step()
     assert any(cooling)
-    assert generation.stats.drafter["cooldowns"] == 0
-    assert generation.stats.steps < 200
+    assert sequence.stats.drafter["cooldowns"] == 0
+    assert sequence.stats.steps < 200
 
 
 class Dear:
@@ -777,11 +776,11 @@ def test_noise_that_plain_decoding_draws_too_is_no_price_of_drafts(clock):
     ((key, table),) = times.bins.items()
     times.bins[key[0] + SAMPLED, key[1]] = [seconds + 0.4 for seconds in table]
     noise = Dear()
-    (generation,) = run(target, [request(times, 12, noise=noise)])
+    (sequence,) = run(target, [request(times, 12, noise=noise)])
     assert len(noise.known) >= 11
     assert times.probe.value == pytest.approx(0.0, abs=1e-9)
     assert times.table(1, 100, True)[0] == pytest.approx(1.4, rel=0.01)
-    assert generation.stats.drafter["cooldowns"] == 0
+    assert sequence.stats.drafter["cooldowns"] == 0
 
 
 def everything(drafter):

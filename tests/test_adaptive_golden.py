@@ -97,7 +97,7 @@ def decode(name, sampled, new=40, vocabulary=32):
         drafter = replace(settings, state=state)
         noise = Noisy(vocabulary, 0.8) if sampled else None
         done = run(target, [Request(prompt, drafter, new, noise=noise) for prompt in together])
-        trees += [tree for generation in done for tree in generation.drafting.trees]
+        trees += [tree for sequence in done for tree in sequence.drafting.trees]
     tables = state.tables(sampled)
     learned = {}
     for kind, buckets in tables.calibration._asdict().items():
@@ -249,9 +249,9 @@ def test_requests_of_one_state_may_keep_more_or_fewer_tokens(sampled):
         drafter = Adaptive(budget=False, top=top, sampled_top=top, state=state)
         noise = Noisy(100, 1.0) if sampled else None
         requests.append(Request(prompt, drafter, 60, noise=noise))
-    for generation in run(target, requests):
-        text = list(generation.request.prompt)
-        for token in generation.tokens:
+    for sequence in run(target, requests):
+        text = list(sequence.request.prompt)
+        for token in sequence.tokens:
             assert token == target.next_token(text)
             text.append(token)
 
@@ -263,8 +263,8 @@ def test_seeded_noise_through_the_whole_loop():
     for _ in range(2):
         drafter = Recorded(budget=False, window_size=40)
         noise = SeededNoise(5, len(prompt), 32, 1.0)
-        (generation,) = run(Model(32), [Request(prompt, drafter, 60, noise=noise)])
-        found.append(generation.drafting.trees)
+        (sequence,) = run(Model(32), [Request(prompt, drafter, 60, noise=noise)])
+        found.append(sequence.drafting.trees)
     assert found[0] == found[1]
     trees = [TokenTree.of(tokens, parents) for tokens, parents, _ in found[0]]
     assert max(max(tree.depths) for tree in trees) > 32

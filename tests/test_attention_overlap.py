@@ -5,8 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from lookahead.core import Request
-from lookahead.core.loop import greedy
+from lookahead.core import Request, greedy
 from lookahead.drafters import Lookahead, Plain
 from lookahead.drafters.lookahead import LookaheadDraftState
 from lookahead.sampling import SeededNoise, make_choose
@@ -86,8 +85,8 @@ def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
         noise.prepare = lambda index: (asked.append(index), prepare(index))[1]
         choose = make_choose(PROMPTS[0], None, noise)
         target = Tensors()
-        (generation,) = run(target, [Request(PROMPTS[0], Lookahead(5, 4, 5), 40, choose)])
-        return generation, asked
+        (sequence,) = run(target, [Request(PROMPTS[0], Lookahead(5, 4, 5), 40, choose)])
+        return sequence, asked
 
     plain, asked = text(False)
     ahead, asked_ahead = text(True)

@@ -266,8 +266,8 @@ def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str)
     prompts = [prompt(n, n) for n in (3, 12, 40)]
     drafted = assert_same_as_autoregressive(target, prompts, method, 30)
     drafter = Plain()
-    for generation, text in zip(drafted, prompts, strict=True):
-        assert generation.tokens == run(reference, [Request(text, drafter, 30)])[0].tokens
+    for sequence, text in zip(drafted, prompts, strict=True):
+        assert sequence.tokens == run(reference, [Request(text, drafter, 30)])[0].tokens
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,10 +444,10 @@ def test_text_is_that_of_transformers_generate(family: str) -> None:
     model.generation_config.eos_token_id = None
     prompts = [prompt(n, n) for n in (12, 40)]
     drafted = assert_same_as_autoregressive(make_target(model, path="cpu"), prompts, "lookahead", 30)
-    for generation, text in zip(drafted, prompts, strict=True):
+    for sequence, text in zip(drafted, prompts, strict=True):
         ids = torch.tensor([text])
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
-        assert generation.tokens == found[0, len(text) :].tolist()
+        assert sequence.tokens == found[0, len(text) :].tolist()
 
 
 def test_an_unknown_path_is_refused() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import (
-    Decoder,
+    Engine,
     LookaheadError,
     NumericalError,
     OutOfMemory,
@@ -147,19 +147,19 @@ def test_a_callers_criterion_is_asked_for_every_token_once():
 
 def test_sequences_join_and_leave_between_steps():
     target = FakeTarget(40)
-    decoder = Decoder(target)
+    engine = Engine(lambda: target)
     alone = [run(FakeTarget(40), [Request(p, Plain(), 30)])[0].tokens for p in PROMPTS]
-    first = decoder.add(Request(PROMPTS[0], Lookahead(4, 4, 4), 30))
+    first = engine.add(Request(PROMPTS[0], Lookahead(4, 4, 4), 30))
     for _ in range(3):
-        decoder.step()
-    second = decoder.add(Request(PROMPTS[1], Jacobi(4), 30))
-    decoder.step()
-    gone = decoder.add(Request(PROMPTS[2], Lookahead(4, 4, 4), 30))
-    decoder.step()
-    decoder.step()
-    decoder.cancel(gone)
-    while decoder.busy:
-        decoder.step()
+        engine.step()
+    second = engine.add(Request(PROMPTS[1], Jacobi(4), 30))
+    engine.step()
+    gone = engine.add(Request(PROMPTS[2], Lookahead(4, 4, 4), 30))
+    engine.step()
+    engine.step()
+    engine.cancel(gone)
+    while engine.busy:
+        engine.step()
     assert [first.tokens, second.tokens] == alone[:2]
     assert gone.finish_reason == "cancelled"
     assert gone.tokens == alone[2][: len(gone.tokens)]
@@ -172,26 +172,26 @@ def test_a_step_too_wide_for_memory_is_halved_and_said_once():
     with pytest.warns(RuntimeWarning, match="did not fit") as caught:
         ours = run(target, [Request(p, Lookahead(15, 5, 15), 60) for p in PROMPTS])
     assert len(caught) == 1
-    for generation, prompt in zip(ours, PROMPTS, strict=True):
+    for sequence, prompt in zip(ours, PROMPTS, strict=True):
         (plain,) = run(FakeTarget(40), [Request(prompt, Plain(), 60)])
-        assert generation.tokens == plain.tokens
-        assert max(generation.stats.rows_per_step) <= 9
+        assert sequence.tokens == plain.tokens
+        assert max(sequence.stats.rows_per_step) <= 9
 
 
 def test_steps_may_be_large_again_once_a_sequence_has_ended():
     target = FakeTarget(40, max_rows=20)
-    decoder = Decoder(target)
+    engine = Engine(lambda: target)
 
     def finish():
-        while decoder.busy:
-            decoder.step()
+        while engine.busy:
+            engine.step()
 
-    first = decoder.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
+    first = engine.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
     with pytest.warns(RuntimeWarning, match="did not fit"):
         finish()
     assert max(first.stats.rows_per_step) <= 20
     target.max_rows = 1 << 20
-    second = decoder.add(Request(PROMPTS[1], Lookahead(15, 5, 15), 20))
+    second = engine.add(Request(PROMPTS[1], Lookahead(15, 5, 15), 20))
     finish()
     assert max(second.stats.rows_per_step) > 20
 
@@ -247,7 +247,7 @@ def test_drafted_counts_only_rows_that_verification_can_reach(ngram_size):
     request = Request([1, 2, 3], Lookahead(5, ngram_size, 0), 40)
     drafted, reachable = 0, []
     for step in decode(FakeTarget(40), [request]):
-        stats, tree = step.generation.stats, step.tree
+        stats, tree = step.sequence.stats, step.tree
         if tree is None:
             continue
         reached = {0}
@@ -347,14 +347,14 @@ def test_bad_settings_say_what_must_hold(make, message):
 
 
 def budgeted(rows_of_step, drafter, new=200):
-    """Decode with a row budget of its own in every step; the rows of the steps and the generation."""
-    decoder = Decoder(FakeTarget(40))
-    generation = decoder.add(Request([1, 2, 3, 4, 5, 6], drafter, new))
+    """Decode with a row budget of its own in every step; the rows of the steps and the sequence."""
+    engine = Engine(lambda: FakeTarget(40))
+    sequence = engine.add(Request([1, 2, 3, 4, 5, 6], drafter, new))
     rows = []
-    while decoder.busy:
-        decoder.row_budget = rows_of_step(len(rows))
-        rows += [step.rows for step in decoder.step()]
-    return rows[1:], generation
+    while engine.busy:
+        engine.row_budget = rows_of_step(len(rows))
+        rows += [step.rows for step in engine.step()]
+    return rows[1:], sequence
 
 
 def test_a_window_that_a_burst_has_narrowed_reopens():
@@ -372,12 +372,12 @@ def test_a_small_row_budget_leaves_rows_for_candidates(budget):
         for other in range(15):
             pool.add(token, ((token + other) % 40, other, 1, 2))
     drafter = Lookahead(15, 5, 15, pool=pool, pool_from_output=False, pool_from_prompt=False)
-    rows, generation = budgeted(lambda step: budget, drafter)
+    rows, sequence = budgeted(lambda step: budget, drafter)
     assert max(rows) <= budget
     window, _ = budgeted(lambda step: budget, Lookahead(15, 5, 0))
     assert max(window) <= budget
-    assert generation.stats.drafted >= budget // 4 * generation.stats.steps
-    assert generation.tokens == budgeted(lambda step: 1000, Plain())[1].tokens
+    assert sequence.stats.drafted >= budget // 4 * sequence.stats.steps
+    assert sequence.tokens == budgeted(lambda step: 1000, Plain())[1].tokens
 
 
 @pytest.mark.parametrize("place", ["start", "draft", "overlap", "observe", "stats", "choose", "finished"])
@@ -404,8 +404,8 @@ def test_any_exception_of_one_sequence_ends_it_and_no_other(place):
     assert isinstance(broken.error, LookaheadError)
     assert isinstance(broken.error.__cause__, ValueError)
     assert "ValueError: broken on purpose" in str(broken.error)
-    for generation, prompt in zip(good, PROMPTS, strict=True):
-        assert generation.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens
+    for sequence, prompt in zip(good, PROMPTS, strict=True):
+        assert sequence.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens
 
 
 def test_a_text_that_ends_with_the_prefill_needs_no_drafter():
@@ -413,8 +413,8 @@ def test_a_text_that_ends_with_the_prefill_needs_no_drafter():
         def start(self, sequence):
             raise ValueError("broken on purpose")
 
-    (generation,) = run(FakeTarget(40), [Request([1, 2], Broken(5, 4, 5), 1)])
-    assert (generation.finish_reason, generation.error) == ("length", None)
+    (sequence,) = run(FakeTarget(40), [Request([1, 2], Broken(5, 4, 5), 1)])
+    assert (sequence.finish_reason, sequence.error) == ("length", None)
 
 
 @pytest.mark.parametrize("token", [-1, 40])
@@ -434,5 +434,5 @@ def test_a_drafted_token_outside_the_vocabulary_is_named(token):
 
     target = FakeTarget(40)
     target.vocabulary = 40
-    (generation,) = run(target, [Request([1, 2], Wrong(5, 4, 5), 9)])
-    assert f"between 0 and 39, got {token}" in str(generation.error)
+    (sequence,) = run(target, [Request([1, 2], Wrong(5, 4, 5), 9)])
+    assert f"between 0 and 39, got {token}" in str(sequence.error)

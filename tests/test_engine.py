@@ -27,7 +27,7 @@ from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.processors import make_process
-from lookahead.engine.text import TextStream
+from lookahead.engine.text import TextDecoder
 from lookahead.options import BatchOptions, LoadOptions, Options
 from test_gguf import KIND, write
 from toy import VOCABULARY, save, tokenizer
@@ -281,7 +281,7 @@ def byte_tokens():
     st.lists(st.text(st.sampled_from("ab\n é🙂"), min_size=1, max_size=4), max_size=3),
 )
 def test_text_is_cut_at_the_first_stop_whatever_the_tokens(text, stops):
-    stream = TextStream(TOKENIZER, [], stops)
+    stream = TextDecoder(TOKENIZER, [], stops)
     pieces = []
     for token in by_bytes(text):
         met = stream.push(token)
@@ -304,7 +304,7 @@ def test_text_is_cut_at_the_first_stop_whatever_the_tokens(text, stops):
 
 
 def test_a_stop_that_only_began_is_text_after_all():
-    stream = TextStream(TOKENIZER, [], ["abc"])
+    stream = TextDecoder(TOKENIZER, [], ["abc"])
     for token in by_bytes("xab"):
         stream.push(token)
     assert stream.drain() == "x"
@@ -318,7 +318,7 @@ def pieces(stream, tokens):
 
 def test_an_unfinished_character_at_the_end_reads_as_decode_says():
     tokens = by_bytes("a🙂")[:-1]
-    stream = TextStream(TOKENIZER)
+    stream = TextDecoder(TOKENIZER)
     assert pieces(stream, tokens) == ["a", "", "", ""]
     for last in ("\ufffd", ""):
         stream.finish()
@@ -327,7 +327,7 @@ def test_an_unfinished_character_at_the_end_reads_as_decode_says():
 
 def test_a_prompt_that_ends_inside_a_character():
     tokens = by_bytes("é!")
-    assert pieces(TextStream(TOKENIZER, tokens[:1]), tokens[1:]) == ["é", "!"]
+    assert pieces(TextDecoder(TOKENIZER, tokens[:1]), tokens[1:]) == ["é", "!"]
 
 
 def test_streamed_pieces_are_the_text_and_the_text_is_what_decode_says(llm):

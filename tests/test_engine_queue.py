@@ -5,11 +5,10 @@ import threading
 
 import pytest
 
-from lookahead.core import LookaheadError, Request
+from lookahead.core import Engine, LookaheadError, PassFailed, Request
 from lookahead.drafters import Lookahead, Plain, PromptLookup
-from lookahead.engine.engine import Engine, PassFailed
-from lookahead.engine.prefix_cache import PrefixTarget
-from lookahead.engine.text import TextStream
+from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
+from lookahead.engine.text import TextDecoder
 from lookahead.testing import FakeTarget, run
 
 VOCABULARY = 32
@@ -18,7 +17,10 @@ VOCABULARY = 32
 def requests(count, drafter=None, new=30, **more):
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
-    return [Request(prompt, drafter or Lookahead(5, 4, 5), new, **more) for prompt in prompts]
+    return [
+        Request(prompt, drafter or Lookahead(5, 4, 5), new, tag=tag, **more)
+        for tag, prompt in enumerate(prompts)
+    ]
 
 
 def plain_texts(count):
@@ -31,8 +33,8 @@ def drain(engine):
     while engine.busy:
         for update in engine.step():
             if update.result is not None:
-                assert update.sequence.tag not in results, "two last updates"
-                results[update.sequence.tag] = update.result
+                assert update.sequence.request.tag not in results, "two last updates"
+                results[update.sequence.request.tag] = update.result
     return results
 
 
@@ -43,15 +45,15 @@ def make_engine(**options):
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_sequences_wait_in_order_and_texts_are_those_of_plain_decoding(at_once):
     engine, begun = make_engine(max_sequences=at_once, prompt_rows=8, row_budget=24), []
-    for tag, request in enumerate(requests(7)):
-        engine.add(request, tag=tag)
+    for request in requests(7):
+        engine.add(request)
     assert (engine.running, engine.waiting) == (0, 7)
     results = {}
     while engine.busy:
         for update in engine.step():
-            begun += [update.sequence.tag] if update.sequence.tag not in begun else []
+            begun += [update.sequence.request.tag] if update.sequence.request.tag not in begun else []
             if update.result is not None:
-                results[update.sequence.tag] = update.result
+                results[update.sequence.request.tag] = update.result
         assert engine.running <= at_once
     assert begun == list(range(7))
     assert [results[tag].tokens for tag in range(7)] == plain_texts(7)
@@ -63,14 +65,14 @@ def test_sequences_may_join_and_leave_from_other_threads():
     added, cancelled = [], False
 
     def join():
-        for tag, request in enumerate(requests(12)):
-            added.append(engine.add(request, tag=tag))
+        for request in requests(12):
+            added.append(engine.add(request))
 
     thread = threading.Thread(target=join)
     thread.start()
     results = {}
     while thread.is_alive() or engine.busy:
-        results |= {u.sequence.tag: u.result for u in engine.step() if u.result is not None}
+        results |= {u.sequence.request.tag: u.result for u in engine.step() if u.result is not None}
         if len(added) == 12 and not cancelled:
             engine.cancel(added[11])
             cancelled = True
@@ -81,7 +83,7 @@ def test_sequences_may_join_and_leave_from_other_threads():
 
 def test_cancelled_sequences_keep_their_tokens_and_free_their_place():
     engine = make_engine(max_sequences=1)
-    first, second, third = (engine.add(request, tag=tag) for tag, request in enumerate(requests(3)))
+    first, second, third = (engine.add(request) for request in requests(3))
     for _ in range(3):
         engine.step()
     engine.cancel(first)
@@ -141,8 +143,8 @@ def test_any_exception_of_one_sequence_ends_that_sequence_alone(place, error):
     else:
         made[1].drafter = Broken(place, error)
     engine = make_engine(prompt_rows=8, row_budget=32)
-    for tag, request in enumerate(made):
-        engine.add(request, tag=tag)
+    for request in made:
+        engine.add(request)
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(4)] == ["length", "error", "length", "length"]
     assert [results[tag].tokens for tag in (0, 2, 3)] == [plain_texts(4)[tag] for tag in (0, 2, 3)]
@@ -163,8 +165,9 @@ def test_a_tokenizer_that_raises_ends_its_own_sequence():
             return "x" * len(tokens)
 
     engine = make_engine()
-    for tag, request in enumerate(requests(3)):
-        engine.add(request, TextStream(Failing()) if tag == 1 else None, tag=tag)
+    for request in requests(3):
+        request.detokenizer = TextDecoder(Failing()) if request.tag == 1 else None
+        engine.add(request)
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(3)] == ["length", "error", "length"]
     assert "the text failed: KeyError" in str(results[1].error)
@@ -180,10 +183,10 @@ def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():
             return super().forward(trees)
 
     engine = Engine(lambda: Failing(VOCABULARY), max_sequences=2)
-    for tag, request in enumerate(requests(5)):
-        engine.add(request, tag=tag)
+    for request in requests(5):
+        engine.add(request)
     engine.step()
-    engine._decoder.target.broken = True  # the next target is not
+    engine.target.broken = True  # the next target is not
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(5)] == [
         "error",
@@ -200,14 +203,14 @@ def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():
 def test_a_target_that_cannot_be_made_again_is_an_error_of_each_sequence():
     targets = [FakeTarget(VOCABULARY)]
     engine = Engine(lambda: targets.pop(), max_sequences=1)
-    for tag, request in enumerate(requests(2)):
-        engine.add(request, tag=tag)
+    for request in requests(2):
+        engine.add(request)
     engine.step()
 
     def fail(trees):
         raise RuntimeError("a pass that fails")
 
-    engine._decoder.target.forward = fail
+    engine.target.forward = fail
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(2)] == ["error", "error"]
     assert "starting the request failed: IndexError" in str(results[1].error)
@@ -222,7 +225,7 @@ def test_an_interrupted_step_leaves_no_target_to_go_on_with():
     def interrupt(trees):
         raise KeyboardInterrupt
 
-    engine._decoder.target.forward = interrupt
+    engine.target.forward = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert engine.close() is None
@@ -245,13 +248,13 @@ def test_an_engine_goes_on_with_the_target_of_another_one():
         return Keeping(VOCABULARY)
 
     prompt = [3, 4, 5, 6, 7, 8]
-    engine = Engine(make, prefix_cache=2)
-    engine.add(Request(prompt, Plain(), 5), tag=0)
+    engine = Engine(lambda: with_prefixes(make(), 2))
+    engine.add(Request(prompt, Plain(), 5))
     drain(engine)
     target = engine.close()
     assert isinstance(target, PrefixTarget)
-    engine = Engine(make, target=target, prefix_cache=2)
-    sequence = engine.add(Request([*prompt, 9], Plain(), 5), tag=0)
+    engine = Engine(lambda: with_prefixes(make(), 2), target=target)
+    sequence = engine.add(Request([*prompt, 9], Plain(), 5))
     drain(engine)
     assert sequence.cached == len(prompt)
 
@@ -265,7 +268,8 @@ def test_stop_strings_of_a_text_end_the_sequence():
     whole = "".join(chr(65 + token) for token in plain_texts(1)[0])
     stop = whole[9:11]
     engine = make_engine()
-    engine.add(request, TextStream(Letters(), (), [stop]), tag=0)
+    request.detokenizer = TextDecoder(Letters(), (), [stop])
+    engine.add(request)
     result = drain(engine)[0]
     assert (result.finish_reason, result.stopped) == ("stop", stop)
     assert result.text == whole[: whole.index(stop)]

@@ -6,7 +6,7 @@ import pytest
 
 import lookahead
 from benchmarks.departures import PROMPTS
-from lookahead.core import Decoder, Request
+from lookahead.core import Engine, Request
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,12 +27,12 @@ def test_at_64_rows_nine_tenths_of_s_remain():
         prompt = llm.encode([{"role": "user", "content": text}] if chat else text)
         texts = []
         for row_budget in steps:
-            decoder = Decoder(llm.target(), row_budget=row_budget)
-            generation = decoder.add(Request(prompt, lookahead.Lookahead(15, 5, 15), 128, eos=llm.eos))
-            while decoder.busy:
-                decoder.step()
-            assert max(generation.stats.rows_per_step) <= row_budget
-            texts.append(generation.tokens)
-            steps[row_budget] += generation.stats.steps
+            engine = Engine(llm.target, row_budget=row_budget)
+            sequence = engine.add(Request(prompt, lookahead.Lookahead(15, 5, 15), 128, eos=llm.eos))
+            while engine.busy:
+                engine.step()
+            assert max(sequence.stats.rows_per_step) <= row_budget
+            texts.append(sequence.tokens)
+            steps[row_budget] += sequence.stats.steps
         assert texts[0] == texts[1]
     assert steps[64] <= steps[1 << 20] / 0.92

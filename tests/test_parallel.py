@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from gguf_files import write_gguf
-from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError
-from lookahead.core.loop import greedy
+from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError, greedy
 from lookahead.drafters import METHODS, Adaptive, Plain, as_drafter
 from lookahead.parallel import ParallelTarget
 from lookahead.testing import FakeTarget, run
@@ -122,11 +121,11 @@ def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=
         return Request(prompt, as_drafter(drafter), new, choose, frozenset(eos))
 
     together = run(target, [request(method, prompt) for prompt in prompts])
-    for generation, prompt in zip(together, prompts, strict=True):
+    for sequence, prompt in zip(together, prompts, strict=True):
         (alone,) = run(make_plain(), [request("plain", prompt)])
-        assert generation.error is None, generation.error
-        assert generation.tokens == alone.tokens, (method, prompt, generation.tokens, alone.tokens)
-        assert generation.finish_reason == alone.finish_reason
+        assert sequence.error is None, sequence.error
+        assert sequence.tokens == alone.tokens, (method, prompt, sequence.tokens, alone.tokens)
+        assert sequence.finish_reason == alone.finish_reason
     return together
 
 
@@ -136,9 +135,9 @@ def rare_eos(tokens):
 
 
 def case_methods(target, method):
-    for generation in compare(target, FakeTarget, method):
+    for sequence in compare(target, FakeTarget, method):
         unlucky = method in ("plain", "jacobi")
-        assert unlucky or generation.stats.accepted > 0, "nothing was tested"
+        assert unlucky or sequence.stats.accepted > 0, "nothing was tested"
 
 
 def case_sampled(target, method):
@@ -152,8 +151,8 @@ def case_narrow(target):
 
 
 def case_no_candidates(target):
-    for generation in compare(target, FakeTarget, "lookahead", (15, 5, 0)):
-        assert generation.stats.accepted == 0
+    for sequence in compare(target, FakeTarget, "lookahead", (15, 5, 0)):
+        assert sequence.stats.accepted == 0
     compare(target, FakeTarget, "lookahead", (9, 4, 0), sampled=True)
 
 
@@ -162,34 +161,34 @@ def case_eos(target):
     for prompt in PROMPTS:
         (free,) = run(FakeTarget(), [Request(prompt, Plain(), NEW)])
         eos = rare_eos(free.tokens)
-        (generation,) = compare(target, FakeTarget, "lookahead", prompts=[prompt], eos=[eos])
-        assert generation.finish_reason == "stop"
-        ended_inside += generation.stats.accepted > 0
+        (sequence,) = compare(target, FakeTarget, "lookahead", prompts=[prompt], eos=[eos])
+        assert sequence.finish_reason == "stop"
+        ended_inside += sequence.stats.accepted > 0
     assert ended_inside
 
 
 def case_join_and_leave(target):
     """Sequences that join and are cancelled between steps, in slots used before."""
-    from lookahead.core import Decoder
+    from lookahead.core import Engine
 
     def request(prompt):
         return Request(prompt, as_drafter(CONFIG), NEW)
 
-    decoder = Decoder(target)
-    generations = [decoder.add(request(PROMPTS[0]))]
+    engine = Engine(lambda: target)
+    sequences = [engine.add(request(PROMPTS[0]))]
     for number in range(12):
-        decoder.step()
+        engine.step()
         if number == 3:
-            generations.append(decoder.add(request(PROMPTS[1])))
+            sequences.append(engine.add(request(PROMPTS[1])))
         if number == 6:
-            decoder.cancel(generations[0])
-            generations.append(decoder.add(request(PROMPTS[2])))
-    while decoder.busy:
-        decoder.step()
-    assert generations[0].finish_reason == "cancelled"
-    for generation, prompt in zip(generations, PROMPTS, strict=True):
+            engine.cancel(sequences[0])
+            sequences.append(engine.add(request(PROMPTS[2])))
+    while engine.busy:
+        engine.step()
+    assert sequences[0].finish_reason == "cancelled"
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         (alone,) = run(FakeTarget(), [Request(prompt, Plain(), NEW)])
-        assert generation.tokens == alone.tokens[: len(generation.tokens)]
+        assert sequence.tokens == alone.tokens[: len(sequence.tokens)]
 
 
 def case_top(target):
@@ -211,18 +210,18 @@ def case_top(target):
 
 def case_two_targets(target):
     """Two targets of one group of ranks, stepped alternately, with the same slot numbers."""
-    from lookahead.core import Decoder
+    from lookahead.core import Engine
 
-    decoders = []
+    engines = []
     for prompt, one in zip(PROMPTS, (target, ParallelTarget(target.rank_group)), strict=False):
-        decoder = Decoder(one)
-        decoders.append((decoder, decoder.add(Request(prompt, as_drafter(CONFIG), NEW)), prompt))
-    while any(decoder.busy for decoder, _, _ in decoders):
-        for decoder, _, _ in decoders:
-            decoder.step()
-    for _, generation, prompt in decoders:
+        engine = Engine(lambda one=one: one)
+        engines.append((engine, engine.add(Request(prompt, as_drafter(CONFIG), NEW)), prompt))
+    while any(engine.busy for engine, _, _ in engines):
+        for engine, _, _ in engines:
+            engine.step()
+    for _, sequence, prompt in engines:
         (alone,) = run(FakeTarget(), [Request(prompt, Plain(), NEW)])
-        assert generation.tokens == alone.tokens
+        assert sequence.tokens == alone.tokens
 
 
 def case_scaling(target):
@@ -230,9 +229,9 @@ def case_scaling(target):
     from benchmarks.paper.parallel import record, share_out
 
     (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
-    (generation,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])
+    (sequence,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])
     shares = share_out(steps, target.rank_group.connections.size)
-    assert generation.stats.accepted > 0
+    assert sequence.stats.accepted > 0
     assert [max(rows) for rows in target.rows_per_rank] == shares.widths
     assert sum(map(sum, target.rows_per_rank)) == round(shares.evaluated * len(shares.widths))
 
@@ -287,10 +286,8 @@ def model_cases(rank, family):
     prompts = PROMPTS if family != "llama-dynamic-ntk" else PROMPTS[:1]
     for sampled in (False, True):
         for method in ("lookahead", "prompt-lookup"):
-            for generation in compare(
-                ParallelTarget(ranks), make, method, (5, 4, 7), prompts, sampled, new=40
-            ):
-                accepted += generation.stats.accepted
+            for sequence in compare(ParallelTarget(ranks), make, method, (5, 4, 7), prompts, sampled, new=40):
+                accepted += sequence.stats.accepted
     ranks.close()
     return accepted
 
@@ -321,10 +318,13 @@ class Broken(FakeTarget):
 
 def broken_rank(rank, culprit, what, timeout):
     ranks = join_ranks(lambda: Broken(what if rank == culprit else ""), timeout)
-    generations = run(ParallelTarget(ranks), [Request(p, as_drafter(CONFIG), NEW) for p in PROMPTS])
+    sequences = run(ParallelTarget(ranks), [Request(p, as_drafter(CONFIG), NEW) for p in PROMPTS])
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error
     expected = run(FakeTarget(), [Request(p, Plain(), NEW) for p in PROMPTS])
     ranks.close()
-    return [g.tokens for g in generations] == [g.tokens for g in expected]
+    return [g.tokens for g in sequences] == [g.tokens for g in expected]
 
 
 def lying_rank(rank):

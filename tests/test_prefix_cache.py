@@ -8,8 +8,7 @@ from families import tiny_model
 from lookahead.cli.chat import Conversation
 from lookahead.core import NumericalError, Request
 from lookahead.drafters import Lookahead, Plain
-from lookahead.engine.engine import Engine
-from lookahead.engine.prefix_cache import PrefixTarget
+from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, run
 from toy import VOCABULARY, tokenizer
@@ -36,7 +35,7 @@ class Counting:
 
 def decode(target, *prompts, new=12):
     requests = [Request(prompt, Lookahead(3, 3, 2), new) for prompt in prompts]
-    return [generation.tokens for generation in run(target, requests)]
+    return [sequence.tokens for sequence in run(target, requests)]
 
 
 #: The compiled path, and the transformers path with sliding windows and with a bias for positions.
@@ -210,6 +209,6 @@ def test_a_turn_does_not_read_the_whole_conversation_again(llm):
 
 
 def test_targets_that_cannot_keep_are_used_as_they_are():
-    assert isinstance(Engine(FakeTarget, prefix_cache=2).close(), FakeTarget)
+    assert isinstance(with_prefixes(FakeTarget(), 2), FakeTarget)
     rope = tiny_model("llama-dynamic-ntk", initializer_range=0.1)
-    assert not isinstance(Engine(lambda: make_target(rope), prefix_cache=2).close(), PrefixTarget)
+    assert not isinstance(with_prefixes(make_target(rope), 2), PrefixTarget)

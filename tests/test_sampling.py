@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead import draws, sampling
-from lookahead.core import NumericalError, SettingsError
-from lookahead.core.loop import greedy
+from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.draws import GROUP
 from lookahead.engine.processors import make_process
 from lookahead.options import Options

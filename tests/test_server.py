@@ -454,10 +454,10 @@ def test_tokens_and_back(served):
 
 
 def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
-    decoder, metrics = served.server.loop.engine._decoder, served.server.metrics
-    step = decoder.step
+    engine, metrics = served.server.loop.engine, served.server.metrics
+    step = engine.step
     monkeypatch.setattr(
-        decoder, "step", lambda: (time.sleep(0.005), step())[1]
+        engine, "step", lambda: (time.sleep(0.005), step())[1]
     )  # the text outlives its client
     before = metrics.success.labels("cancelled")._value.get()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
@@ -475,8 +475,8 @@ def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
 def test_a_full_queue_says_when_to_come_back(llm):
     with serving(llm, max_concurrent=1, max_queue=1) as served:
         gate = threading.Event()
-        step = served.server.loop.engine._decoder.step
-        served.server.loop.engine._decoder.step = lambda: (gate.wait(20), step())[1]
+        step = served.server.loop.engine.step
+        served.server.loop.engine.step = lambda: (gate.wait(20), step())[1]
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(post, served, max_tokens=4) for _ in range(2)]
             served.wait(lambda: sum(served.server.loop.load_state) == 2)
@@ -512,10 +512,10 @@ def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
         assert bad.result()["error"]["type"] == "server_error"
         assert len({text_of(future.result())[0] for future in good}) == 1
 
-    def failing():
+    def failing(trees):
         raise RuntimeError("a pass that fails")
 
-    served.server.loop.engine._decoder.step = failing
+    served.server.loop.engine.target.forward = failing
     assert post(served, status=500)["error"]["code"] == "step_failed"
     assert text_of(post(served)) == [plain(served, max_new_tokens=12).text]
 
@@ -565,10 +565,10 @@ def test_time_limits_and_the_end(llm):
         late = post(served, status=504, max_tokens=1000, logit_bias=no_end)
         assert late["error"]["code"] == "timeout"
     with serving(llm) as served:
-        decoder, stopped, found = served.server.loop.engine._decoder, threading.Event(), []
-        step, steps = decoder.step, itertools.count()
+        engine, stopped, found = served.server.loop.engine, threading.Event(), []
+        step, steps = engine.step, itertools.count()
         # The sixth step waits for the stop, else the text may end before it.
-        decoder.step = lambda: (next(steps) < 5 or stopped.wait(20), step())[1]
+        engine.step = lambda: (next(steps) < 5 or stopped.wait(20), step())[1]
         with httpx.stream(
             "POST",
             f"{served.url}/v1/completions",

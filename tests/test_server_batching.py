@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lookahead.core import Decoder, LookaheadError, Request, SettingsError
+from lookahead.core import Engine, LookaheadError, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import Message
@@ -28,23 +28,23 @@ def plain_texts(count):
 @pytest.mark.parametrize("row_budget", [1, 7, 64])
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "jacobi"])
 def test_texts_do_not_depend_on_pieces_and_budget(prompt_rows, row_budget, method):
-    decoder = Decoder(FakeTarget(VOCABULARY), prompt_rows, row_budget)
-    made = [decoder.add(request) for request in requests(6, method)]
-    while decoder.busy:
-        steps = decoder.step()
+    engine = Engine(lambda: FakeTarget(VOCABULARY), prompt_rows=prompt_rows, row_budget=row_budget)
+    made = [engine.add(request) for request in requests(6, method)]
+    while engine.busy:
+        steps = engine.step()
         rows = [step.rows for step in steps if step.tree is not None]
         assert sum(rows) <= max(row_budget, len(rows))
-    assert [generation.tokens for generation in made] == plain_texts(6)
+    assert [sequence.tokens for sequence in made] == plain_texts(6)
 
 
 def test_a_long_prompt_does_not_stall_the_others():
-    decoder = Decoder(FakeTarget(VOCABULARY), prompt_rows=4)
-    short = decoder.add(Request([1], Plain(), 100))
-    decoder.step()
-    long = decoder.add(Request([2] * 80, Plain(), 5))
+    engine = Engine(lambda: FakeTarget(VOCABULARY), prompt_rows=4)
+    short = engine.add(Request([1], Plain(), 100))
+    engine.step()
+    long = engine.add(Request([2] * 80, Plain(), 5))
     before = len(short.tokens)
     while not long.tokens:
-        decoder.step()
+        engine.step()
     assert len(short.tokens) - before >= 80 // 4 - 1
 
 
@@ -56,10 +56,10 @@ def test_every_prompt_token_is_read_with_the_row_before_it():
             1, read_prompt=lambda scores, node, token, seen=seen: seen.append((scores.best(node), token))
         )
         request.prompt = list(range(3, 20))
-        decoder = Decoder(target, rows)
-        decoder.add(request)
-        while decoder.busy:
-            decoder.step()
+        engine = Engine(lambda target=target: target, prompt_rows=rows)
+        engine.add(request)
+        while engine.busy:
+            engine.step()
         prompt = request.prompt
         assert seen == [(target.next_token(prompt[:i]), prompt[i]) for i in range(1, len(prompt))]
 
@@ -67,24 +67,24 @@ def test_every_prompt_token_is_read_with_the_row_before_it():
 def test_joining_leaving_and_cancelling_between_steps():
     rng = random.Random(0)
     expected = plain_texts(20)
-    decoder = Decoder(FakeTarget(VOCABULARY), 5, 24)
+    engine = Engine(lambda: FakeTarget(VOCABULARY), prompt_rows=5, row_budget=24)
     waiting, running, done = list(enumerate(requests(20))), [], {}
-    while waiting or decoder.busy:
+    while waiting or engine.busy:
         if waiting and rng.random() < 0.4:
             index, request = waiting.pop(0)
-            running.append((index, decoder.add(request)))
+            running.append((index, engine.add(request)))
         if running and rng.random() < 0.05:
-            index, generation = running.pop(rng.randrange(len(running)))
-            decoder.cancel(generation)
-            assert generation.tokens == expected[index][: len(generation.tokens)]
-        decoder.step()
-        for index, generation in running:
-            if generation.finish_reason is not None:
-                done[index] = generation.tokens
+            index, sequence = running.pop(rng.randrange(len(running)))
+            engine.cancel(sequence)
+            assert sequence.tokens == expected[index][: len(sequence.tokens)]
+        engine.step()
+        for index, sequence in running:
+            if sequence.finish_reason is not None:
+                done[index] = sequence.tokens
         running = [one for one in running if one[1].finish_reason is None]
     assert len(done) > 10
     assert all(tokens == expected[index] for index, tokens in done.items())
-    assert decoder.target.committed == {}
+    assert engine.target.committed == {}
 
 
 class Broken(Lookahead):
@@ -112,12 +112,12 @@ def test_an_error_of_one_text_ends_that_text_alone(place):
         setattr(made[1], place, fail)
     else:
         made[1].drafter = Broken(place, fail)
-    decoder = Decoder(FakeTarget(VOCABULARY), 8, 32)
-    generations = [decoder.add(request) for request in made]
-    while decoder.busy:
-        decoder.step()
-    assert [g.finish_reason for g in generations] == ["length", "error", "length", "length"]
-    assert [g.tokens for i, g in enumerate(generations) if i != 1] == [
+    engine = Engine(lambda: FakeTarget(VOCABULARY), prompt_rows=8, row_budget=32)
+    sequences = [engine.add(request) for request in made]
+    while engine.busy:
+        engine.step()
+    assert [g.finish_reason for g in sequences] == ["length", "error", "length", "length"]
+    assert [g.tokens for i, g in enumerate(sequences) if i != 1] == [
         t for i, t in enumerate(plain_texts(4)) if i != 1
     ]
 

@@ -7,7 +7,7 @@ import lookahead
 import lookahead.targets.transformers as target_module
 from families import tiny_model
 from lookahead.attention import pack_bits, unpack_bits
-from lookahead.core import Decoder, OutOfMemory, Request, SettingsError, TokenTree
+from lookahead.core import Engine, OutOfMemory, Request, SettingsError, TokenTree, decode
 from lookahead.core.target import PROMISES
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
@@ -138,18 +138,18 @@ def test_many_sequences_in_one_pass(family, drafter):
 def test_sequences_that_join_late_and_leave_gaps(path):
     model = tiny_model("llama", initializer_range=0.1)
     target, prompts = make_target(model, 16, path), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
-    decoder = Decoder(target)
+    engine = Engine(lambda: target)
     limits = [50, 4, 30]
     joined = []
     for prompt, limit in zip(prompts, limits, strict=True):
-        joined.append(decoder.add(Request(prompt, Lookahead(4, 4, 4), limit)))
-        decoder.step()
-        decoder.step()
-    while decoder.busy:
-        decoder.step()
-    for generation, prompt, limit in zip(joined, prompts, limits, strict=True):
+        joined.append(engine.add(Request(prompt, Lookahead(4, 4, 4), limit)))
+        engine.step()
+        engine.step()
+    while engine.busy:
+        engine.step()
+    for sequence, prompt, limit in zip(joined, prompts, limits, strict=True):
         (plain,) = run(make_target(model), [Request(prompt, Plain(), limit)])
-        assert generation.tokens == plain.tokens
+        assert sequence.tokens == plain.tokens
 
 
 def test_the_models_last_position_is_used_and_not_passed():
@@ -188,7 +188,7 @@ def test_a_rotary_base_that_changes_with_length():
         target = make_target(model)
         requests = [Request([5, 6, 7] * n, Lookahead(), 60) for n in (3, 13)]
         with pytest.raises(SettingsError, match="one at a time"):
-            run(target, requests)
+            list(decode(target, requests))
 
 
 @pytest.mark.parametrize("path", ["transformers", "plain"])
@@ -310,10 +310,10 @@ def test_running_out_of_memory_is_survived(monkeypatch):
 def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
     target = make_target(tiny_model("llama"), path="transformers")
     monkeypatch.setattr(target.model, "forward", lambda **k: (_ for _ in ()).throw(RuntimeError("shape")))
-    (generation,) = run(target, [Request([3, 4], Lookahead(), 4)])
-    assert generation.finish_reason == "error"
-    assert not isinstance(generation.error, OutOfMemory)
-    assert "RuntimeError: shape" in str(generation.error)
+    (sequence,) = run(target, [Request([3, 4], Lookahead(), 4)])
+    assert sequence.finish_reason == "error"
+    assert not isinstance(sequence.error, OutOfMemory)
+    assert "RuntimeError: shape" in str(sequence.error)
 
 
 def test_every_path_of_a_target_has_its_promise():

@@ -126,7 +126,7 @@ def test_a_trace_without_a_tokenizer_has_no_texts(llm, tmp_path):
 def test_a_trace_is_of_one_text(llm, tmp_path):
     with (
         TraceWriter(tmp_path / "t.jsonl", llm) as trace,
-        pytest.raises(SettingsError, match="holds one text"),
+        pytest.raises(SettingsError, match="holds one sequence"),
     ):
         list(map(trace.write, llm.run([PROMPT, PROMPT + "x"], max_new_tokens=4, batch_size=2)))
 

@@ -49,8 +49,8 @@ def test_it_imports_in_an_empty_environment(wheel, tmp_path, version):
     code = (
         "import lookahead, lookahead.core as core, lookahead.drafters as drafters, lookahead.testing as testing;"
         "request = core.Request([1, 2, 3, 1, 2], drafters.as_drafter('3,3,3'), 12);"
-        "[generation] = testing.run(testing.FakeTarget(), [request]);"
-        "print(lookahead.__version__, len(generation.tokens))"
+        "[sequence] = testing.run(testing.FakeTarget(), [request]);"
+        "print(lookahead.__version__, len(sequence.tokens))"
     )
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

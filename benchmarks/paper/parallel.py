@@ -106,8 +106,8 @@ def record(
     sequences = []
     for prompt in prompts:
         drafter = as_drafter(config)
-        steps = decode(target, [Request(prompt, drafter, new_tokens, eos=eos)])
-        sequences.append([(step.tree, step.path) for step in steps if step.tree is not None])
+        updates = decode(target, [Request(prompt, drafter, new_tokens, eos=eos)])
+        sequences.append([(step.tree, step.path) for step in updates if step.tree is not None])
     return sequences
 
 
@@ -126,15 +126,15 @@ class Sharded(Drafted):
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         outcome, steps, last = Outcome([], Stats(), 0, 0.0), [], perf_counter()
-        for step in decode(model.target, [make_request(model, prompt, self.drafter, options)]):
+        for update in decode(model.target, [make_request(model, prompt, self.drafter, options)]):
             now = perf_counter()
-            if step.tree is None:
-                generation = step.generation
-                outcome = Outcome(generation.tokens, generation.stats, len(step.tokens), now - last)
+            if update.tree is None:
+                sequence = update.sequence
+                outcome = Outcome(sequence.tokens, sequence.stats, len(update.tokens), now - last)
             else:
-                steps.append((step.tree, step.path))
-                outcome.step_tokens.append(len(step.tokens))
-                outcome.step_rows.append(step.rows)
+                steps.append((update.tree, update.path))
+                outcome.step_tokens.append(len(update.tokens))
+                outcome.step_rows.append(update.rows)
                 outcome.step_seconds.append(now - last)
             last = now
         for ranks in self.ranks:

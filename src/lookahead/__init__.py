@@ -14,13 +14,12 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core import LookaheadError, NumericalError, OutOfMemory, SettingsError, Stats
+from .core import LookaheadError, NumericalError, OutOfMemory, Result, SettingsError, Stats
 from .drafters import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, as_drafter
 
 if TYPE_CHECKING:
     from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
-    from .engine.results import Result
     from .integrations.hf import generate
     from .llm import LLM
     from .loading import load, refresh
@@ -58,7 +57,6 @@ MODULES = {
     "LLM": "llm",
     "AdaptiveState": "drafters.adaptive.state",
     "Options": "options",
-    "Result": "engine.results",
     "default_model": "checkpoints",
     "generate": "integrations.hf",
     "load": "loading",

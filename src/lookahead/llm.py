@@ -7,21 +7,21 @@ passes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import inf
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
-from .core import Choose, Request, SettingsError, Target, greedy
+from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
 from .drafters import Adaptive, Lookahead, with_old_keywords
-from .engine.engine import Engine
+from .engine.admission import Admission
+from .engine.prefix_cache import with_prefixes
 from .engine.processors import make_process
 from .engine.progress import notice_if_slow
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
-from .engine.results import Result, Stream, Updates
-from .engine.text import TextStream
+from .engine.text import TextDecoder
 from .fields import keywords_of
 from .options import BatchOptions, Options
 from .targets.factory import make_target, probe
@@ -33,6 +33,42 @@ if TYPE_CHECKING:
 
     from .drafters.adaptive.state import AdaptiveState
     from .parallel import RankGroup
+
+
+Updates = Generator[Update, None, None]
+
+
+class Stream:
+    """An iterator over pieces of text. ``result`` is set at the end of the iteration.
+
+    Closing it, or leaving a ``with`` block, ends the generation.
+    """
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+        self.result: Result | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for update in self._updates:
+            self.result = update.result
+            if update.result is not None:
+                update.result.checked()
+            if update.piece:
+                return update.piece
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation."""
+        self._updates.close()
 
 
 class LLM:
@@ -136,9 +172,24 @@ class LLM:
         with notice_if_slow("compiling the model for this processor (once)"):
             return make_target(self.model, path=path, exact=self.exact)
 
-    def engine(self, **options: Any) -> Engine:
-        """An engine on this model; the options are the keywords of ``Engine``."""
-        return Engine(lambda: self.target(), self.model, probed=self.probe, **options)
+    def engine(self, *, prefix_cache: int = 0, prompt_rows: int = UNLIMITED_ROWS, **options: Any) -> Engine:
+        """An engine on this model.
+
+        Args:
+            prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same
+                beginning.
+            prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks, if the model can
+                evaluate chunks.
+            **options: other keywords of ``Engine``.
+        """
+        if self.probe.facts is None:  # a chunk of a prompt is evaluated as a tree
+            prompt_rows = UNLIMITED_ROWS
+        return Engine(
+            lambda: with_prefixes(self.target(), prefix_cache),
+            admit=Admission(self.model, self.probe, self.target),
+            prompt_rows=prompt_rows,
+            **options,
+        )
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
@@ -248,15 +299,14 @@ class LLM:
 
             first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        prepared = [
-            (*self.prepare(prompt, chosen, seed), seed) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        return self._decode(prepared, chosen.batch_size or 1)
+        requests = [self.prepare(prompt, chosen, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return self._decode(requests, chosen.batch_size or 1)
 
-    def _decode(self, prepared: Sequence[tuple[Request, TextStream, int | None]], batch_size: int) -> Updates:
+    def _decode(self, requests: Sequence[Request], batch_size: int) -> Updates:
         with self._lend(batch_size) as engine:
-            for index, (request, text, seed) in enumerate(prepared):
-                engine.add(request, text, seed=seed, tag=index)
+            for index, request in enumerate(requests):
+                request.tag = index
+                engine.add(request)
             while engine.busy:
                 updates = engine.step()
                 if self.rank_group is not None and self.rank_group.error is not None:
@@ -312,10 +362,8 @@ class LLM:
         times = measure_times(target, self.vocabulary, rows, contexts, batches, repeats, progress, inf)
         return save_times(model_key(self.model, target.path), times) if times.bins else None
 
-    def prepare(
-        self, prompt: Prompt, options: Options, seed: int | None = None
-    ) -> tuple[Request, TextStream]:
-        """The request and the text stream of one prompt, for ``engine.add(*llm.prepare(prompt, options))``.
+    def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
+        """The request of one prompt, for ``engine.add``.
 
         Args:
             prompt: a text, chat messages or token ids.
@@ -340,5 +388,13 @@ class LLM:
             if seed is not None:
                 noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
             choose = Chooser(ids, process, noise)
-        request = Request(ids, options.drafting(self.drafter), length, choose, eos, noise=noise)
-        return request, TextStream(self.tokenizer, ids, options.stops)
+        return Request(
+            ids,
+            options.drafting(self.drafter),
+            length,
+            choose,
+            eos,
+            noise=noise,
+            detokenizer=TextDecoder(self.tokenizer, ids, options.stops),
+            seed=seed,
+        )

@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from .core import (
     Choose,
-    Decoder,
     Drafter,
-    Generation,
+    Engine,
     NumericalError,
     OutOfMemory,
     Request,
+    Sequence,
     TokenTree,
     first_divergence,
     greedy,
@@ -25,10 +26,10 @@ from .core import (
 from .drafters import Plain, as_drafter
 
 
-def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[Sequence[int]], int]:
+def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[[abc.Sequence[int]], int]:
     """A deterministic next-token function of the last ``order`` tokens, with patterns that drafters can learn."""
 
-    def next_token(prefix: Sequence[int]) -> int:
+    def next_token(prefix: abc.Sequence[int]) -> int:
         state = seed
         for token in prefix[-order:]:
             state = (state * 1_000_003 + token * 7919 + 12345) & 0x7FFFFFFF
@@ -43,7 +44,7 @@ def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[
 class FakeScores:
     """The logits of one tree, computed row by row when they are read."""
 
-    def __init__(self, target: FakeTarget, prefix: Sequence[int], tree: TokenTree) -> None:
+    def __init__(self, target: FakeTarget, prefix: abc.Sequence[int], tree: TokenTree) -> None:
         self._target = target
         self._prefix = list(prefix)
         self._tree = tree
@@ -64,7 +65,7 @@ class FakeScores:
         best = self.best(node)
         return [2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)]
 
-    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    def top(self, nodes: abc.Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
         """The k best tokens of each row, and their logits minus the row's largest."""
         rows = [self.row(node) for node in nodes]
         ids = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[:k] for row in rows]
@@ -93,7 +94,7 @@ class FakeTarget:
     def __init__(
         self,
         vocabulary: int = 32,
-        next_token: Callable[[Sequence[int]], int] | None = None,
+        next_token: Callable[[abc.Sequence[int]], int] | None = None,
         max_positions: int = 1 << 20,
         max_rows: int = 1 << 20,
     ) -> None:
@@ -105,7 +106,7 @@ class FakeTarget:
         self.committed: dict[int, list[int]] = {}
         self._pending: dict[int, TokenTree] = {}
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[FakeScores]:
+    def prefill(self, prompts: abc.Sequence[tuple[int, abc.Sequence[int]]]) -> list[FakeScores]:
         scores = []
         for slot, prompt in prompts:
             if slot in self.committed:
@@ -114,7 +115,7 @@ class FakeTarget:
             scores.append(FakeScores(self, prompt[:-1], TokenTree(prompt[-1])))
         return scores
 
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[FakeScores]:
+    def forward(self, trees: abc.Sequence[tuple[int, TokenTree]]) -> list[FakeScores]:
         if max(len(tree) for _, tree in trees) > self.max_rows:
             raise OutOfMemory(f"{max(len(t) for _, t in trees)} rows do not fit")
         self.forwards += 1
@@ -126,7 +127,7 @@ class FakeTarget:
             scores.append(FakeScores(self, self.committed[slot], tree))
         return scores
 
-    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def commit(self, paths: abc.Sequence[tuple[int, abc.Sequence[int]]]) -> None:
         for slot, path in paths:
             tree = self._pending.pop(slot)
             if path[0] != 0 or any(tree.parents[b] != a for a, b in pairwise(path)):
@@ -170,24 +171,24 @@ def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> An
     return factory.from_config(config, attn_implementation=attention).eval()
 
 
-def run(target: Any, requests: Sequence[Request]) -> list[Generation]:
+def run(target: Any, requests: abc.Sequence[Request]) -> list[Sequence]:
     """Decode the requests together to the end."""
-    decoder = Decoder(target)
-    generations = [decoder.add(request) for request in requests]
-    while decoder.busy:  # ``decode`` would raise the error that ended a sequence
-        decoder.step()
-    return generations
+    engine = Engine(lambda: target, target=target)
+    sequences = [engine.add(request) for request in requests]
+    while engine.busy:  # ``decode`` would raise the error that ended a sequence
+        engine.step()
+    return sequences
 
 
 def assert_same_as_autoregressive(
     target: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: abc.Sequence[abc.Sequence[int]],
     drafter: Any = "15,5,15",
     max_new_tokens: int = 64,
     eos: frozenset[int] = frozenset(),
     choose: Callable[[], Choose] = lambda: greedy,
-) -> list[Generation]:
-    """Decode with a drafter and plainly, compare token for token, and return the drafter's generations.
+) -> list[Sequence]:
+    """Decode with a drafter and plainly, compare token for token, and return the drafter's sequences.
 
     Args:
         drafter: anything that ``lookahead.as_drafter`` accepts.

@@ -15,11 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ..core import Drafter, Request, SettingsError, Stats, Target
+from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
-from ..engine.engine import Engine
 from ..engine.processors import make_process
 from ..llm import LLM
 from ..loading import load
@@ -162,17 +161,17 @@ def timed_decode(target: Target, request: Request) -> Outcome:
     engine.add(request)
     while engine.busy:
         for update in engine.step():
-            now, step = perf_counter(), update.step
+            now = perf_counter()
             if update.result is not None:
                 update.result.checked()
-            if step is None:
+            if not update.tokens:
                 continue
-            if step.tree is None:
-                generation = step.generation
-                outcome = Outcome(generation.tokens, generation.stats, len(step.tokens), now - last)
+            if update.tree is None:
+                sequence = update.sequence
+                outcome = Outcome(sequence.tokens, sequence.stats, len(update.tokens), now - last)
             else:
-                outcome.step_tokens.append(len(step.tokens))
-                outcome.step_rows.append(step.rows)
+                outcome.step_tokens.append(len(update.tokens))
+                outcome.step_rows.append(update.rows)
                 outcome.step_seconds.append(now - last)
             last = now
     return outcome

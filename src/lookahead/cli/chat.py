@@ -17,7 +17,7 @@ from .adapter import load_model, warm_pool, with_options
 from .console import note, problem, summary
 
 if TYPE_CHECKING:
-    from ..engine.results import Result
+    from ..core import Result
     from ..llm import LLM
 
 HELP = (

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from ..core import Stats
+    from ..core import Result, Stats
     from ..engine.compare import Comparison
-    from ..engine.results import Result
     from ..llm import LLM
 
 

@@ -25,7 +25,7 @@ from .console import diverged, note
 from .generate import print_text
 
 if TYPE_CHECKING:
-    from ..engine.results import Result
+    from ..core import Result
     from ..llm import LLM
 
 #: The prompts that come with the package.

@@ -22,8 +22,8 @@ from .adapter import Task, dismiss, load_model, read_bytes, read_text, warm_pool
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
 
 if TYPE_CHECKING:
-    from ..engine.results import Result, Updates
-    from ..llm import LLM
+    from ..core import Result
+    from ..llm import LLM, Updates
 
 #: Foreground colours, one per step in rotation (readable on dark and light backgrounds).
 COLORS = ("\x1b[34m", "\x1b[33m", "\x1b[36m", "\x1b[35m", "\x1b[32m")

@@ -1,4 +1,4 @@
-"""The decoding loop that all methods share: draft, forward, verify, commit, observe; for any number of sequences.
+"""The engine, which is the loop that all methods share: draft, forward, verify, commit, observe.
 
     tree = state.draft()                   the rows to evaluate, root = last emitted token
     scores = target.forward(tree)          mask = ancestors, position = T + depth
@@ -6,7 +6,8 @@
     target.commit(path)                    keep those rows of the KV cache
     state.observe(tree, scores, path)      learn from the logits; this is where n-grams come from
 
-Several sequences are several trees in one forward pass. Users call ``decode``, or ``Decoder.step``.
+Several sequences are several trees in one forward pass. ``LLM``, the server, the benchmark and
+``model.generate(custom_generate=...)`` drive ``Engine``; ``decode`` is the shortest way to use it.
 
 An example of one step. The cache holds the T = 5 tokens of "The cat sat on the"; the last emitted token "mat" has no
 row in it yet. The drafter's tree has six rows, one for each node, at positions T + depth:
@@ -31,120 +32,38 @@ Row 3 moves next to row 1, and rows 2, 4 and 5 are dropped. "purred" is the root
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import abc, deque
 from functools import partial
 from itertools import count
-from typing import Any
+from time import monotonic
 
-from .drafter import UNLIMITED_ROWS, Drafter, DraftState, Noise, Start
+from .drafter import UNLIMITED_ROWS, DraftState
 from .errors import LookaheadError, OutOfMemory, SettingsError, failure
+from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
-from .target import Scores, Target
+from .target import CachingTarget, Scores, Target
 from .tree import TokenTree
-from .verify import Choose, as_choose, greedy, verify
+from .verify import verify
+
+UNLIMITED_SEQUENCES = 1 << 20
+#: What a forward pass did for one sequence: the emitted tokens, the accepted path, and the tree; see ``Update``.
+Step = tuple[list[int], list[int], TokenTree | None]
 
 
-@dataclass(slots=True)
-class Request:
-    """One sequence to decode.
-
-    Attributes:
-        prompt: token ids, at least one.
-        drafter: the settings of the method; the decoder starts a state for this sequence.
-        max_new_tokens: at least 1.
-        choose: returns the target's token under a row; a ``Choose`` or a plain function; greedy by default.
-        eos: tokens that end the text; such a token is emitted.
-        finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
-        read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``
-            predict ``token``.
-        noise, predicted, step_times: passed to the drafter; see ``core.drafter.Start``.
-    """
-
-    prompt: Sequence[int]
-    drafter: Drafter
-    max_new_tokens: int
-    choose: Choose | Callable[[Scores, int], int] = greedy
-    eos: frozenset[int] = frozenset()
-    finished: Callable[[int], str | None] | None = None
-    read_prompt: Callable[[Scores, int, int], None] | None = None
-    noise: Noise | None = None
-    predicted: Sequence[int] = ()
-    step_times: Any = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.drafter, Drafter):
-            raise SettingsError(
-                f"drafter must be a Drafter, such as lookahead.Adaptive(), got {self.drafter!r:.80}"
-            )
-        if not self.prompt:
-            raise SettingsError("the prompt must have at least one token, got none")
-        if self.max_new_tokens < 1:
-            raise SettingsError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-
-
-@dataclass(slots=True)
-class Generation:
-    """The result of one sequence, filled while it is decoded.
-
-    ``finish_reason`` is None while the sequence runs, then "stop" (an end token), a reason that ``finished``
-    returned, "length", "cancelled", or "error" with ``error`` set. Tokens emitted before an error are kept.
-    """
-
-    request: Request
-    slot: int = -1
-    evaluated: int = 0  # tokens of the prompt that are in the cache
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: LookaheadError | None = None
-    stats: Stats = field(default_factory=Stats)
-    choose: Choose = field(init=False, repr=False)
-    #: Set when the prefill is done.
-    drafting: DraftState | None = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.choose = as_choose(self.request.choose)
-        self.stats.prompt_tokens = len(self.request.prompt)
-
-    def emit(self, token: int) -> bool:
-        """Append the next token of the text. Returns whether the sequence ends with it."""
-        request = self.request
-        self.tokens.append(token)
-        self.stats.new_tokens += 1
-        reason = request.finished(token) if request.finished is not None else None
-        if reason is None and token in request.eos:
-            reason = "stop"
-        if reason is None and len(self.tokens) >= request.max_new_tokens:
-            reason = "length"
-        self.finish_reason = reason
-        return reason is not None
-
-    def start_drafting(self, first: int, vocabulary: int) -> None:
-        """Start the drafter's state, after the prefill has emitted ``first``."""
-        request = self.request
-        self.drafting = request.drafter.start(
-            Start(
-                request.prompt,
-                first,
-                request.eos,
-                vocabulary,
-                request.noise,
-                request.predicted,
-                request.step_times,
-            )
-        )
+class PassFailed(LookaheadError):
+    """A forward pass failed: every sequence in it has ended. ``__cause__`` is the error."""
 
 
 class _ended_by_errors:
-    """``with _ended_by_errors(generation, "the drafter"):`` an exception in the block ends this sequence alone.
+    """``with _ended_by_errors(sequence, "the drafter"):`` an exception in the block ends this sequence alone.
 
     It is a class for the same reason as ``timed``.
     """
 
-    __slots__ = ("_generation", "_what")
+    __slots__ = ("_sequence", "_what")
 
-    def __init__(self, generation: Generation, what: str) -> None:
-        self._generation, self._what = generation, what
+    def __init__(self, sequence: Sequence, what: str) -> None:
+        self._sequence, self._what = sequence, what
 
     def __enter__(self) -> None:
         pass
@@ -152,176 +71,322 @@ class _ended_by_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._generation.finish_reason, self._generation.error = "error", failure(self._what, error)
+        self._sequence.fail(failure(self._what, error))
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of one forward pass for one sequence; ``tree`` is None for the prefill."""
+class Engine:
+    """Decodes any number of sequences with one target; they may join and leave between steps.
 
-    generation: Generation
-    tokens: list[int]
-    path: list[int]
-    tree: TokenTree | None
+        engine = Engine(make_target)
+        sequence = engine.add(Request(prompt, drafter, max_new_tokens=64))
+        while engine.busy:
+            for update in engine.step():        one forward pass, and an update for each sequence
+                print(update.piece)
 
-    @property
-    def rows(self) -> int:
-        """Rows evaluated, 0 for the prefill."""
-        return len(self.tree) if self.tree is not None else 0
-
-
-class Decoder:
-    """Decodes any number of sequences with one target; sequences may join and leave between steps.
+    ``add`` and ``cancel`` may be called from any thread and take effect in the next step. One thread calls ``step``.
+    An exception in the code of one sequence (drafter, chooser, logits processor, grammar, stop function, text) ends
+    that sequence alone. After a forward pass has failed, the engine continues with a new target.
 
     Args:
-        target: the model. The decoder uses all of its slots.
+        make_target: makes a target, all of whose slots the engine uses. Called at once, and again after a forward
+            pass has failed.
+        target: the first target, such as the one that an earlier engine's ``close`` returned; None to make one.
+        admit: called with a request and the target when the request leaves the queue; returns the request to decode.
+        max_sequences: largest number of sequences that run together; the others wait in order.
         prompt_rows: rows of prompts in one forward pass. A longer prompt is evaluated in chunks (chunked prefill);
             passes over prompts and passes over trees then alternate.
         row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
-        known: returns how many tokens of a prompt the target already has in its cache (prefix caching). They do
-            not count as rows of the first chunk.
+
+    Attributes:
+        target: the target; None after a forward pass has failed, until the next request is admitted.
+
+    Raises:
+        SettingsError, OutOfMemory: as ``make_target`` does.
     """
 
     def __init__(
         self,
-        target: Target,
+        make_target: abc.Callable[[], Target],
+        *,
+        target: Target | None = None,
+        admit: abc.Callable[[Request, Target], Request] = lambda request, target: request,
+        max_sequences: int = UNLIMITED_SEQUENCES,
         prompt_rows: int = UNLIMITED_ROWS,
         row_budget: int = UNLIMITED_ROWS,
-        known: Callable[[Sequence[int]], int] = lambda prompt: 0,
     ) -> None:
-        self.target, self.known = target, known
-        self.prompt_rows, self.row_budget = prompt_rows, row_budget
-        self.max_rows = UNLIMITED_ROWS
-        self._waiting: list[Generation] = []
-        self._running: list[Generation] = []
+        self._make_target = make_target
+        self._admit_request = admit
+        self.max_sequences = max_sequences
+        self.prompt_rows = prompt_rows
+        self.row_budget = row_budget
+        self.target: Target | None = target if target is not None else make_target()
+        #: Sequences that wait, those whose prompts are being evaluated, and those that draft.
+        self._queue: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        self._cancelled: deque[tuple[Sequence, LookaheadError | None]] = deque()
         self._free_slots: list[int] = []
         self._new_slots = count()
-        self._turn_of_trees = False
+        #: Largest number of rows of a tree that fits in memory, as far as is known.
+        self._max_rows = UNLIMITED_ROWS
         self._said_too_large = False
+        self._turn_of_trees = False
+        self._in_step = False
+
+    # ------------------------------------------------------------------------------- for callers
+
+    @property
+    def running(self) -> int:
+        """The number of running sequences."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting sequences."""
+        return len(self._queue)
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self._waiting or self._running)
+        """Whether a sequence runs, waits, or is to be cancelled."""
+        return bool(self._decoding or self._prefilling or self._queue or self._cancelled)
 
-    def add(self, request: Request) -> Generation:
-        """Add a sequence; its prefill starts in the next step."""
-        generation = Generation(request)
-        generation.stats.path = self.target.path
-        self._waiting.append(generation)
-        return generation
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The running sequences, then the waiting ones."""
+        return [*self._decoding, *self._prefilling, *self._queue]
 
-    def cancel(self, generation: Generation) -> None:
-        """End a sequence now. Its emitted tokens are kept."""
-        if generation.finish_reason is None:
-            generation.finish_reason = "cancelled"
-            self._sweep()
+    def add(self, request: Request) -> Sequence:
+        """Add a request to the queue."""
+        sequence = Sequence(request)
+        self._queue.append(sequence)
+        return sequence
 
-    def step(self) -> list[Step]:
-        """One forward pass: over prompts of waiting sequences, or over the trees of all running sequences."""
-        trees = not self._waiting or (self._turn_of_trees and bool(self._running))
+    def cancel(self, sequence: Sequence, error: LookaheadError | None = None) -> None:
+        """End a sequence before the next forward pass, as "cancelled" or with an error. Its tokens are kept."""
+        if sequence.result is None:
+            self._cancelled.append((sequence, error))
+
+    def step(self) -> list[Update]:
+        """One forward pass: over prompts, or over the trees of all sequences whose prompts are in the cache.
+
+        Waiting sequences join first while there is room.
+
+        Returns:
+            An update for each sequence that emitted tokens or has ended.
+        """
+        updates = [*self._end_cancelled(), *self._admit()]
+        if not (self._prefilling or self._decoding):
+            return updates
+        trees = not self._prefilling or (self._turn_of_trees and bool(self._decoding))
         self._turn_of_trees = not trees
-        steps = self._forward() if trees else self._prefill()
-        self._sweep()
-        return steps
+        running = [*self._decoding, *self._prefilling]
+        self._in_step = True  # an interrupt from here on leaves the target in an unknown state
+        steps: dict[Sequence, Step] = {}
+        try:
+            steps = self._evaluate_trees() if trees else self._evaluate_prompts()
+            for sequence in running:
+                if sequence.finish_reason is not None:
+                    self._drop(sequence)
+        except Exception as error:
+            # The target's state is unknown, so its sequences end. Waiting sequences will use a new target.
+            self.target = None
+            self._free_slots, self._new_slots = [], count()
+            failed = failure("the forward pass", error, PassFailed)
+            for sequence in running:
+                sequence.fail(failed)
+        for sequence in running:
+            if sequence in steps or sequence.finish_reason is not None:
+                updates.append(self._update(sequence, *steps.get(sequence, ())))
+        self._in_step = False
+        return updates
 
-    def _prefill(self) -> list[Step]:
-        """Evaluate up to ``prompt_rows`` rows of waiting prompts. A sequence runs once its prompt is complete."""
-        room, steps = self.prompt_rows, list[Step]()
-        for generation in list(self._waiting):
+    def close(self) -> Target | None:
+        """End all sequences without an update.
+
+        Returns:
+            The target, for another engine; None if its state is unknown, because an exception such as
+            KeyboardInterrupt interrupted a step.
+        """
+        if self._in_step:
+            self.target = None
+        for sequence in self.sequences:
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+            self._drop(sequence)
+        target, self.target = self.target, None
+        return target
+
+    # ------------------------------------------------------------------------------- joining and leaving
+
+    def _end_cancelled(self) -> abc.Iterator[Update]:
+        while self._cancelled:
+            sequence, error = self._cancelled.popleft()
+            if sequence.result is not None:
+                continue
+            sequence.finish_reason = "cancelled"
+            if error is not None:
+                sequence.fail(error)
+            yield self._update(sequence)
+
+    def _admit(self) -> abc.Iterator[Update]:
+        """Let waiting sequences join while there is room. Yields an update for each one that cannot."""
+        while self._queue and self.running < self.max_sequences:
+            sequence = self._queue.popleft()
+            with _ended_by_errors(sequence, "starting the request"):
+                if self.target is None:
+                    self.target = self._make_target()
+                sequence.request = self._admit_request(sequence.request, self.target)
+                sequence.stats.path = self.target.path
+                self._prefilling.append(sequence)
+            if sequence.finish_reason is not None:
+                yield self._update(sequence)
+
+    def _update(
+        self,
+        sequence: Sequence,
+        tokens: list[int] | None = None,
+        path: list[int] | None = None,
+        tree: TokenTree | None = None,
+    ) -> Update:
+        """The update of a sequence after a step. Releases a sequence that has ended, and sets its result."""
+        piece, result = "", None
+        with _ended_by_errors(sequence, "the text"):
+            piece = sequence.read(tokens or [])
+        if sequence.finish_reason is not None:
+            self._drop(sequence)
+            result = sequence.close()
+        return Update(sequence, tokens or [], piece, path or [], tree, result)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended, if it is still here: read its drafter's statistics, release its slot."""
+        groups = (self._decoding, self._prefilling, self._queue)
+        group = next((group for group in groups if sequence in group), None)
+        if group is None:
+            return
+        group.remove(sequence)
+        if sequence.drafting is not None and sequence.error is None:
+            with _ended_by_errors(sequence, "the drafter"):
+                sequence.stats.drafter = sequence.drafting.stats()
+        if sequence.slot >= 0 and self.target is not None:
+            self.target.release(sequence.slot)
+            self._free_slots.append(sequence.slot)
+            self._max_rows = UNLIMITED_ROWS  # its memory may be what a large step needs
+
+    # ------------------------------------------------------------------------------- prompts
+
+    def _evaluate_prompts(self) -> dict[Sequence, Step]:
+        """Evaluate up to ``prompt_rows`` rows of prompts. Sequences with a complete prompt emit their first token."""
+        steps: dict[Sequence, Step] = {}
+        room = self.prompt_rows
+        for sequence in list(self._prefilling):
             if room <= 0:
                 break
-            if generation.slot < 0:
-                generation.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
-            request, begin = generation.request, generation.evaluated
-            with _ended_by_errors(generation, "the prompt"), timed("prefill", [generation.stats]):
-                scores, last = self._evaluate_prompt(generation, room)
-                room -= generation.evaluated - begin
-                if generation.evaluated == len(request.prompt):
-                    token = generation.choose(scores, last)
-                    generation.emit(token)
-                    if generation.finish_reason is None:
-                        generation.start_drafting(token, self.target.vocabulary)
-                    steps.append(Step(generation, [token], [], None))
-                    self._waiting.remove(generation)
-                    self._running.append(generation)
+            if sequence.slot < 0:
+                sequence.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
+            begin = sequence.evaluated
+            with _ended_by_errors(sequence, "the prompt"), timed("prefill", [sequence.stats]):
+                scores, last = self._evaluate_prompt(sequence, room)
+                room -= sequence.evaluated - begin
+                if sequence.evaluated == len(sequence.request.prompt):
+                    steps[sequence] = [self._begin(sequence, scores, last)], [], None
         return steps
 
-    def _evaluate_prompt(self, generation: Generation, room: int) -> tuple[Scores, int]:
+    def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, int]:
         """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, last row)."""
-        request, slot, begin = generation.request, generation.slot, generation.evaluated
+        target, request, slot = self._require_target(), sequence.request, sequence.slot
+        begin = sequence.evaluated
         if request.read_prompt is not None and not begin:
             room = 1  # a prefill gives the scores of its last row only
-        elif not begin:
-            room += self.known(request.prompt)
+        elif not begin and isinstance(target, CachingTarget):
+            room += target.known(request.prompt)  # these tokens cost no rows
         piece = request.prompt[begin : begin + room]
-        generation.evaluated = end = begin + len(piece)
+        sequence.evaluated = end = begin + len(piece)
         if not begin:
-            (scores,), rows = self.target.prefill([(slot, piece)]), [0]
+            (scores,) = target.prefill([(slot, piece)])
+            rows = [0]
+            if isinstance(target, CachingTarget):
+                sequence.cached = target.reused.get(slot, 0)
         else:
             chain = TokenTree(piece[0])
             for row, token in enumerate(piece[1:]):
                 chain.add(token, row, row + 2 == len(piece) or request.read_prompt is not None)
-            (scores,), rows = self.target.forward([(slot, chain)]), chain.needs_logits_nodes()
-            self.target.commit([(slot, range(len(piece)))])
+            (scores,) = target.forward([(slot, chain)])
+            rows = chain.needs_logits_nodes()
+            target.commit([(slot, range(len(piece)))])
         if request.read_prompt is not None:
             for row, token in zip(rows, request.prompt[begin + 1 : end + 1], strict=False):
                 request.read_prompt(scores, row, token)
         return scores, rows[-1]
 
-    def _forward(self) -> list[Step]:
-        stats = [g.stats for g in self._running]
-        evaluated = self._evaluate(stats) if stats else []
-        steps: list[tuple[Step, TokenTree, Scores]] = []
+    def _begin(self, sequence: Sequence, scores: Scores, last: int) -> int:
+        """Emit the first token of a sequence whose prompt is in the cache, and start its drafter."""
+        token = sequence.choose(scores, last)
+        sequence.first_token = monotonic()
+        if not sequence.emit(token):
+            sequence.start_drafting(self._require_target().vocabulary)
+        self._prefilling.remove(sequence)
+        self._decoding.append(sequence)
+        return token
+
+    # ------------------------------------------------------------------------------- trees
+
+    def _evaluate_trees(self) -> dict[Sequence, Step]:
+        """One step of all sequences whose prompts are in the cache; returns those that did not fail."""
+        target = self._require_target()
+        stats = [sequence.stats for sequence in self._decoding]
+        evaluated = self._draft_and_forward(target, stats)
+        steps: dict[Sequence, Step] = {}
         with timed("verify", stats):
-            for generation, tree, scores in evaluated:
-                if generation.finish_reason is not None:  # its code failed during the forward pass
+            for sequence, tree, scores in evaluated:
+                if sequence.finish_reason is not None:  # its code failed during the forward pass
                     continue
-                with _ended_by_errors(generation, "the choice of a token"):
-                    path, tokens = verify(tree, partial(generation.choose, scores), generation.emit)
-                    generation.stats.count_step(len(tree), tree.verifiable(), len(tokens))
-                    steps.append((Step(generation, tokens, path, tree), tree, scores))
+                with _ended_by_errors(sequence, "the choice of a token"):
+                    path, tokens = verify(tree, partial(sequence.choose, scores), sequence.emit)
+                    sequence.stats.count_step(len(tree), tree.verifiable(), len(tokens))
+                    steps[sequence] = tokens, path, tree
         with timed("commit", stats):
             if steps:
-                self.target.commit([(step.generation.slot, step.path) for step, _, _ in steps])
+                target.commit([(sequence.slot, path) for sequence, (_, path, _) in steps.items()])
         with timed("observe", stats):
-            for step, tree, scores in steps:
-                state = _state_of(step.generation)
-                with _ended_by_errors(step.generation, "the drafter"):
-                    state.observe(tree, scores, step.path, step.tokens)
-        return [step for step, _, _ in steps]
+            for sequence, tree, scores in evaluated:
+                if sequence in steps:
+                    tokens, path, _ = steps[sequence]
+                    with _ended_by_errors(sequence, "the drafter"):
+                        _state_of(sequence).observe(tree, scores, path, tokens)
+        return steps
 
-    def _evaluate(self, stats: list[Stats]) -> list[tuple[Generation, TokenTree, Scores]]:
+    def _draft_and_forward(
+        self, target: Target, stats: list[Stats]
+    ) -> list[tuple[Sequence, TokenTree, Scores]]:
         """Draft and evaluate. A pass that does not fit in memory is repeated with half the rows; [] if none fits."""
         while True:
-            drafted: list[tuple[Generation, TokenTree]] = []
+            drafted: list[tuple[Sequence, TokenTree]] = []
             with timed("draft", stats):
                 left = self.row_budget
-                running = [generation for generation in self._running if generation.finish_reason is None]
-                for index, generation in enumerate(running):
+                running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
+                for index, sequence in enumerate(running):
                     # An equal share of the rows that are left, so rows that a sequence does not use go to later ones.
                     share = left // (len(running) - index)
-                    with _ended_by_errors(generation, "the drafter"):
-                        tree = self._draft(generation, share, len(running))
-                        drafted.append((generation, tree))
+                    with _ended_by_errors(sequence, "the drafter"):
+                        tree = self._draft(target, sequence, share, len(running))
+                        drafted.append((sequence, tree))
                         left -= len(tree)
             if not drafted:
                 return []
             try:
                 with timed("forward", stats):
-                    scores = self.target.forward([(generation.slot, tree) for generation, tree in drafted])
+                    scores = target.forward([(sequence.slot, tree) for sequence, tree in drafted])
                     # An asynchronous device (CUDA) is still computing, so work that needs no logits runs now.
-                    for generation, tree in drafted:
-                        with _ended_by_errors(generation, "work that overlaps the forward pass"):
-                            generation.choose.overlap(tree)
-                            _state_of(generation).overlap(tree)
+                    for sequence, tree in drafted:
+                        with _ended_by_errors(sequence, "work that overlaps the forward pass"):
+                            sequence.choose.overlap(tree)
+                            _state_of(sequence).overlap(tree)
                 return [(*pair, score) for pair, score in zip(drafted, scores, strict=True)]
             except OutOfMemory as error:
                 rows = max(len(tree) for _, tree in drafted)
                 if rows == 1:
-                    for generation, _ in drafted:
-                        generation.finish_reason, generation.error = "error", error
+                    for sequence, _ in drafted:
+                        sequence.fail(error)
                     return []
                 if not self._said_too_large:
                     self._said_too_large = True
@@ -331,60 +396,48 @@ class Decoder:
                         RuntimeWarning,
                         stacklevel=4,
                     )
-                self.max_rows = rows // 2
+                self._max_rows = rows // 2
 
-    def _draft(self, generation: Generation, share: int, batch: int) -> TokenTree:
+    def _draft(self, target: Target, sequence: Sequence, share: int, batch: int) -> TokenTree:
         """The drafter's tree, checked. A tree that the target cannot evaluate ends this sequence, not the pass."""
-        left = generation.request.max_new_tokens - len(generation.tokens)
-        depth = max(0, min(left - 1, self.target.depth_limit(generation.slot)))
-        rows = max(1, min(self.max_rows, share))
-        tree = _state_of(generation).draft(depth, rows, batch)
-        if len(tree) > rows or max(tree.depths) > depth or tree.tokens[0] != generation.tokens[-1]:
+        left = sequence.request.max_new_tokens - len(sequence.tokens)
+        depth = max(0, min(left - 1, target.depth_limit(sequence.slot)))
+        rows = max(1, min(self._max_rows, share))
+        tree = _state_of(sequence).draft(depth, rows, batch)
+        if len(tree) > rows or max(tree.depths) > depth or tree.tokens[0] != sequence.tokens[-1]:
             raise SettingsError(
                 f"a drafted tree must begin with the last token and have at most {rows} rows and depth {depth}, "
                 f"got {tree!r} under token {tree.tokens[0]}"
             )
-        vocabulary, least, largest = self.target.vocabulary, min(tree.tokens), max(tree.tokens)
-        if vocabulary and not 0 <= least <= largest < vocabulary:
+        least, largest = min(tree.tokens), max(tree.tokens)
+        if target.vocabulary and not 0 <= least <= largest < target.vocabulary:
             wrong = least if least < 0 else largest
-            raise SettingsError(f"drafted tokens must be between 0 and {vocabulary - 1}, got {wrong}")
+            raise SettingsError(f"drafted tokens must be between 0 and {target.vocabulary - 1}, got {wrong}")
         return tree
 
-    def _sweep(self) -> None:
-        """Release the slots of sequences that have ended, and read their drafters' statistics."""
-        for generation in (*self._waiting, *self._running):
-            if generation.finish_reason is None:
-                continue
-            if generation.drafting is not None and generation.error is None:
-                with _ended_by_errors(generation, "the drafter"):
-                    generation.stats.drafter = generation.drafting.stats()
-            if generation.slot >= 0:
-                self.target.release(generation.slot)
-                self._free_slots.append(generation.slot)
-                self.max_rows = UNLIMITED_ROWS  # its memory may be what a large step needs
-        self._running = [g for g in self._running if g.finish_reason is None]
-        self._waiting = [g for g in self._waiting if g.finish_reason is None]
+    def _require_target(self) -> Target:
+        assert self.target is not None
+        return self.target
 
 
-def _state_of(generation: Generation) -> DraftState:
-    assert generation.drafting is not None
-    return generation.drafting
+def _state_of(sequence: Sequence) -> DraftState:
+    assert sequence.drafting is not None
+    return sequence.drafting
 
 
-def decode(target: Target, requests: Iterable[Request]) -> Iterator[Step]:
-    """Decode the requests together and yield every step.
+def decode(target: Target, requests: abc.Iterable[Request]) -> abc.Iterator[Update]:
+    """Decode the requests together and yield every update.
 
     Raises:
         LookaheadError: the first error that ended a sequence, after all sequences have ended.
     """
-    decoder = Decoder(target)
-    generations = [decoder.add(request) for request in requests]
+    engine = Engine(lambda: target, target=target)
+    sequences = [engine.add(request) for request in requests]
     try:
-        while decoder.busy:
-            yield from decoder.step()
+        while engine.busy:
+            yield from engine.step()
     finally:
-        for generation in generations:
-            decoder.cancel(generation)
-    for generation in generations:
-        if generation.error is not None:
-            raise generation.error
+        engine.close()
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error

@@ -6,8 +6,8 @@ the committed tokens and, between ``forward`` and ``commit``, the pending rows o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from .tree import TokenTree
 
@@ -98,4 +98,19 @@ class Target(Protocol):
 
         It is limited by the model's last position, and by a length at which the model changes its rotary positions.
         """
+        ...
+
+
+@runtime_checkable
+class CachingTarget(Target, Protocol):
+    """A target that keeps finished sequences for prompts with the same beginning (``engine.prefix_cache``).
+
+    Attributes:
+        reused: for each slot in use, the number of tokens of its prompt that were reused.
+    """
+
+    reused: Mapping[int, int]
+
+    def known(self, prompt: Sequence[int]) -> int:
+        """The number of tokens of a prompt that would be reused."""
         ...

@@ -60,7 +60,7 @@ def verify(
 
     Returns:
         (path, tokens): the rows to commit, root first, and the emitted tokens. Both have the same length: the last
-        token is the bonus token, which has no row yet. ``core.decode`` shows an example.
+        token is the bonus token, which has no row yet. ``core.loop`` shows an example.
     """
     path, tokens = [0], []
     while True:

@@ -1,5 +1,4 @@
-"""The engine: requests in, tokens and text out, for any number of sequences on one model.
+"""What surrounds the engine, ``core.loop.Engine``: prompts to token ids, options to processors, tokens to text.
 
-``engine.Engine`` decodes requests together; ``text.TextStream`` turns their tokens into text that is safe to show.
-Importing this package imports none of its modules.
+``admission`` fits a request to its model, ``prefix_cache`` keeps finished sequences, ``trace`` records every step.
 """

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.stats import first_divergence
+from ..core import Result, first_divergence
 from ..drafters import Plain
 from ..llm import LLM
-from .results import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ LONGEST_WINDOW = 32
 CONTEXT = 6
 
 
-class TextStream:
-    """The text of a growing list of tokens. It ends before the first stop string.
+class TextDecoder:
+    """The text of a growing list of tokens, which ends before the first stop string. A ``core.sequence.Detokenizer``.
 
     Args:
         tokenizer: an object with ``decode`` as in transformers; None gives no text.

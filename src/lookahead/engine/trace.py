@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import SettingsError
-from ..core.loop import Generation
+from ..core import Sequence, SettingsError, Update
 from ..records import RecordWriter
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from .results import Update
 
 #: The version of the format. Readers reject other versions.
 VERSION = 1
@@ -43,7 +41,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
     def __init__(self, path: str | Path, llm: LLM) -> None:
         self._file, self._llm = RecordWriter(path, durable=False), llm
         self._steps = 0
-        self._generation: Generation | None = None
+        self._sequence: Sequence | None = None
         self._known: set[int] = set()
 
     def write(self, update: Update) -> None:
@@ -52,26 +50,22 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         Raises:
             SettingsError: the update belongs to another text, or the file can no longer be written.
         """
-        sequence, step = update.sequence, update.step
-        generation = sequence.generation
-        assert generation is not None
-        if self._generation is None:
-            self._generation = generation
-            self._write_header(sequence.seed)
-        if generation is not self._generation:
+        sequence, tree = update.sequence, update.tree
+        if self._sequence is None:
+            self._sequence = sequence
+            self._write_header(sequence)
+        if sequence is not self._sequence:
             raise SettingsError(
-                f"a trace holds one text, got steps of another one; {self._file.path} has the first"
+                f"a trace holds one sequence, got steps of another one; {self._file.path} has the first"
             )
-        drafting = generation.drafting
-        if step is not None and drafting is not None:
-            record: dict[str, Any] = {"tokens": step.tokens}
-            shown = set(step.tokens)
-            if step.tree is not None:
+        if update.tokens and sequence.drafting is not None:
+            record: dict[str, Any] = {"tokens": update.tokens}
+            shown = set(update.tokens)
+            if tree is not None:
                 self._steps += 1
-                tree = step.tree
-                record |= {"path": step.path, "tree": tree.tokens, "parents": tree.parents}
+                record |= {"path": update.path, "tree": tree.tokens, "parents": tree.parents}
                 shown.update(tree.tokens)
-            details = drafting.trace(step.tree)
+            details = sequence.drafting.trace(tree)
             for name in ("ngrams", "ngrams_of_text"):
                 shown.update(token for ngram in details.get(name, ()) for token in ngram)
             texts = self._texts(shown)
@@ -84,14 +78,13 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                 {
                     "end": update.result.finish_reason,
                     "steps": self._steps,
-                    "new_tokens": len(generation.tokens),
+                    "new_tokens": len(sequence.tokens),
                 }
                 | ({} if error is None else {"error": str(error)})
             )
 
-    def _write_header(self, seed: int | None) -> None:
-        assert self._generation is not None
-        request, llm = self._generation.request, self._llm
+    def _write_header(self, sequence: Sequence) -> None:
+        request, llm = sequence.request, self._llm
         self._file.write(
             {
                 "trace": "lookahead",
@@ -101,7 +94,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                 "path": llm.path,
                 "drafter": str(request.drafter),
                 "settings": _settings(request.drafter),
-                "seed": seed,
+                "seed": request.seed,
                 "max_new_tokens": request.max_new_tokens,
                 "prompt": list(request.prompt),
             }

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and errors in OpenAI's form.
+"""The HTTP application: routes, answers whole or streamed, and errors in OpenAI's form.
 
 app = create_app(Settings.read())      # ASGI, for any server
 serve(Settings.read())                 # until SIGTERM or SIGINT
@@ -7,6 +7,7 @@ serve(Settings.read())                 # until SIGTERM or SIGINT
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -19,20 +20,24 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from .. import __version__
-from ..core import LookaheadError, SettingsError
+from ..core import LookaheadError, SettingsError, Update
 from ..engine.prompts import has_chat_template
 from ..llm import LLM
+from .api_errors import Refused, error_body, error_response, status_of
 from .engine_thread import Loop
-from .gate import Gate, error_response, log_to_stderr
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .service import Server, status_of
+from .gate import Gate, log_to_stderr
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generating, TokenizeRequest
+from .responses import Answer, sse
+from .service import Server
 from .settings import Settings
 from .tools import messages_of
 
 PAGE = Path(__file__).with_name("page.html")
+#: Logged status of a request whose client disconnected (as in nginx).
+GONE = 499
 
 
 async def _refused(request: Request, error: Any) -> Response:
@@ -70,6 +75,97 @@ async def _http_error(request: Request, error: Any) -> Response:
     return error_response(message, error.status_code, codes.get(error.status_code))
 
 
+async def _answer(
+    server: Server, request: Request, body: Generating, prepare: Callable[[], Answer]
+) -> Response:
+    """Decode what ``prepare`` makes in a worker thread, and answer the request as updates arrive."""
+    server.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise SettingsError("stream_options: needs stream")
+    if body.lookahead is not None and body.lookahead.trace and not body.stream:
+        raise SettingsError("lookahead.trace: needs stream, whose chunks show the trees")
+    queue: asyncio.Queue[Update] = asyncio.Queue()
+    here = asyncio.get_running_loop()
+
+    def deliver(update: Update) -> None:
+        here.call_soon_threadsafe(queue.put_nowait, update)
+
+    answer = await asyncio.to_thread(prepare)
+    answer.sequences = server.loop.submit(answer.requests, deliver)
+    record = request.state.record
+    record["response"] = answer.head["id"]
+    if server.settings.log_text:
+        record["prompts"] = [one.prompt for one in answer.requests]
+    if body.stream:
+        chunks = _stream(server, queue, answer, record)
+        return StreamingResponse(
+            chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    watcher = asyncio.create_task(_watch(server, request, answer))
+    try:
+        async for update in _updates(queue, answer):
+            answer.take(update)
+    finally:
+        watcher.cancel()
+        _close(server, answer, record)
+    return Response(json.dumps(answer.whole()), media_type="application/json")
+
+
+async def _watch(server: Server, request: Request, answer: Answer) -> None:
+    """End the sequences when their client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    server.loop.cancel(answer.sequences)
+
+
+async def _updates(queue: asyncio.Queue[Update], answer: Answer) -> AsyncIterator[Update]:
+    """Updates until every sequence of an answer has ended.
+
+    Raises:
+        LookaheadError: the error that ended one of the sequences.
+    """
+    left = len(answer.sequences)
+    while left:
+        update = await queue.get()
+        if update.result is not None:
+            update.result.checked()
+            if update.result.finish_reason == "cancelled":
+                raise Refused("the client went away", GONE, "cancelled")
+            left -= 1
+        yield update
+
+
+async def _stream(
+    server: Server, queue: asyncio.Queue[Update], answer: Answer, record: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """The server-sent events of an answer."""
+    try:
+        for chunk in answer.opening():
+            yield chunk
+        async for update in _updates(queue, answer):
+            choice = answer.take(update)
+            if choice is not None:
+                yield answer.chunk(choice)
+        if answer.usage_asked:
+            yield answer.chunk(usage=answer.usage())
+        yield sse(b"[DONE]")
+    except LookaheadError as error:
+        record["error"] = str(error)
+        yield sse(error_body(str(error), *status_of(error)))
+    finally:
+        _close(server, answer, record)
+
+
+def _close(server: Server, answer: Answer, record: dict[str, Any]) -> None:
+    """End what still runs, and complete the record of the log."""
+    server.loop.cancel(answer.sequences)
+    usage = answer.usage()
+    record |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+    record["finish"] = [part.finish for part in answer.parts]
+    if server.settings.log_text:
+        record["texts"] = [part.shown for part in answer.parts]
+
+
 def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: bool = False) -> FastAPI:
     """The ASGI application; its lifespan starts and ends the loop.
 
@@ -102,11 +198,11 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await server.answer(request, body, lambda deliver: server.completion(body, deliver))
+        return await _answer(server, request, body, lambda: server.ready.completion(body))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await server.answer(request, body, lambda deliver: server.chat(body, deliver))
+        return await _answer(server, request, body, lambda: server.ready.chat(body))
 
     def described() -> dict[str, Any]:
         return {
@@ -147,7 +243,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         if (body.prompt is None) == (body.messages is None):
             raise SettingsError("prompt: either prompt or messages must be given")
         if body.messages is not None:
-            ids = server.chat_tokens(messages_of(body.messages), [])
+            ids = server.ready.chat_tokens(messages_of(body.messages), [])
         else:
             ids = server.ready.llm.encode(body.prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.ready.context}

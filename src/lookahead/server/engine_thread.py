@@ -1,4 +1,4 @@
-"""The thread that drives the engine: it admits texts, ends overdue texts, and delivers the updates of each step.
+"""The thread that drives the engine: it adds requests, ends overdue sequences, and delivers the updates of each step.
 
 This module knows nothing about HTTP. ``submit`` and ``cancel`` may be called from any thread.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable
 from time import monotonic
 
-from ..engine.engine import Engine, PassFailed
-from ..engine.results import Update
+from ..core import Engine, PassFailed, Request, Sequence, Update
 from ..llm import LLM
-from .choice import Choice, Refused
+from .api_errors import Refused
 from .metrics import Metrics
 from .settings import Settings
 
@@ -48,20 +48,24 @@ class Loop:
 
     @property
     def ready(self) -> bool:
-        """Whether texts are accepted."""
+        """Whether requests are accepted."""
         return self.engine is not None and self._stop_at is None and self.error is None
 
     @property
     def load_state(self) -> tuple[int, int]:
-        """(texts running, texts waiting)."""
+        """(sequences running, sequences waiting)."""
         return (self.engine.running, self.engine.waiting) if self.engine is not None else (0, 0)
 
     def start(self) -> None:
         """Load the model and begin, in the background."""
         self._thread.start()
 
-    def submit(self, choices: Sequence[Choice]) -> None:
-        """Submit texts to the engine, all of them or none.
+    def submit(self, requests: abc.Sequence[Request], deliver: Callable[[Update], None]) -> list[Sequence]:
+        """Submit requests to the engine, all of them or none.
+
+        Args:
+            requests: what to decode.
+            deliver: receives every update, on the thread; it must not block.
 
         Raises:
             Refused: the queue is full, or the server is not ready or is shutting down.
@@ -72,26 +76,29 @@ class Loop:
                 raise Refused(
                     "the server is not ready, or is shutting down; try again later", 503, "not_ready", 5
                 )
-            (running, waiting), settings = self.load_state, self._settings
-            if waiting + len(choices) > settings.max_concurrent - running + settings.max_queue:
+            running, waiting = self.load_state
+            settings = self._settings
+            if waiting + len(requests) > settings.max_concurrent - running + settings.max_queue:
                 raise Refused(
                     f"the queue is full ({running} running, {waiting} waiting); try again later",
                     429,
                     "queue_full",
                     1 + waiting // settings.max_concurrent,
                 )
-            for choice in choices:
-                choice.sequence = engine.add(choice.request, choice.text, seed=choice.seed, tag=choice)
+            for request in requests:
+                request.tag = deliver
+            sequences = [engine.add(request) for request in requests]
             self._wake.notify()
+            return sequences
 
-    def cancel(self, choices: Iterable[Choice]) -> None:
-        """End texts whose client is gone. Their slots are free in the next step."""
-        for choice in choices:
-            if self.engine is not None and choice.sequence is not None:
-                self.engine.cancel(choice.sequence)
+    def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
+        """End sequences whose client is gone. Their slots are free in the next step."""
+        for sequence in sequences:
+            if self.engine is not None:
+                self.engine.cancel(sequence)
 
     def stop(self, within: float = 0.0) -> None:
-        """Accept no more texts. Texts that are still running after ``within`` seconds end with an error."""
+        """Accept no more requests. Sequences that still run after ``within`` seconds end with an error."""
         with self._wake:
             if self._stop_at is None:
                 self._stop_at = monotonic() + within
@@ -121,7 +128,7 @@ class Loop:
             self._failed()
 
     def _wait_for_work(self, engine: Engine) -> bool:
-        """Sleep until there is a text to decode. Returns False once the loop must end."""
+        """Sleep until there is something to decode. Returns False once the loop must end."""
         with self._wake:
             while not engine.busy:
                 if self._stop_at is not None:
@@ -137,37 +144,35 @@ class Loop:
         for update in updates:
             self._deliver(engine, update)
         self._log_failures(updates)
-        steps = [update.step for update in updates if update.step is not None]
-        if steps:
-            self._metrics.stepped(steps, seconds)
+        emitted = [update for update in updates if update.tokens]
+        if emitted:
+            self._metrics.stepped(emitted, seconds)
         running = engine.sequences[: engine.running]
         tokens = sum(len(sequence.request.prompt) + len(sequence.tokens) for sequence in running)
         self._metrics.held(tokens, *self.load_state)
 
     def _end_late(self, engine: Engine) -> None:
-        """End texts past their deadline, and all texts when the time for shutting down is over."""
+        """End sequences past their deadline, and all of them when the time for shutting down is over."""
         now = monotonic()
         over = self._stop_at is not None and now >= self._stop_at
         for sequence in engine.sequences:
             if over:
                 engine.cancel(sequence, Refused("the server is shutting down", 503, "shutting_down"))
-            elif now >= sequence.tag.deadline:
+            elif now - sequence.added >= self._settings.request_timeout:
                 late = f"the request took longer than {self._settings.request_timeout:g} seconds"
                 engine.cancel(sequence, Refused(late, 504, "timeout"))
 
     def _deliver(self, engine: Engine, update: Update) -> None:
-        choice: Choice = update.sequence.tag
-        if update.step is not None and choice.first_token is None:
-            choice.first_token = monotonic()
         if update.result is not None:
-            self._metrics.ended(update.sequence, update.result, choice.created, choice.first_token)
+            self._metrics.ended(update.sequence, update.result)
+        deliver: Callable[[Update], None] = update.sequence.request.tag
         try:
-            choice.deliver(update)
+            deliver(update)
         except RuntimeError:  # the event loop of the client is closed
             engine.cancel(update.sequence)
 
     @staticmethod
-    def _log_failures(updates: Sequence[Update]) -> None:
+    def _log_failures(updates: abc.Sequence[Update]) -> None:
         """Log the traceback of each error once."""
         errors = {id(u.result.error): u.result.error for u in updates if u.result is not None}
         for error in errors.values():

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .api_errors import error_response
 from .metrics import Metrics
 from .settings import Settings
 
@@ -21,30 +22,6 @@ log = logging.getLogger("lookahead.server")
 
 #: Paths that need neither the key nor a loaded model.
 OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-def error_body(
-    message: str, status: int, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_response(
-    message: str,
-    status: int,
-    code: str | None = None,
-    param: str | None = None,
-    retry_after: int | None = None,
-) -> Response:
-    """An error in OpenAI's form, as a response."""
-    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    body = json.dumps(error_body(message, status, code, param))
-    return Response(body, status, headers, media_type="application/json")
 
 
 class Gate:

@@ -40,7 +40,7 @@ class LogProbs(Choose):
         self._inner.overlap(tree)
 
     def read_prompt(self, scores: Scores, node: int, token: int) -> None:
-        """Record a token of the prompt; see ``core.Request``."""
+        """Record a token of the prompt; see ``core.sequence.Request``."""
         self.prompt.append(self._of(scores, node, token))
 
     def _of(self, scores: Scores, node: int, token: int) -> TokenLogProb:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from time import monotonic
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..core import Stats, Step
-from ..engine import results
+from ..core import Result, Sequence, Stats, Update
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
@@ -56,37 +55,31 @@ class Metrics:
         )
         self.cache = gauge("kv_cache_tokens", "Tokens of running texts whose keys and values are held")
 
-    def stepped(self, steps: Sequence[Step], seconds: float) -> None:
-        """Count a forward pass and its wall time, including drafting and verification."""
-        rows = sum(step.rows for step in steps)
+    def stepped(self, updates: abc.Sequence[Update], seconds: float) -> None:
+        """Count a forward pass and its wall-clock time, including drafting and verification."""
+        rows = sum(update.rows for update in updates)
         if rows:
             self.rows.observe(rows)
         self.step.observe(seconds)
-        self.generated.inc(sum(len(step.tokens) for step in steps))
+        self.generated.inc(sum(len(update.tokens) for update in updates))
 
     def held(self, tokens: int, running: int, waiting: int) -> None:
-        """Set the gauges: tokens whose keys and values are held, running texts, waiting texts."""
+        """Set the gauges: tokens whose keys and values are held, running sequences, waiting sequences."""
         self.cache.set(tokens)
         self.running.set(running)
         self.waiting.set(waiting)
 
-    def ended(
-        self,
-        sequence: results.Sequence,
-        result: results.Result,
-        created: float,
-        first_token: float | None,
-    ) -> None:
-        """Count a finished text; times are from ``time.monotonic``."""
-        now, stats = monotonic(), result.stats
+    def ended(self, sequence: Sequence, result: Result) -> None:
+        """Count a finished sequence."""
+        now, stats, first = monotonic(), result.stats, sequence.first_token
         self.success.labels(result.finish_reason).inc()
-        self.whole.observe(now - created)
+        self.whole.observe(now - sequence.added)
         self.prompt.inc(stats.prompt_tokens if stats.seconds["prefill"] else 0)
         self.cached.inc(sequence.cached)
-        if first_token is not None:
-            self.first.observe(first_token - created)
+        if first is not None:
+            self.first.observe(first - sequence.added)
             if stats.new_tokens > 1:
-                self.each.observe((now - first_token) / (stats.new_tokens - 1))
+                self.each.observe((now - first) / (stats.new_tokens - 1))
         record = speculation(stats)
         self.drafts.inc(record["num_spec_steps"])
         self.drafted.inc(stats.drafted)

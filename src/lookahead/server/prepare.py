@@ -1,39 +1,46 @@
-"""Turns a checked request into texts that the engine can decode: prompt, processors, chooser, drafter."""
+"""Turns a checked HTTP request into requests of the engine, one for each completion, and the answer to fill."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 import torch
 
-from ..core import Drafter, SettingsError
+from .. import __version__
+from ..core import Drafter, Request, SettingsError
 from ..core.verify import as_choose
 from ..drafters import as_drafter
 from ..engine.prompts import encode
-from ..engine.results import Update
 from ..llm import LLM
 from ..options import Options
-from .choice import Choice
 from .grammar import Grammars
 from .logprobs import LogProbs
-from .prediction import Predicted
-from .protocol import Generating, LookaheadFields, plain
+from .protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields, plain
+from .responses import Answer, ChatAnswer, CompletionAnswer
 from .settings import Settings
+from .tools import demanded, messages_of, offered, with_tools
 
 
 class Preparer:
-    """Turns requests into choices that the loop can decode.
+    """Turns HTTP requests into requests of the engine.
+
+    Args:
+        llm: the model.
+        settings: the server's settings.
+        name: the model's name in the API.
 
     Attributes:
         context: number of tokens in the longest text, prompt included. It is within the model's limit and below the
             length at which its rotary positions change, because sequences on both sides of it cannot share a pass.
     """
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
-        self.llm, self.settings, self._grammars = llm, settings, Grammars(llm)
+    def __init__(self, llm: LLM, settings: Settings, name: str) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.name = name
+        self._grammars = Grammars(llm)
         facts, asked = llm.probe.facts, settings.max_model_len or 4096
         boundary = facts.rope_boundary - 1 if facts is not None else asked
         self.context = min(asked, llm.context or asked, boundary)
@@ -59,24 +66,82 @@ class Preparer:
             )
         return ids
 
-    def choices(
+    def completion(self, body: CompletionRequest) -> Answer:
+        """The answer of /v1/completions, with its requests.
+
+        Raises:
+            SettingsError: a field that is not supported here.
+        """
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        if body.echo and body.stream and body.logprobs is not None:
+            raise SettingsError("echo: with logprobs it cannot be streamed; leave out one of the three")
+        requests = self._requests(
+            body,
+            [self.encode(text, "prompt") for text in (prompt if several else [prompt])],
+            max_tokens=body.max_tokens or 16,
+            logprobs=body.logprobs,
+            echo=bool(body.echo),
+            schema=_schema(body),
+        )
+        return CompletionAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
+
+    def chat(self, body: ChatRequest) -> Answer:
+        """The answer of /v1/chat/completions, with its requests.
+
+        Raises:
+            SettingsError: a field that is not supported here.
+        """
+        if body.top_logprobs is not None and not body.logprobs:
+            raise SettingsError("top_logprobs: needs logprobs")
+        schema, call = _schema(body), demanded(body)
+        if schema is not None and call is not None:
+            raise SettingsError("tool_choice: a required tool and a response_format exclude each other")
+        requests = self._requests(
+            body,
+            [self.chat_tokens(messages_of(body.messages), offered(body))],
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            schema=schema or call,
+        )
+        return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
+
+    def chat_tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """The token ids of a chat, with the tools described in it."""
+        tokenizer = self.llm.tokenizer
+        template = getattr(tokenizer, "chat_template", None) or ""
+        messages = with_tools(messages, tools, str(template))
+        if not tools or "tools" not in template:
+            return self.encode(messages, "messages")
+        try:
+            chat = tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # templates raise errors of many types
+            raise SettingsError(f"messages: the chat template refuses them: {error}") from None
+        return self.encode(list(chat), "messages")
+
+    def _fingerprint(self) -> str:
+        """The properties of the server that a completion may depend on: version, dtype, type of device."""
+        device = str(self.llm.model.device).partition(":")[0]
+        return f"lookahead-{__version__}-{self.llm.dtype}-{device}"
+
+    def _requests(
         self,
-        request: Generating,
+        body: Generating,
         prompts: list[list[int]],
-        deliver: Callable[[Update], None],
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
         echo: bool = False,
         schema: tuple[dict[str, Any], str] | None = None,
-    ) -> list[Choice]:
-        """n texts for each prompt.
+    ) -> list[Request]:
+        """n requests for each prompt.
 
         Args:
-            request: the checked fields.
+            body: the checked fields.
             prompts: token ids.
-            deliver: receives every update.
-            max_tokens: largest number of tokens of a text; None for as many as fit.
+            max_tokens: largest number of tokens of a completion; None for as many as fit.
             logprobs: number of most likely tokens to return with each log-probability; None for none at all.
             echo: whether to return log-probabilities of the prompts too.
             schema: the schema of the answer, and the field that requests it.
@@ -84,40 +149,35 @@ class Preparer:
         Raises:
             SettingsError: a field that is not supported here.
         """
-        n = request.n or 1
+        n = body.n or 1
         if n * len(prompts) > self.settings.max_choices:
             raise SettingsError(
                 f"n: a request may have at most {self.settings.max_choices} texts, got {n * len(prompts)}"
             )
-        seed = random.getrandbits(62) if request.seed is None else request.seed
-        choices = []
+        seed = random.getrandbits(62) if body.seed is None else body.seed
+        requests = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(n)):
-            options = self._options(request, ids, max_tokens, schema)
-            own_seed = seed + index if options.sampled else None
-            decoded, text = self.llm.prepare(ids, options, own_seed)
-            recorder = None
+            options = self._options(body, ids, max_tokens, schema)
+            request = self.llm.prepare(ids, options, seed + index if options.sampled else None)
             if logprobs is not None:
-                recorder = decoded.choose = LogProbs(as_choose(decoded.choose), logprobs)
-                decoded.read_prompt = recorder.read_prompt if echo else None
-            predicted = self._predicted(request, decoded.drafter)
-            if predicted is not None:
-                decoded.predicted = predicted.tokens
-            deadline = monotonic() + self.settings.request_timeout
-            choices.append(Choice(index, decoded, text, own_seed, deadline, deliver, recorder, predicted))
-        return choices
+                recorder = request.choose = LogProbs(as_choose(request.choose), logprobs)
+                request.read_prompt = recorder.read_prompt if echo else None
+            request.predicted = self._predicted(body, request.drafter)
+            requests.append(request)
+        return requests
 
     def _options(
         self,
-        request: Generating,
+        body: Generating,
         ids: list[int],
         max_tokens: int | None,
         schema: tuple[dict[str, Any], str] | None,
     ) -> Options:
-        temperature = 1.0 if request.temperature is None else request.temperature
-        processors = [self._bias(request.logit_bias)] if request.logit_bias else []
-        if request.presence_penalty or request.frequency_penalty:
+        temperature = 1.0 if body.temperature is None else body.temperature
+        processors = [self._bias(body.logit_bias)] if body.logit_bias else []
+        if body.presence_penalty or body.frequency_penalty:
             processors.append(
-                penalties(len(ids), request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
+                penalties(len(ids), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
             )
         if schema is not None:
             processors.append(self._grammars.json(*schema))
@@ -125,16 +185,16 @@ class Preparer:
         given: dict[str, Any] = {
             "max_new_tokens": min(max_tokens or room, room),
             "temperature": temperature,
-            "stop": request.stop or None,
-            "repetition_penalty": request.repetition_penalty,
-            "drafter": self._drafting(request.lookahead),
+            "stop": body.stop or None,
+            "repetition_penalty": body.repetition_penalty,
+            "drafter": self._drafting(body.lookahead),
             "logits_processor": processors or None,
         }
         if (
             temperature > 0
         ):  # greedy decoding needs none of these, because the most likely token passes all of them
-            given |= {"top_p": request.top_p, "min_p": request.min_p or None}
-            given["top_k"] = request.top_k if request.top_k and request.top_k > 0 else None
+            given |= {"top_p": body.top_p, "min_p": body.min_p or None}
+            given["top_k"] = body.top_k if body.top_k and body.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})
 
     def _bias(self, bias: dict[str, float]) -> Callable[[Any, Any], Any]:
@@ -148,17 +208,18 @@ class Preparer:
         row = row.to(self.llm.model.device)
         return lambda ids, scores: scores + row
 
-    def _predicted(self, request: Generating, drafter: Drafter) -> Predicted | None:
-        if request.prediction is None:
-            return None
+    def _predicted(self, body: Generating, drafter: Drafter) -> list[int]:
+        """The tokens of the prediction; [] without one."""
+        if body.prediction is None:
+            return []
         if not drafter.uses_prediction:
             raise SettingsError(
                 f"prediction: the drafter {drafter} does not use it; leave it out, or choose another drafter"
             )
-        text = plain(request.prediction.content)
+        text = plain(body.prediction.content)
         if self.llm.tokenizer is None:
             raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
-        return Predicted(list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else [])
+        return list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def _drafting(self, requested: LookaheadFields | None) -> Drafter:
         """The drafter of a request, within the server's limits."""
@@ -179,8 +240,21 @@ class Preparer:
         return drafter
 
 
+def _schema(body: Generating) -> tuple[dict[str, Any], str] | None:
+    """(schema of the answer, the field that requests it); None for free text."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    if (form.json_schema is None) == (form.type == "json_schema"):
+        raise SettingsError(
+            "response_format: json_schema must be given if, and only if, the type is json_schema"
+        )
+    schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
+    return schema, "response_format"
+
+
 def penalties(prompt_length: int, presence: float, frequency: float) -> Callable[[Any, Any], Any]:
-    """OpenAI's penalties: subtracted from the logits of tokens that occur in the text, not counting the prompt."""
+    """OpenAI's penalties: subtracted from the logits of tokens that occur in the completion, not in the prompt."""
 
     def process(ids: Any, scores: Any) -> Any:
         counts = torch.bincount(ids[0, prompt_length:], minlength=scores.shape[1])

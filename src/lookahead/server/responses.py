@@ -7,47 +7,91 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections import abc
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
-from ..core import Step
-from ..engine.results import Update
-from .choice import Choice
-from .logprobs import TokenLogProb
+from ..core import Request, Sequence, Update
+from .logprobs import LogProbs, TokenLogProb
 from .metrics import speculation
+from .prediction import Predicted
 from .protocol import ChatRequest, CompletionRequest, Generating
 from .tools import CallReader, offered
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One completion of an answer, as far as it has arrived.
+
+    Attributes:
+        index: its index in the answer.
+        request: what the engine decodes.
+        calls: extracts tool calls from the text; None without tools.
+        predicted: compares the tokens with the prediction; None without a prediction.
+        shown: the text so far.
+        entries: its log-probabilities, in the form of the endpoint.
+        tool_calls: the calls at the end of the text.
+        finish: the finish reason, as the API names it.
+        offset: number of characters in the prompt and the text so far.
+    """
+
+    index: int
+    request: Request
+    calls: CallReader | None
+    predicted: Predicted | None
+    shown: str = ""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+    offset: int = 0
+
+    @property
+    def logprobs(self) -> LogProbs | None:
+        """The recorder of log-probabilities; None if they are not requested."""
+        return self.request.choose if isinstance(self.request.choose, LogProbs) else None
 
 
 class Answer:
     """Base class of the answers of the two endpoints.
 
     Args:
-        request: the checked fields.
+        body: the checked fields.
         model: the model's name in the API.
-        choices: the texts.
+        requests: one for each completion; those of a prompt are adjacent.
         tokenizer: decodes single tokens.
         fingerprint: identifies the model and this library, for the field system_fingerprint.
+
+    Attributes:
+        sequences: the requests in the engine; set when they have been submitted.
     """
 
     object = chunk_object = prefix = ""
 
     def __init__(
-        self, request: Generating, model: str, choices: Sequence[Choice], tokenizer: Any, fingerprint: str
+        self, body: Generating, model: str, requests: abc.Sequence[Request], tokenizer: Any, fingerprint: str
     ) -> None:
-        self.request, self.tokenizer = request, tokenizer
+        self.body = body
+        self.tokenizer = tokenizer
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self.choices = choices
-        for choice in choices:
-            choice.calls = self.call_reader()
-        self.asked = request.lookahead
-        self.usage_asked = bool(request.stream_options and request.stream_options.include_usage)
+        self.requests = requests
+        self.sequences: list[Sequence] = []
+        self.parts = [
+            Part(
+                index,
+                request,
+                self.call_reader(),
+                Predicted(list(request.predicted)) if body.prediction is not None else None,
+            )
+            for index, request in enumerate(requests)
+        ]
+        self.asked = body.lookahead
+        self.usage_asked = bool(body.stream_options and body.stream_options.include_usage)
 
     def call_reader(self) -> CallReader | None:
         """Extracts tool calls from a text; None without tools."""
@@ -55,49 +99,49 @@ class Answer:
 
     def take(self, update: Update) -> dict[str, Any] | None:
         """Process an update. Returns the choice of a chunk; None if there is nothing to send."""
-        choice: Choice = update.sequence.tag
+        part = self.parts[self.sequences.index(update.sequence)]
         finish = update.result.finish_reason if update.result is not None else None
-        if choice.predicted is not None:
-            choice.predicted.take(update.tokens)
-        entries = self._new_entries(choice, update)
+        if part.predicted is not None:
+            part.predicted.take(update.tokens)
+        entries = self._new_entries(part, update)
         piece = update.piece
-        if choice.calls is not None:
-            piece = choice.calls.push(piece)
+        if part.calls is not None:
+            piece = part.calls.push(piece)
             if finish is not None:
-                rest, choice.tool_calls = choice.calls.finish()
+                rest, part.tool_calls = part.calls.finish()
                 piece += rest
-                finish = "tool_calls" if choice.tool_calls and finish == "stop" else finish
-        choice.shown += piece
-        choice.entries += entries
-        choice.finish = finish
+                finish = "tool_calls" if part.tool_calls and finish == "stop" else finish
+        part.shown += piece
+        part.entries += entries
+        part.finish = finish
         trace = self.asked.trace if self.asked is not None else False
         if not (piece or entries or trace or finish is not None):
             return None
-        chunk = self.delta(choice, piece, entries)
-        if trace and update.step is not None:
-            chunk["lookahead"] = self._trace(update.step)
+        chunk = self.delta(part, piece, entries)
+        if trace and update.tokens:
+            chunk["lookahead"] = self._trace(update)
         if finish is not None:
-            self._statistics(choice, chunk)
+            self._statistics(part, chunk)
         return chunk
 
-    def _new_entries(self, choice: Choice, update: Update) -> list[dict[str, Any]]:
-        logprobs = choice.logprobs
+    def _new_entries(self, part: Part, update: Update) -> list[dict[str, Any]]:
+        logprobs = part.logprobs
         if logprobs is None:
             return []
-        end = len(choice.entries) + len(update.tokens)
-        fresh = logprobs.tokens[len(choice.entries) : end]
-        ends = choice.request.eos  # not part of the text
-        return [self.entry(choice, entry) for entry in fresh if entry.token not in ends]
+        end = len(part.entries) + len(update.tokens)
+        fresh = logprobs.tokens[len(part.entries) : end]
+        ends = part.request.eos  # not part of the text
+        return [self.entry(part, entry) for entry in fresh if entry.token not in ends]
 
-    def _statistics(self, choice: Choice, into: dict[str, Any]) -> None:
-        result = choice.sequence.result if choice.sequence is not None else None
+    def _statistics(self, part: Part, into: dict[str, Any]) -> None:
+        result = self.sequences[part.index].result
         if self.asked is not None and self.asked.stats and result is not None:
             into["lookahead"] = {**into.get("lookahead", {}), "stats": speculation(result.stats)}
 
-    def _trace(self, step: Step) -> dict[str, Any]:
-        shown = {"tokens": [self.token_text(token) for token in step.tokens], "path": step.path}
-        if step.tree is not None:
-            tree = step.tree
+    def _trace(self, update: Update) -> dict[str, Any]:
+        shown = {"tokens": [self.token_text(token) for token in update.tokens], "path": update.path}
+        if update.tree is not None:
+            tree = update.tree
             shown["tree"] = [self.token_text(token) for token in tree.tokens]
             shown["parents"], shown["needs_logits"] = tree.parents, tree.needs_logits
         return shown
@@ -109,19 +153,17 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The whole answer, without streaming."""
         choices = []
-        for choice in self.choices:
-            completed = self.complete(choice)
-            self._statistics(choice, completed)
+        for part in self.parts:
+            completed = self.complete(part)
+            self._statistics(part, completed)
             choices.append(completed)
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts. A prompt counts once, however many texts it has."""
-        # The texts of a prompt are adjacent.
-        prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.request.n or 1])
-        sequences = [choice.sequence for choice in self.choices if choice.sequence is not None]
-        completion = sum(len(sequence.tokens) for sequence in sequences)
-        predicted = [choice.predicted for choice in self.choices if choice.predicted is not None]
+        """Token counts. A prompt counts once, however many completions it has."""
+        prompt = sum(len(request.prompt) for request in self.requests[:: self.body.n or 1])
+        completion = sum(len(sequence.tokens) for sequence in self.sequences)
+        predicted = [part.predicted for part in self.parts if part.predicted is not None]
         details = {
             "accepted_prediction_tokens": sum(prediction.accepted for prediction in predicted),
             "rejected_prediction_tokens": sum(prediction.rejected for prediction in predicted),
@@ -130,7 +172,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in sequences)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in self.sequences)},
             "completion_tokens_details": details,
         }
 
@@ -145,15 +187,15 @@ class Answer:
         """Chunks before the first token."""
         return []
 
-    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
+    def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         """The log-probabilities of a token, in the form of the endpoint."""
         raise NotImplementedError
 
-    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The choice of a chunk."""
         raise NotImplementedError
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
+    def complete(self, part: Part) -> dict[str, Any]:
         """The choice of a whole answer."""
         raise NotImplementedError
 
@@ -166,29 +208,29 @@ def sse(body: Any) -> bytes:
 class CompletionAnswer(Answer):
     """The answer of /v1/completions."""
 
-    request: CompletionRequest
+    body: CompletionRequest
     object = chunk_object = "text_completion"
     prefix = "cmpl"
 
     def opening(self) -> list[bytes]:
-        if not self.request.echo:
+        if not self.body.echo:
             return []
-        return [self.chunk(self.delta(choice, self._prompt(choice), [])) for choice in self.choices]
+        return [self.chunk(self.delta(part, self._prompt(part), [])) for part in self.parts]
 
-    def _prompt(self, choice: Choice) -> str:
+    def _prompt(self, part: Part) -> str:
         """The prompt as text."""
         if self.tokenizer is None:
             return ""
-        return str(self.tokenizer.decode(choice.request.prompt, skip_special_tokens=True))
+        return str(self.tokenizer.decode(part.request.prompt, skip_special_tokens=True))
 
-    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
+    def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         text = self.token_text(entry.token)
-        offset, choice.offset = choice.offset, choice.offset + len(text)
+        offset, part.offset = part.offset, part.offset + len(text)
         top = {self.token_text(token): value for token, value in entry.top}
         return {"token": text, "logprob": entry.logprob, "top": top, "offset": offset}
 
     def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if self.request.logprobs is None:
+        if self.body.logprobs is None:
             return None
         names = {
             "tokens": "token",
@@ -198,42 +240,42 @@ class CompletionAnswer(Answer):
         }
         return {name: [entry[key] for entry in entries] for name, key in names.items()}
 
-    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "index": choice.index,
+            "index": part.index,
             "text": piece,
             "logprobs": self._logprobs(entries),
-            "finish_reason": choice.finish,
+            "finish_reason": part.finish,
         }
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        text, entries = choice.shown, choice.entries
-        if self.request.echo:
-            text = self._prompt(choice) + text
-            if choice.logprobs is not None:
-                choice.offset = 0
-                first = self.entry(choice, TokenLogProb(choice.request.prompt[0], 0.0, []))
-                before = [self.entry(choice, entry) for entry in choice.logprobs.prompt]
+    def complete(self, part: Part) -> dict[str, Any]:
+        text, entries = part.shown, part.entries
+        if self.body.echo:
+            text = self._prompt(part) + text
+            if part.logprobs is not None:
+                part.offset = 0
+                first = self.entry(part, TokenLogProb(part.request.prompt[0], 0.0, []))
+                before = [self.entry(part, entry) for entry in part.logprobs.prompt]
                 entries = [first | {"logprob": None, "top": None}, *before]
-                entries += [self.entry(choice, entry) for entry in choice.logprobs.tokens]
-        return self.delta(choice, text, entries)
+                entries += [self.entry(part, entry) for entry in part.logprobs.tokens]
+        return self.delta(part, text, entries)
 
 
 class ChatAnswer(Answer):
     """The answer of /v1/chat/completions."""
 
-    request: ChatRequest
+    body: ChatRequest
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def call_reader(self) -> CallReader | None:
-        names = {tool["function"]["name"] for tool in offered(self.request)}
-        return CallReader(names, first_only=self.request.parallel_tool_calls is False) if names else None
+        names = {tool["function"]["name"] for tool in offered(self.body)}
+        return CallReader(names, first_only=self.body.parallel_tool_calls is False) if names else None
 
     def opening(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}
         return [
             self.chunk({"index": i, "delta": role, "logprobs": None, "finish_reason": None})
-            for i in range(len(self.choices))
+            for i in range(len(self.parts))
         ]
 
     def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
@@ -246,7 +288,7 @@ class ChatAnswer(Answer):
                 choice |= {"logprobs": None, "delta": {}}
         return calls + super().chunk(*choices, usage=usage)
 
-    def entry(self, choice: Choice, entry: TokenLogProb) -> dict[str, Any]:
+    def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)
             whole = list(text.encode()) if "\ufffd" not in text else None  # a part of a character
@@ -256,20 +298,20 @@ class ChatAnswer(Answer):
             "top_logprobs": [described(*pair) for pair in entry.top]
         }
 
-    def _around(self, choice: Choice, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        shown = {"content": entries} if self.request.logprobs else None
-        return {"index": choice.index, "logprobs": shown, "finish_reason": choice.finish}
+    def _around(self, part: Part, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        shown = {"content": entries} if self.body.logprobs else None
+        return {"index": part.index, "logprobs": shown, "finish_reason": part.finish}
 
-    def delta(self, choice: Choice, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece} if piece else {}
-        if choice.tool_calls:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(choice.tool_calls)]
-        return self._around(choice, entries) | {"delta": delta}
+        if part.tool_calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(part.tool_calls)]
+        return self._around(part, entries) | {"delta": delta}
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.shown or None, "refusal": None}
-        if choice.tool_calls:
-            message["tool_calls"] = choice.tool_calls
+    def complete(self, part: Part) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": part.shown or None, "refusal": None}
+        if part.tool_calls:
+            message["tool_calls"] = part.tool_calls
         else:
-            message["content"] = choice.shown
-        return self._around(choice, choice.entries) | {"message": message}
+            message["content"] = part.shown
+        return self._around(part, part.entries) | {"message": message}

@@ -3,7 +3,7 @@
 transformers prepares inputs, logits processors and stopping criteria, and then calls ``generate`` below instead of
 its own loop. Each token is chosen as in that loop: processors see the token's true prefix, stopping criteria are
 called after every token, and sampling uses the same random numbers in the same order. Unsupported options are
-rejected by name. ``lookahead.engine.Engine`` decodes the rows of the batch.
+rejected by name. ``lookahead.core.Engine`` decodes the rows of the batch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...core import Drafter, LookaheadError, Request, SettingsError, Stats, Target
+from ...core import Drafter, Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ...drafters import Adaptive, with_old_keywords
-from ...engine.engine import Engine
+from ...engine.admission import Admission
 from ...engine.progress import notice_if_slow
 from ...sampling import GeneratorNoise
 from ...targets.factory import make_target, probe
@@ -114,7 +114,9 @@ def generate(
     warn_about_slow_path(model, target)
     facts = probed.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
-    engine = Engine(fresh, model, probed=probed, target=keeping if keeping is not None else target)
+    engine = Engine(
+        fresh, target=keeping if keeping is not None else target, admit=Admission(model, probed, fresh)
+    )
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)

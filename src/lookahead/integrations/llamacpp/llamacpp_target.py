@@ -2,7 +2,7 @@
 
 In llama.cpp, each row has sequence ids. A row sees the cells that have its first id, up to its own position. So each
 leaf of a tree gets an id, a row has the ids of all leaves under it, and the committed rows of a slot have the ids of
-all its leaves. For the tree of ``core.decode`` (T = 5):
+all its leaves. For the tree of ``core.loop`` (T = 5):
 
     row       token  position   ids
     (cells)   0..4      0..4    0 1 2      the committed tokens

@@ -1,0 +1,267 @@
+"""The records of a sequence: a ``Request`` enters the engine, a ``Sequence`` is decoded, each step is an ``Update``.
+
+The last update of a sequence has its ``Result``. Everything that calls the engine, from the command line to the
+server, passes these records on.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Protocol
+
+from .drafter import Drafter, DraftState, Noise, Start
+from .errors import LookaheadError, SettingsError, failure
+from .stats import Stats
+from .target import Scores
+from .tree import TokenTree
+from .verify import Choose, as_choose, greedy
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one sequence into text, and finds stop strings; ``engine.text.TextDecoder`` is one.
+
+    Attributes:
+        stops: strings that end the text and are not part of it.
+        text: all text that ``drain`` has returned.
+        stopped: the stop string that ended the text, or None.
+    """
+
+    stops: abc.Sequence[str]
+    text: str
+    stopped: str | None
+
+    def push(self, token: int) -> bool:
+        """Append a token. Returns whether a stop string is complete."""
+        ...
+
+    def finish(self) -> None:
+        """End the text."""
+        ...
+
+    def drain(self) -> str:
+        """The text that has become safe to show since the last call."""
+        ...
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: token ids, at least one.
+        drafter: the settings of the method; the engine starts a state for this sequence.
+        max_new_tokens: at least 1.
+        choose: returns the target's token under a row; a ``Choose`` or a plain function; greedy by default.
+        eos: tokens that end the sequence; such a token is emitted.
+        finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
+        read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``
+            predict ``token``.
+        noise, predicted, step_times: passed to the drafter; see ``core.drafter.Start``.
+        detokenizer: turns the emitted tokens into text; None for token ids only.
+        seed: the seed of the random numbers, for the result; None for greedy decoding.
+        tag: the caller's own value. ``LLM.run`` numbers its prompts with it.
+    """
+
+    prompt: abc.Sequence[int]
+    drafter: Drafter
+    max_new_tokens: int
+    choose: Choose | abc.Callable[[Scores, int], int] = greedy
+    eos: frozenset[int] = frozenset()
+    finished: abc.Callable[[int], str | None] | None = None
+    read_prompt: abc.Callable[[Scores, int, int], None] | None = None
+    noise: Noise | None = None
+    predicted: abc.Sequence[int] = ()
+    step_times: Any = None
+    detokenizer: Detokenizer | None = None
+    seed: int | None = None
+    tag: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.drafter, Drafter):
+            raise SettingsError(
+                f"drafter must be a Drafter, such as lookahead.Adaptive(), got {self.drafter!r:.80}"
+            )
+        if not self.prompt:
+            raise SettingsError("the prompt must have at least one token, got none")
+        if self.max_new_tokens < 1:
+            raise SettingsError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+
+@dataclass(slots=True)
+class Result:
+    """One finished sequence.
+
+    Attributes:
+        text: the text without stop strings and special tokens; "" without a tokenizer.
+        tokens: the emitted token ids, including an end token or the tokens of a stop string.
+        finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
+        stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
+        prompt_tokens: token ids of the prompt.
+        seed: the seed that reproduces these tokens; None for greedy decoding.
+        stopped: the stop string that ended the text, or None.
+        error: the error that ended the sequence, if ``finish_reason`` is "error".
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    prompt_tokens: list[int] = field(repr=False)
+    seed: int | None = None
+    stopped: str | None = None
+    error: LookaheadError | None = None
+
+    def checked(self) -> Result:
+        """Return this result, or raise the error that ended it."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of all phases."""
+        return sum(self.stats.seconds.values())
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in an engine; ``Engine.add`` returns it.
+
+    ``finish_reason`` is None until the sequence ends, then "stop" (an end token or a stop string), a reason that
+    ``Request.finished`` returned, "length", "cancelled", or "error" with ``error`` set. Tokens emitted before an
+    error are kept.
+
+    Attributes:
+        request: the request, as the engine admitted it.
+        slot: the target's slot; -1 while the sequence waits.
+        evaluated: tokens of the prompt that are in the cache.
+        cached: those of them whose keys and values were reused.
+        tokens: the emitted token ids.
+        stats: statistics so far.
+        choose: the request's ``choose`` as an object.
+        drafting: the drafter's state; None until the prefill is done.
+        added, first_token: ``time.monotonic`` when the sequence was added, and when its first token was emitted.
+        result: set by the last update.
+    """
+
+    request: Request
+    slot: int = -1
+    evaluated: int = 0
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: LookaheadError | None = None
+    stats: Stats = field(default_factory=Stats)
+    choose: Choose = field(init=False, repr=False)
+    drafting: DraftState | None = field(default=None, repr=False)
+    added: float = field(default_factory=monotonic)
+    first_token: float | None = None
+    result: Result | None = None
+
+    def __post_init__(self) -> None:
+        self.choose = as_choose(self.request.choose)
+        self.stats.prompt_tokens = len(self.request.prompt)
+
+    def emit(self, token: int) -> bool:
+        """Append the next token. Returns whether the sequence ends with it."""
+        request, text = self.request, self.request.detokenizer
+        self.tokens.append(token)
+        self.stats.new_tokens += 1
+        reason = request.finished(token) if request.finished is not None else None
+        # Only a text with stop strings is needed before the end of the step.
+        if text is not None and text.stops and self._push(text, token) and reason is None:
+            reason = "stop"
+        if reason is None and token in request.eos:
+            reason = "stop"
+        if reason is None and len(self.tokens) >= request.max_new_tokens:
+            reason = "length"
+        self.finish_reason = reason
+        return reason is not None
+
+    def start_drafting(self, vocabulary: int) -> None:
+        """Start the drafter's state, after the prefill has emitted the first token."""
+        request = self.request
+        self.drafting = request.drafter.start(
+            Start(
+                request.prompt,
+                self.tokens[0],
+                request.eos,
+                vocabulary,
+                request.noise,
+                request.predicted,
+                request.step_times,
+            )
+        )
+
+    def read(self, tokens: abc.Sequence[int]) -> str:
+        """The text that has become safe to show after these tokens of a step; the whole rest if the sequence ends."""
+        text = self.request.detokenizer
+        if text is None:
+            return ""
+        if not text.stops:
+            for token in tokens:
+                self._push(text, token)
+        if self.finish_reason is not None:
+            text.finish()
+        return text.drain()
+
+    @staticmethod
+    def _push(text: Detokenizer, token: int) -> bool:
+        try:
+            return text.push(token)
+        except Exception as error:
+            raise failure("the text", error) from error
+
+    def fail(self, error: LookaheadError) -> None:
+        """End the sequence with an error."""
+        self.finish_reason = "error"
+        self.error = error
+
+    def close(self) -> Result:
+        """Set the result of an ended sequence, and return it."""
+        assert self.finish_reason is not None
+        text = self.request.detokenizer
+        self.result = Result(
+            text.text if text is not None else "",
+            self.tokens,
+            self.finish_reason,
+            self.stats,
+            list(self.request.prompt),
+            self.request.seed,
+            text.stopped if text is not None else None,
+            self.error,
+        )
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did for one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        tokens: the token ids that the step emitted; [] if the sequence ended without a step.
+        piece: text that has become safe to show, possibly "".
+        path: the accepted rows of the tree, root first; [] without a tree.
+        tree: the rows that were evaluated; None for the prefill, and for an end without a step.
+        result: set in the last update of a sequence.
+    """
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    piece: str = ""
+    path: list[int] = field(default_factory=list)
+    tree: TokenTree | None = None
+    result: Result | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows evaluated, 0 for the prefill."""
+        return len(self.tree) if self.tree is not None else 0
+
+    @property
+    def index(self) -> int:
+        """The number of the prompt in the list that was given to ``LLM.run``."""
+        return int(self.sequence.request.tag)

@@ -1,0 +1,61 @@
+"""Errors in the form of OpenAI's API: refusals, HTTP statuses, and the bodies of responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+from ..core import LookaheadError, PassFailed, SettingsError
+
+#: OpenAI's type of an error, by status.
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class Refused(LookaheadError):
+    """The server has refused a request or ended it.
+
+    Attributes:
+        status: the HTTP status.
+        code: the error code of the API.
+        retry_after: seconds after which the client may try again, or None.
+    """
+
+    def __init__(self, message: str, status: int, code: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+
+def status_of(error: LookaheadError) -> tuple[int, str | None]:
+    """The HTTP status and the code of an error."""
+    if isinstance(error, Refused):
+        return error.status, error.code
+    if isinstance(error, PassFailed):
+        return 500, "step_failed"
+    return (400, "invalid_value") if isinstance(error, SettingsError) else (500, "decoding_failed")
+
+
+def error_body(
+    message: str, status: int, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    message: str,
+    status: int,
+    code: str | None = None,
+    param: str | None = None,
+    retry_after: int | None = None,
+) -> Response:
+    """An error in OpenAI's form, as a response."""
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = json.dumps(error_body(message, status, code, param))
+    return Response(body, status, headers, media_type="application/json")
