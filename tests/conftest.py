@@ -36,6 +36,7 @@ if not torch.cuda.is_available():
 SLOW = [
     "test_families*",
     "test_hidden*",
+    "test_light_head*",
     "test_parallel*",
     "test_engine*",
     "test_cli*",

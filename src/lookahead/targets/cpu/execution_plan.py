@@ -25,17 +25,17 @@ QUERY_BLOCK = 16
 EVERYTHING = 1 << 40
 
 
-def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
+def record(*fields: tuple[str, Any]) -> np.dtype[Any]:
     """A record type; each argument is (names separated by spaces, their type)."""
     return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
 
 
 #: ``scalars`` are fp32: the factor of the sums, a and b of the activation (``blueprint.ACTIVATIONS``), and the cap.
-LINEAR = _record(("weights group_bytes bias steps groups scalars", "i8"))
+LINEAR = record(("weights group_bytes bias steps groups scalars", "i8"))
 #: ``blueprint.Norm``.
-NORM = _record(("weight bias kind", "i8"), ("epsilon", "f4"))
+NORM = record(("weight bias kind", "i8"), ("epsilon", "f4"))
 #: ``blueprint.LayerParts``. ``cap`` is the address of the number, 0 for none.
-LAYER = _record(
+LAYER = record(
     ("attention_norm attention_post_norm feed_forward_norm feed_forward_post_norm head_norm", NORM),
     ("qkv output up down", LINEAR),
     ("window rotates joint_norm gated cap", "i8"),
@@ -44,8 +44,8 @@ LAYER = _record(
 #: The rows of one sequence: address of its keys and values, bytes from layer to layer and from head to head, its
 #: number of committed tokens T, its first row in the pass, its number of rows, and whether each row sees all rows
 #: before it (a prompt).
-SEGMENT = _record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
-PLAN = _record(
+SEGMENT = record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
+PLAN = record(
     # The model. head_size is D, padded_head is D rounded up, as the cache and queries hold it.
     ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
     ("position_embedding rotary_each", "i8"),

@@ -21,6 +21,7 @@ So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,12 @@ class PackedLinear:
     bias: np.ndarray[Any, np.dtype[np.float32]]
     inner: int
     memory: Any
+
+    def rows(self, outputs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The weights of some outputs, decoded, fp32 (n, inner)."""
+        decoded = np.empty((len(outputs), self.inner), np.float32)
+        _decode_outputs(self.panels, np.asarray(outputs, np.int64), self.inner, decoded.ctypes.data)
+        return decoded
 
 
 _QUANT_BYTES = np.array([kind.quant_bytes for kind in KINDS])
@@ -333,3 +340,13 @@ def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor
                     q |= (_integer(quants, 256 + t // 4 * 64 + lane * 4 + i) >> 2 * (t % 4) & 3) << 4
             scale = first if e < 16 else second
             out[block * BLOCK + e] = (scale * np.float32(q - zero) + shift) * factor
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def _decode_outputs(panels: Any, outputs: Any, inner: int, address: int) -> None:
+    """Decode outputs of a linear, whose table is ``PackedLinear.panels``, into fp32 (n, inner) at an address."""
+    for number in range(len(outputs)):
+        group, lane = outputs[number] // GROUP, outputs[number] % GROUP
+        panel = panels[group, lane // PANEL]
+        row = _floats_at(address + 4 * inner * number)
+        decode_output(panel[1], panel[0], lane % PANEL, inner, row, np.float32(1))

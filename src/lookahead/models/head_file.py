@@ -1,0 +1,173 @@
+"""The file of a light head: a small trained network that guesses the tokens after next from a hidden state.
+
+    z  = [norm(h); norm(e)]                       h: hidden state under which the token was emitted; e: its embedding
+    h' = h + down(silu(gate z) * up z)            the guess of the next hidden state, which the next level reads as h
+    logits over the shortlist = scale * rows of the model's own output matrix * h'
+
+The file holds the norms, gate, up and down, and the shortlist: the most frequent tokens of the model's own text. It
+does not hold output rows or embeddings, which are the model's, so it takes 3 MB for a model of 135M parameters. It
+is a safetensors file; matrices are stored as GGUF stores Q8_0: blocks of 32 signed bytes, each with an fp16 scale.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core import SettingsError
+from ..core.errors import first_line
+
+FORMAT = "lookahead light head 1"
+#: Numbers of a block, and its bytes.
+BLOCK, BLOCK_BYTES = 32, 34
+#: The most levels, the largest sizes and the largest file that are read.
+MAX_LEVELS, MAX_SIZE, MAX_BYTES = 8, 1 << 20, 1 << 30
+
+#: Fields of ``HeadWeights`` that are single numbers.
+NUMBERS = ("vocabulary", "hidden", "levels", "scale")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def as_q8_0(rows: Array) -> Array:
+    """Rows (n, inner) as blocks, uint8 (n, inner / 32 * 34): x is rounded to scale * q with scale = max |x| / 127."""
+    blocks = np.asarray(rows, np.float32).reshape(len(rows), -1, BLOCK)
+    scales = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
+    used = scales.astype(np.float32)
+    quants = np.rint(blocks / np.where(used > 0, used, 1)).clip(-127, 127).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), quants.view(np.uint8)], -1).reshape(len(rows), -1)
+
+
+def from_q8_0(raw: Array) -> Array:
+    """The inverse of ``as_q8_0``, up to rounding: fp32 (n, inner)."""
+    blocks = raw.reshape(len(raw), -1, BLOCK_BYTES)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
+    numbers: Array = (blocks[..., 2:].view(np.int8) * scales).reshape(len(raw), -1)
+    return numbers
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A light head.
+
+    Attributes:
+        vocabulary, hidden: V and the size of a hidden state of the model.
+        shortlist: the tokens that it can guess, ascending, int32 (S,).
+        hidden_norm, embedding_norm: weights of the two RMS norms, fp32 (hidden,).
+        gate, up: fp32 (width, 2 * hidden).
+        down: fp32 (hidden, width).
+        scale: factor of the logits, which stands for what the model does to its own.
+        levels: how many levels it was trained for.
+        about: what the training reports, for display.
+    """
+
+    vocabulary: int
+    hidden: int
+    shortlist: Array
+    hidden_norm: Array
+    embedding_norm: Array
+    gate: Array
+    up: Array
+    down: Array
+    scale: float
+    levels: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Numbers between the gate and down."""
+        return len(self.gate)
+
+    def check(self, vocabulary: int, hidden: int, name: str = "this model") -> None:
+        """Raise SettingsError unless the head fits a model of these sizes."""
+        if (self.vocabulary, self.hidden) != (vocabulary, hidden):
+            raise SettingsError(
+                f"the light head must be of a model with {vocabulary} tokens and hidden states of {hidden}, as "
+                f"{name} has; it is of one with {self.vocabulary} and {self.hidden}; train one with lookahead "
+                "train-head"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; matrices are rounded to 8 bits."""
+        from safetensors.numpy import save_file
+
+        tensors = {
+            "shortlist": self.shortlist.astype(np.int32),
+            "hidden_norm": self.hidden_norm.astype(np.float32),
+            "embedding_norm": self.embedding_norm.astype(np.float32),
+            **{name: as_q8_0(getattr(self, name)) for name in ("gate", "up", "down")},
+        }
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        texts = {"format": FORMAT, "numbers": json.dumps(numbers), "about": json.dumps(dict(self.about))}
+        path = Path(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary, texts)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def load_head(path: str | os.PathLike[str]) -> HeadWeights:
+    """Read a light head.
+
+    Raises:
+        SettingsError: there is no such file, or it is not a light head of this format.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise SettingsError(f"the light head must be a file, and {os.fspath(path)} is not one")
+    try:
+        if os.path.getsize(path) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        with safe_open(path, "numpy") as file:
+            texts = file.metadata() or {}
+            if texts.get("format") != FORMAT:
+                raise ValueError(f"its format is {texts.get('format', 'not given')!r:.40}, not {FORMAT!r}")
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _checked(json.loads(texts["numbers"]), arrays, json.loads(texts.get("about", "{}")))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{os.fspath(path)} holds no light head: {first_line(error)}") from None
+
+
+def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:
+    """The head that these parts describe. Raises ValueError if they contradict each other."""
+    vocabulary, hidden, levels, scale = (numbers[name] for name in NUMBERS)
+    shortlist, width = arrays["shortlist"], len(arrays["gate"])
+    whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
+    _must(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
+    _must(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")
+    _must(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
+    _must(isinstance(about, dict), "its report must be an object")
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {
+        "hidden_norm": ((hidden,), np.float32),
+        "embedding_norm": ((hidden,), np.float32),
+        "gate": ((width, 2 * hidden // BLOCK * BLOCK_BYTES), np.uint8),
+        "up": ((width, 2 * hidden // BLOCK * BLOCK_BYTES), np.uint8),
+        "down": ((hidden, width // BLOCK * BLOCK_BYTES), np.uint8),
+    }
+    for name, (shape, kind) in shapes.items():
+        array = arrays[name]
+        right = array.shape == shape and array.dtype == kind
+        _must(right, f"{name} must be {shape} {np.dtype(kind)}, got {array.shape} {array.dtype}")
+    _must(
+        shortlist.ndim == 1 and shortlist.dtype == np.int32 and len(shortlist) > 0, "its shortlist is empty"
+    )
+    ascending = bool((np.diff(shortlist) > 0).all())
+    _must(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
+    weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
+    weights |= {name: from_q8_0(arrays[name]) for name in ("gate", "up", "down")}
+    _must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")
+    return HeadWeights(vocabulary, hidden, shortlist, scale=scale, levels=levels, about=about, **weights)
+
+
+def _must(right: Any, otherwise: str) -> None:
+    if not right:
+        raise ValueError(otherwise)

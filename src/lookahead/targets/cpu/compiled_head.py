@@ -1,0 +1,241 @@
+"""A light head (``models.head_file``) on packed weights: a few rows through its block and its output rows.
+
+It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters,
+however many rows there are. A job has four stages, with a barrier after each:
+
+    gate    every thread norms the inputs [norm(h); norm(e)]; then its share of silu(gate z) * up z
+    round   the sums are quantized to 8 bits, as every input of a packed product
+    down    h' = h + down(...), and its rounding
+    output  the logits of the shortlist, and the largest of each group of 32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numba import from_dtype
+
+from ...core import SettingsError
+from ...models.head_file import HeadWeights, as_q8_0
+from ...threads import thread_count
+from ..top import top_of_rows
+from .execution_plan import LINEAR, record
+from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
+from .forward_pass import DOWN, HEAD, OUTPUT, QKV, quantize_rows
+from .gemm import gemm_of
+from .llvm import REASSOCIATE, address_as, floats_at, jit, machine_code
+from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, pack_panels
+from .packed_gemm import kernel_address, quantize
+from .thread_pool import STAGES, Worker, barrier, restart, thread_pool
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: The most rows of a call.
+MAX_ROWS = ROW_BLOCK
+EPSILON = 1e-6
+FORMAT = FORMATS["packed", "float32"]
+PLAN = record(
+    # The head: sizes, weights of the norms, and its three products.
+    ("hidden width hidden_norm embedding_norm", "i8"),
+    ("gate down output", LINEAR),
+    # Buffers: states h (rows, hidden), which become h'; embeddings; inputs of products, z for each thread.
+    ("rows x x_stride embedded embedded_stride z z_stride z_each gated gated_stride", "i8"),
+    ("scratch scratch_each logits logits_stride peaks peaks_stride", "i8"),
+)
+
+
+def as_q4_0(rows: Array) -> Array:
+    """Rows (n, inner) as GGUF's Q4_0 blocks, uint8 (n, inner / 32 * 18); the number of largest size becomes -8."""
+    blocks = np.asarray(rows, np.float32).reshape(len(rows), -1, BLOCK)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
+    scales = (largest / -8).astype(np.float16)
+    used = scales.astype(np.float32)
+    quants = np.clip(np.rint(blocks / np.where(used != 0, used, 1)) + 8, 0, 15).astype(np.uint8)
+    both = quants[..., :16] | quants[..., 16:] << 4
+    return np.concatenate([scales.view(np.uint8), both], -1).reshape(len(rows), -1)
+
+
+#: How weights are packed, by the number of bits.
+QUANTIZE: dict[int, tuple[str, Callable[[Array], Array]]] = {4: ("Q4_0", as_q4_0), 8: ("Q8_0", as_q8_0)}
+
+
+def _packed_bytes(rows: Array, bits: int) -> int:
+    count, inner = rows.shape
+    return round_up(count, GROUP) // PANEL * KINDS[KIND_INDEX[QUANTIZE[bits][0]]].panel_bytes(inner)
+
+
+def _norm(source: int, size: int, weights: int, out: int) -> None:
+    """RMS norm of fp32 numbers."""
+    xs, ws, outs = floats_at(source), floats_at(weights), floats_at(out)
+    total = np.float32(0)
+    for i in range(size):
+        total += xs[i] * xs[i]
+    factor = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(EPSILON))
+    for i in range(size):
+        outs[i] = xs[i] * factor * ws[i]
+
+
+_norm = jit(_norm, "head", fastmath=REASSOCIATE)
+plan_at = address_as(from_dtype(PLAN))
+
+
+def _job() -> Any:
+    _, add, gate, _, keep_logits = gemm_of(FORMAT)
+
+    def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
+        p, worker = plan_at(address), Worker(control, rank, size)
+        # Every thread norms all rows for itself, which is faster than waiting for the others.
+        z = p.z + p.z_each * rank
+        blocks = 2 * p.hidden // BLOCK
+        for r in range(p.rows):
+            row = z + p.z_stride * r
+            _norm(p.x + p.x_stride * r, p.hidden, p.hidden_norm, row)
+            _norm(p.embedded + p.embedded_stride * r, p.hidden, p.embedding_norm, row + 4 * p.hidden)
+            quantize(row, blocks, 0, blocks)
+        gate(p, p.gate, z, p.z_stride, p.rows, p.gated, p.gated_stride, worker, QKV)
+        arrived = barrier(worker, arrived)
+        restart(worker, OUTPUT, STAGES)
+        quantize_rows(p.gated, p.gated_stride, p.rows, p.width // BLOCK, worker)
+        arrived = barrier(worker, arrived)
+        restart(worker, QKV, OUTPUT)
+        add(p, p.down, p.gated, p.gated_stride, p.rows, p.x, p.x_stride, worker, DOWN)
+        arrived = barrier(worker, arrived)
+        quantize_rows(p.x, p.x_stride, p.rows, p.hidden // BLOCK, worker)
+        arrived = barrier(worker, arrived)
+        keep_logits(p, p.output, p.x, p.x_stride, p.rows, p.logits, p.logits_stride, worker, HEAD)
+        barrier(worker, arrived)
+
+    return run
+
+
+@cache
+def _compiled() -> Any:
+    return machine_code(_job(), 5, "head")
+
+
+class CompiledHead:
+    """A light head for models on a CPU. Several threads may call it.
+
+    Args:
+        weights: the head.
+        output: the model's output rows of the shortlist, fp32 (S, hidden).
+        embed: (tokens) -> their embeddings, fp32 (n, hidden).
+        bits: 4 or 8, of all weights.
+
+    Raises:
+        SettingsError: another number of bits.
+    """
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        output: Array,
+        embed: Callable[[Sequence[int]], Array],
+        bits: int = 8,
+    ) -> None:
+        if bits not in QUANTIZE:
+            raise SettingsError(f"the bits of a light head must be 4 or 8, got {bits}")
+        self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
+        self._embed, self._lock, self._threads = embed, Lock(), 0
+        self._kept = list[Any]()  # what the plan points to
+        self._records = np.zeros(1, PLAN)
+        self._fill(weights, output, bits)
+        self._job = int(_compiled().address)
+
+    def _fill(self, weights: HeadWeights, output: Array, bits: int) -> None:
+        plan, hidden, width = self._records[0], weights.hidden, weights.width
+        # A group of the first product has 16 gates, then their 16 ups.
+        halves = [part.reshape(-1, PANEL, 2 * hidden) for part in (weights.gate, weights.up)]
+        both = np.stack(halves, 1).reshape(-1, 2 * hidden)
+        memory = ArrayMemory(sum(_packed_bytes(rows, bits) for rows in (both, weights.down, output)))
+        plan["gate"] = self._linear(both, bits, memory)
+        plan["down"] = self._linear(weights.down, bits, memory)
+        plan["output"] = self._linear(output, bits, memory, weights.scale, float("-inf"))
+        plan["hidden"], plan["width"] = hidden, width
+        for name in ("hidden_norm", "embedding_norm"):
+            plan[name] = self._address(np.ascontiguousarray(getattr(weights, name), np.float32))
+        groups = -(-len(output) // GROUP)
+        sizes = {
+            "x": FORMAT.row_bytes(hidden),
+            "embedded": 4 * hidden,
+            "gated": FORMAT.row_bytes(width),
+            "logits": 4 * GROUP * groups,
+            "peaks": 4 * groups,
+        }
+        memory = ArrayMemory(sum(round_up(MAX_ROWS * size, 64) for size in sizes.values()))
+        #: Buffers by their names in the plan, fp32 (rows, numbers of a row).
+        self._buffers = {}
+        for name, size in sizes.items():
+            array = memory.take(MAX_ROWS * size).view(np.float32).reshape(MAX_ROWS, -1)
+            plan[name], plan[f"{name}_stride"] = self._address(array), size
+            self._buffers[name] = array
+        plan["z_stride"] = FORMAT.row_bytes(2 * hidden)
+        plan["z_each"], plan["scratch_each"] = MAX_ROWS * plan["z_stride"], 4 * ROW_BLOCK * GROUP
+
+    def _address(self, array: Array) -> int:
+        """The address of an array, which is kept alive."""
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def _linear(
+        self, rows: Array, bits: int, memory: ArrayMemory, scale: float = 1.0, padding: float = 0.0
+    ) -> tuple[int, int, int, int, int, int]:
+        """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill the last
+        group. Returns the record ``execution_plan.LINEAR``."""
+        name, quantized = QUANTIZE[bits]
+        kind, (count, inner) = KIND_INDEX[name], rows.shape
+        order = np.full(round_up(count, GROUP), -1)
+        order[:count] = np.arange(count)
+        panels = memory.take(_packed_bytes(rows, bits)).reshape(len(order) // PANEL, -1)
+        pack_panels(kind, quantized(rows), order.reshape(-1, PANEL), inner, panels)
+        table = np.empty((len(panels), 2), np.int64)
+        table[:, 0] = self._address(panels) + panels.strides[0] * np.arange(len(panels))
+        table[:, 1] = kernel_address(kind)
+        bias = np.where(order >= 0, 0, padding).astype(np.float32)
+        scalars = self._address(np.array([scale, 1.0, 0.0, 0.0], np.float32))
+        groups = len(panels) // 2
+        return (
+            self._address(table),
+            2 * table.strides[0],
+            self._address(bias),
+            inner // BLOCK,
+            groups,
+            scalars,
+        )
+
+    def guess(self, states: Array, tokens: Sequence[int], k: int) -> tuple[Array, Array, Array]:
+        """One level: what follows each token, given the hidden state under which it was emitted or guessed.
+
+        Args:
+            states: (n, hidden) fp32, at most ``MAX_ROWS`` rows.
+            tokens: n token ids.
+            k: how many tokens to return for each, at most those of the shortlist.
+
+        Returns:
+            the guessed states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their logits
+            minus the largest, fp32 (n, k).
+        """
+        count, hidden, buffers, pool = len(tokens), self.hidden, self._buffers, thread_pool(thread_count())
+        embedded = self._embed(tokens)
+        with self._lock:
+            plan = self._reserve(pool.size)
+            buffers["x"][:count, :hidden] = states
+            buffers["embedded"][:count] = embedded
+            plan["rows"] = count
+            pool.run(self._job, self._records.ctypes.data, self)
+            logits = buffers["logits"][:count, : len(self.shortlist)]
+            places, odds = top_of_rows(logits, min(k, len(self.shortlist)), buffers["peaks"][:count])
+            return buffers["x"][:count, :hidden].copy(), self.shortlist[places], odds
+
+    def _reserve(self, threads: int) -> Any:
+        """The plan, with buffers for this many threads."""
+        plan = self._records[0]
+        if threads > self._threads:
+            self._threads = threads
+            for name in ("z", "scratch"):
+                plan[name] = self._address(np.zeros(threads * int(plan[f"{name}_each"]) + 64, np.uint8))
+        return plan

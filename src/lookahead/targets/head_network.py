@@ -1,0 +1,93 @@
+"""A light head (``models.head_file``) in torch: what is trained, and what runs alongside models on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear, rms_norm, silu
+
+from ..models.head_file import HeadWeights
+
+EPSILON = 1e-6
+#: The deviation of ``down`` before training: the first guess of the next hidden state is the hidden state itself.
+FIRST_DEVIATION = 1e-3
+
+
+class HeadNetwork(nn.Module):
+    """The trained part: h' = h + down(silu(gate z) * up z) with z = [norm(h); norm(e)].
+
+    Args:
+        hidden, width: sizes of a hidden state and of the block.
+    """
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.hidden_norm = nn.Parameter(torch.ones(hidden))
+        self.embedding_norm = nn.Parameter(torch.ones(hidden))
+        self.gate = nn.Parameter(torch.empty(width, 2 * hidden))
+        self.up = nn.Parameter(torch.empty(width, 2 * hidden))
+        self.down = nn.Parameter(torch.empty(hidden, width))
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        for weight in (self.gate, self.up):
+            nn.init.normal_(weight, std=(2 * hidden) ** -0.5)
+        nn.init.normal_(self.down, std=FIRST_DEVIATION)
+
+    def forward(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The guessed states (..., hidden) under the next tokens."""
+        size = self.hidden_norm.shape
+        h = rms_norm(states, size, self.hidden_norm, EPSILON)
+        e = rms_norm(embedded, size, self.embedding_norm, EPSILON)
+        z = torch.cat((h, e), -1)
+        return states + linear(silu(linear(z, self.gate)) * linear(z, self.up), self.down)
+
+    def weights(
+        self, vocabulary: int, shortlist: np.ndarray[Any, Any], levels: int, about: Mapping[str, Any]
+    ) -> HeadWeights:
+        """A copy as it is saved."""
+        arrays = {name: value.detach().float().cpu().numpy() for name, value in self.named_parameters()}
+        scale = float(np.exp(arrays.pop("log_scale")))
+        hidden = len(arrays["hidden_norm"])
+        return HeadWeights(vocabulary, hidden, shortlist, scale=scale, levels=levels, about=about, **arrays)
+
+    @classmethod
+    def of(cls, weights: HeadWeights) -> HeadNetwork:
+        """The network with these weights."""
+        network = cls(weights.hidden, weights.width)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                value = np.log(weights.scale) if name == "log_scale" else getattr(weights, name)
+                parameter.copy_(torch.as_tensor(value))
+        return network
+
+
+class TorchHead:
+    """A light head on the device of its model; the reference of ``cpu.compiled_head.CompiledHead``.
+
+    Args:
+        weights: the head.
+        output: the model's output rows of the shortlist, (S, hidden).
+        embed: (tokens) -> their embeddings, (n, hidden), on the same device.
+    """
+
+    def __init__(
+        self, weights: HeadWeights, output: torch.Tensor, embed: Callable[[Sequence[int]], torch.Tensor]
+    ) -> None:
+        self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
+        self._network = HeadNetwork.of(weights).to(output.device, output.dtype).requires_grad_(False)
+        self._output, self._scale, self._embed = output, weights.scale, embed
+
+    def guess(
+        self, states: np.ndarray[Any, Any], tokens: Sequence[int], k: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As ``CompiledHead.guess``."""
+        with torch.no_grad():
+            here = torch.from_numpy(np.ascontiguousarray(states)).to(self._output.device, self._output.dtype)
+            guessed = self._network(here, self._embed(tokens))
+            logits = linear(guessed, self._output).float() * self._scale
+            values, places = logits.topk(min(k, len(self.shortlist)), dim=-1)
+            odds = (values - values[:, :1]).cpu().numpy()
+            return guessed.float().cpu().numpy(), self.shortlist[places.cpu().numpy()], odds
