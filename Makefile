@@ -107,6 +107,7 @@ $(VENV)/.release: $(READY)
 docs: $(VENV)/.docs
 	$(RUN)/python docs/site.py
 	$(RUN)/python -m zensical build --strict --clean
+	$(RUN)/python -m zensical build --strict --clean -f mkdocs.zh.yml
 	@echo "the site is in build/site"
 
 # Pages in headless Chromium, which the system brings (apt-get install chromium): the site, the page of a trace, the server's.

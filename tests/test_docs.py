@@ -172,21 +172,26 @@ def test_the_site_has_every_page(tmp_path):
     """What ``make docs`` builds: each page has its place, and links into the repository become links on the site."""
     site, out = module("site"), tmp_path / "docs"
     site.gather(out)
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 
     def pages(entries):
         for entry in entries:
-            yield from [entry] if isinstance(entry, str) else pages(*entry.values())
+            if isinstance(entry, str):
+                yield entry
+            else:
+                (below,) = entry.values()
+                yield from [below] if isinstance(below, str) else pages(below)
 
-    listed = list(pages(nav))
-    assert len(listed) == len(set(listed))
-    made = {path.relative_to(out).as_posix() for path in out.rglob("*.md")}
-    assert {page for page in made if not page.startswith("files/")} == set(listed)
-    for page in sorted(made):
-        text = re.sub(r"^(`{3,}).*?^\1", "", (out / page).read_text(), flags=re.S | re.M)
-        for link in LINKS.findall(text):
-            if not link.startswith(("http", "mailto:", "#")) and not page.startswith("files/"):
-                assert ((out / page).parent / link.partition("#")[0]).exists(), f"{page}: {link}"
+    for folder, settings in ((out, "mkdocs.yml"), (tmp_path / "docs-zh", "mkdocs.zh.yml")):
+        listed = list(pages(yaml.safe_load((ROOT / settings).read_text())["nav"]))
+        assert len(listed) == len(set(listed))
+        made = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
+        assert {page for page in made if not page.startswith("files/")} == set(listed)
+        for page in sorted(made):
+            text = re.sub(r"^(`{3,}).*?^\1", "", (folder / page).read_text(), flags=re.S | re.M)
+            assert page.startswith("files/") or not re.search(r"^\[(中文|English)\]\(", text, re.M), page
+            for link in LINKS.findall(text):
+                if not link.startswith(("http", "mailto:", "#")) and not page.startswith("files/"):
+                    assert ((folder / page).parent / link.partition("#")[0]).exists(), f"{page}: {link}"
     commands = (out / "reference/cli.md").read_text()
     assert "## lookahead bench step-cost" in commands
     assert "`--trace FILE`" in commands

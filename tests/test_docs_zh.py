@@ -68,7 +68,10 @@ def structure(page):
         + INDENTED.findall(FENCED.sub("", text)),
         "marks of drawn and measured blocks": re.findall(r"<!--.*?-->", prose),
         "code in sentences": sorted(set(SPAN.findall(prose))),
-        "figures": [name_of((page.parent / link).resolve()) for link in IMAGE.findall(prose)],
+        "figures": [
+            name_of((page.parent / link).resolve()).replace(".zh.svg", ".svg")
+            for link in IMAGE.findall(prose)
+        ],
         "links": targets(page),
         "cells of tables": [line.count("|") for line in re.findall(r"^\|.*\|$", words, re.M)],
         "items of lists": [mark.strip()[-1] for mark in re.findall(r"^ *(?:-|\d+\.) ", prose, re.M)],
