@@ -25,8 +25,8 @@ from lookahead.bench.record import describe, environment
 from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive.measure import times_for
-from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
+from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
+from lookahead.drafters.adaptive.measure import curve_of
 from lookahead.sampling import SeededNoise, make_choose
 
 from .datasets import load_workload
@@ -57,7 +57,7 @@ class WatchedState(DraftState):
     def draft(self, max_depth: int, max_rows: int = 1 << 20, batch: int = 1) -> TokenTree:
         tree = self.drafter.draft(max_depth, max_rows, batch)
         self.estimates = self.drafter.estimates
-        self.watched.plain.append(self.drafter.cooling)
+        self.watched.plain.append(not self.drafter.estimates)
         return tree
 
     def observe(self, tree: TokenTree, scores: Any, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ def main() -> None:
         parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
     llm = lookahead.load(args.model, dtype=args.dtype)
     target, size = llm.target(), llm.vocabulary
-    times = times_for(llm.model, target.path, lambda: target)
+    curve = curve_of(llm.model, target.path, lambda: target, print)
     runs: list[dict[str, Any]] = []
     levels = {str(temperature): [[0.0, 0.0, 0.0] for _ in LEVELS] for temperature in args.temperatures}
     for temperature in args.temperatures:
@@ -170,7 +170,7 @@ def main() -> None:
                     if method == "adaptive":
                         drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
                     elif method == "64 rows":
-                        drafter = Watched(Adaptive(budget=False), levels[str(temperature)])
+                        drafter = Watched(Adaptive(rows=64), levels[str(temperature)])
                     engine = Engine(lambda: target)
                     start = perf_counter()
                     sequence = engine.add(
@@ -180,7 +180,7 @@ def main() -> None:
                             args.new_tokens,
                             make_choose(prompt, None, noise),
                             noise=noise,
-                            step_times=times,
+                            cost_curve=curve,
                         )
                     )
                     steps = []

@@ -109,7 +109,7 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
         return lambda: Lookahead(*PAPER, pool=pool)
 
     def adaptive(warm: bool, most: int = rows, **settings: Any) -> Callable[[], Drafter]:
-        drafter = Adaptive(most, budget=False, **settings)
+        drafter = Adaptive(rows=most, **settings)
         drafter = replace(drafter, state=AdaptiveState(drafter) if warm else None)
         return lambda: drafter
 

@@ -26,7 +26,7 @@ from .datasets import SETS, load_workload
 
 def variants(drafted: int) -> dict[str, Drafter]:
     """Name -> drafter; the last ones draft at most this many tokens."""
-    whole = Adaptive(budget=False, sources=tuple(SOURCES))
+    whole = Adaptive(rows=64, sources=tuple(SOURCES))
     short = replace(whole, chain=True, max_rows=drafted + 1)
     return {
         f"trees of {whole.max_rows} rows, with the window": whole,

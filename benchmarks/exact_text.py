@@ -85,7 +85,7 @@ def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
     }
     drafter = as_drafter(settings["method"])
     if isinstance(drafter, Adaptive):
-        drafter = replace(drafter, max_rows=settings["max_rows"], budget=False)
+        drafter = replace(drafter, rows=settings["max_rows"])
     begin = process_time()
     plain = llm.generate(prompts, drafter="plain", **shared)
     middle = process_time()

@@ -114,7 +114,7 @@ def measure(
 ) -> list[dict[str, tuple[float, float]]]:
     """Parts of the first ``steps`` steps of at least ``rows`` rows."""
     method, temperature = CASES[case]
-    drafted = Adaptive(rows, budget=False) if method == "adaptive" else as_drafter(method)
+    drafted = Adaptive(rows=rows) if method == "adaptive" else as_drafter(method)
     measured: list[dict[str, tuple[float, float]]] = []
     for number, prompt in enumerate(prompts):
         drafter = Clocked(drafted)
@@ -134,7 +134,7 @@ def prompt_cost(vocabulary: int, length: int = 2000, repeats: int = 9) -> float:
         words = [rng.randrange(vocabulary) for _ in range(400)]
         prompt = [words[int(rng.random() ** 2 * 400)] for _ in range(length)]
         start = perf_counter()
-        Adaptive(budget=False).start(Start(prompt, words[0], vocabulary=vocabulary)).draft(100)
+        Adaptive(rows=64).start(Start(prompt, words[0], vocabulary=vocabulary)).draft(100)
         spent.append(perf_counter() - start)
     return statistics.median(spent)
 

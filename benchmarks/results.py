@@ -185,15 +185,10 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
         Step("host-cost", ("-m", "benchmarks.host_cost"), 1),
     ]
     # page, its program, its own words, minutes with a limit of ten
-    texts = f"bfloat16:{limit},float32:{max(1, limit // 2)}"
-    packed: tuple[str, ...] = ("--wall", "--texts", f"auto:{limit}", "--fixed", "2,4,8")
-    packed += ("--temperatures", "0,0.7", "--records", "build/results/controller-packed.jsonl")
-    packed += ("--out", "docs/results/controller-packed")
     for name, program, own, minutes in (
         ("adaptive", "adaptive_s", ("--prompts", str(limit)), 16),
         ("adaptive-run", "adaptive_run", ("--prompts", str(limit)), 8),
-        ("controller", "controller", ("--wall", "--texts", texts), 40),
-        ("controller-packed", "controller", packed, 20),
+        ("rows", "rows", ("--prompts", str(limit)), 20),
     ):
         words = ["-m", f"benchmarks.{program}", "--data", str(data), *own]
         planned.append(Step(name, tuple(words), minutes * limit / 10))

@@ -45,9 +45,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ours, always drafting": _OURS,
 }
 #: additional_config of a method. Always drafting: what the drafts are worth where rows cost nothing.
-ADDITIONAL = {
-    "ours, always drafting": {"lookahead": "adaptive:budget=false:sources=suffix+logits+jacobi+corpus"}
-}
+ADDITIONAL = {"ours, always drafting": {"lookahead": "adaptive:rows=64:sources=suffix+logits+jacobi+corpus"}}
 Record = dict[str, Any]
 
 

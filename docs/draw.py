@@ -8,7 +8,7 @@ The traces in docs/traces are of SmolLM2-135M-Instruct in Q4_1 (the default mode
     lookahead generate --prompt-file PROMPT --drafter lookahead:5,4,5:pool_from_prompt=false:pool_from_output=false \
         --max-new-tokens 96 --trace docs/traces/window.jsonl
 
-likewise jacobi:block_size=8 and adaptive:max_rows=16:budget=false. The prompt is a chat, which ``prompt()`` gives.
+likewise jacobi:block_size=8 and adaptive:rows=16. The prompt is a chat, which ``prompt()`` gives.
 A test compares pages and images with what this draws, so they cannot fall behind the code.
 """
 
@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 from lookahead.cli.show import page_of
 from lookahead.core import TokenTree, verify
 from lookahead.drafters import NGramPool, Window
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.engine.trace import read_trace
 
 HERE = Path(__file__).parent
@@ -189,22 +189,16 @@ def draw_found() -> str:
 
 
 def draw_rows() -> str:
-    """F(k), t(k) and what the controller maximises, of one step of the adaptive trace."""
+    """F(k), c(k) and what the rule maximises, of one step of the adaptive trace."""
     steps, _ = steps_of("adaptive")
     record = max(steps, key=lambda one: len(one.get("probabilities", [])) * (one["step"] == 12))
     best = sorted(record["probabilities"], reverse=True)
-    points = [(rows, ms / 1000) for rows, ms in costs("fp32")]
-
-    def time(rows: int) -> float:
-        (a, low), (b, high) = next(pair for pair in pairwise(points) if rows <= pair[1][0])
-        return low + (high - low) * (rows - a) / (b - a)
-
-    rate = 1 / time(1)  # tokens per second of plain decoding, the least that lambda can be
-    lines = ["rows k    F(k)    t(k) ms    F(k) / t(k)    F(k) - lambda t(k)"]
+    times = dict(costs("fp32"))
+    curve = CostCurve({0: {rows: ms / times[1] for rows, ms in times.items()}})
+    lines = ["rows k    F(k)    c(k)    F(k) / c(k)    F(k) - r c(k)"]
     for k in (1, 2, 3, 4, 6, 8, 12, 16):
-        expected = sum(best[:k])
-        gains = f"{expected / time(k):>15.0f}{expected - rate * time(k):>22.2f}"
-        lines.append(f"{k:>6}{expected:>8.2f}{1000 * time(k):>11.1f}{gains}")
+        expected, cost = sum(best[:k]), curve.cost(k)
+        lines.append(f"{k:>6}{expected:>8.2f}{cost:>8.2f}{expected / cost:>15.2f}{expected - cost:>17.2f}")
     return "\n".join(lines)
 
 

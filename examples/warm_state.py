@@ -16,7 +16,7 @@ if len(sys.argv) < 2:
 file = sys.argv[1]
 llm = lookahead.load(sys.argv[2] if len(sys.argv) > 2 else None)
 state = llm.warm_state(file)  # empty where the file is not there yet
-drafter = lookahead.Adaptive(max_rows=8, budget=False, state=state)
+drafter = lookahead.Adaptive(rows=8, state=state)
 for name in ("is_prime", "is_square", "is_even"):
     result = llm.generate(f"def {name}(n):\n", max_new_tokens=64, drafter=drafter)
     print(f"{name}: {result.stats.compression_ratio:.2f} tokens per forward pass")

@@ -118,7 +118,7 @@ def main() -> None:
             llm.generate(
                 chat,
                 max_new_tokens=options.new_tokens,
-                drafter=Adaptive(12, budget=False, state=state),
+                drafter=Adaptive(rows=12, state=state),
                 temperature=temperature,
                 seed=number,
             )

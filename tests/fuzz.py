@@ -36,8 +36,8 @@ ALONE = ("llama-dynamic-ntk",)
 DRAFTING: list[dict[str, Any]] = [
     {},
     {},
-    {"drafter": Adaptive(16, budget=False)},
-    {"drafter": Adaptive(64, budget=False)},
+    {"drafter": Adaptive(rows=16)},
+    {"drafter": Adaptive(rows=64)},
     {"drafter": Lookahead(5, 3, 5)},
     {"drafter": Lookahead(15, 5, 15)},
     {"drafter": Lookahead(1, 2, 0)},
@@ -52,7 +52,7 @@ DRAFTING: list[dict[str, Any]] = [
 SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
 #: Families that the compiled path takes in bfloat16 too: there one row and many give the same bits.
 COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
-ENGINE_DRAFTERS = [Adaptive(), Adaptive(32, budget=False), Lookahead(5, 3, 5), PromptLookup()]
+ENGINE_DRAFTERS = [Adaptive(), Adaptive(rows=32), Lookahead(5, 3, 5), PromptLookup()]
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,7 +67,7 @@ def model_of(family: str, seed: int, spread: float, window: int = 0) -> Any:
 def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> Any:
     sliding = {"sliding_window": window} if window else {}
     model = tiny_model(family, seed=seed, vocab_size=toy.VOCABULARY, initializer_range=0.1, **sliding)
-    return lookahead.LLM(model.to(dtype), toy.tokenizer(), drafter=Adaptive(16, budget=False))
+    return lookahead.LLM(model.to(dtype), toy.tokenizer(), drafter=Adaptive(rows=16))
 
 
 @dataclass

@@ -174,7 +174,7 @@ def texts(count: int) -> Findings:
             options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count}
             torch.manual_seed(0)
             plain = model.generate(prompt, **options)[0].tolist()
-            for drafter in (lookahead.Adaptive(32, budget=False), lookahead.Lookahead(7, 5, 7)):
+            for drafter in (lookahead.Adaptive(rows=32), lookahead.Lookahead(7, 5, 7)):
                 stats: list[Any] = []
                 torch.manual_seed(0)
                 ours = model.generate(

@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.drafters.adaptive import (
-    SOURCES,
-)
-from lookahead.drafters.adaptive.arrays import BUCKET
-from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, learn, load
-from lookahead.drafters.adaptive.growth import Grower
+from lookahead.drafters.adaptive import SOURCES
+from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, count, load
+from lookahead.drafters.adaptive.grower import Grower
+from lookahead.drafters.adaptive.memory import BUCKET
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
-from lookahead.drafters.adaptive.state import AdaptiveState, Tables
+from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.factory import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
@@ -29,19 +27,19 @@ from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
 CONFIGS = [
     {},
-    {"budget": False},
-    {"budget": False, "max_rows": 5},
-    {"budget": False, "max_rows": 1},
-    {"budget": False, "window_size": 0},
-    {"budget": False, "window_size": 9, "ngram_size": 2},
-    {"budget": False, "window_size": 7, "ngram_size": 5, "max_rows": 128},
-    {"budget": False, "top": 1, "suffix_order": 1},
-    {"budget": False, "chain": True},
+    {"rows": 64},
+    {"rows": 5},
+    {"rows": 1},
+    {"rows": 64, "window_size": 0},
+    {"rows": 64, "window_size": 9, "ngram_size": 2},
+    {"rows": 128, "window_size": 7, "ngram_size": 5},
+    {"rows": 64, "top": 1, "suffix_order": 1},
+    {"rows": 64, "chain": True},
     {"chain": True},
-    {"budget": False, "chain": True, "max_rows": 1},
-    {"budget": False, "chain": True, "max_rows": 6},
-    {"budget": False, "sources": ()},
-    *({"budget": False, "sources": (name,)} for name in SOURCES),
+    {"rows": 1, "chain": True},
+    {"rows": 6, "chain": True},
+    {"rows": 64, "sources": ()},
+    *({"rows": 64, "sources": (name,)} for name in SOURCES),
 ]
 
 
@@ -64,26 +62,26 @@ def test_equal_to_plain_decoding(config):
     sequences = adaptive(target, config)
     assert [g.tokens for g in sequences] == plain(target)
     assert not target.committed
-    assert max(max(g.stats.rows_per_step) for g in sequences) <= adaptive_of(config).max_rows
+    assert max(max(g.stats.rows_per_step) for g in sequences) <= adaptive_of(config).most_rows
 
 
 def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
     seen, keep = [], Grower._keep_best_chain
 
     def watched(grower):
-        tree = TokenTree.of(grower.tokens, grower.parents)
+        tree = grower.tree()
         expected = dict(zip(range(len(tree)), grower.probabilities, strict=True))
         values = []
         for row in range(len(tree)):
             path = [other for other in range(len(tree)) if tree.ancestors[row] >> other & 1]
             values.append((sum(expected[other] for other in path), -row, tree.path_tokens(row)))
         keep(grower)
-        assert grower.tokens == max(values)[2]
+        assert grower.tree().tokens == max(values)[2]
         assert sum(grower.probabilities) == pytest.approx(max(values)[0])
-        seen.append((tree.parents != list(range(-1, len(tree) - 1)), len(grower.tokens)))
+        seen.append((tree.parents != list(range(-1, len(tree) - 1)), grower.rows))
 
     monkeypatch.setattr(Grower, "_keep_best_chain", watched)
-    (sequence,) = adaptive(FakeTarget(32), {"budget": False, "chain": True}, [PROMPTS[2]], 200)
+    (sequence,) = adaptive(FakeTarget(32), {"rows": 64, "chain": True}, [PROMPTS[2]], 200)
     branched, lengths = zip(*seen, strict=True)
     assert any(branched)
     assert max(lengths) > 4
@@ -92,12 +90,12 @@ def test_a_chain_is_the_path_of_most_expected_tokens(monkeypatch):
 
 def test_a_wrong_walk_would_be_noticed(accept_a_wrong_node):
     target = FakeTarget(32)
-    assert [g.tokens for g in adaptive(target, {"budget": False})] != plain(target)
+    assert [g.tokens for g in adaptive(target, {"rows": 64})] != plain(target)
 
 
 def test_drafts_are_accepted_on_repetitive_text():
     target = FakeTarget(32)
-    for sequence in adaptive(target, {"budget": False}, new=100):
+    for sequence in adaptive(target, {"rows": 64}, new=100):
         assert sequence.stats.compression_ratio > 1.5
 
 
@@ -105,7 +103,7 @@ def test_drafts_are_accepted_on_repetitive_text():
 def test_texts_equal_plain_decoding_for_any_vocabulary(vocabulary):
     target = FakeTarget(vocabulary)
     prompts = [[0, 1, 1, 0], [1]]
-    sequences = adaptive(target, {"budget": False}, prompts, vocabulary=vocabulary)
+    sequences = adaptive(target, {"rows": 64}, prompts, vocabulary=vocabulary)
     assert [g.tokens for g in sequences] == plain(target, prompts)
 
 
@@ -115,7 +113,7 @@ def test_end_tokens_inside_a_draft():
 
     target = FakeTarget(10, counting)
     prompts = [[*range(10)] * 3]
-    (sequence,) = adaptive(target, {"budget": False}, prompts, 40, frozenset({6}), 10)
+    (sequence,) = adaptive(target, {"rows": 64}, prompts, 40, frozenset({6}), 10)
     assert [sequence.tokens] == plain(target, prompts, 40, frozenset({6}))
     assert sequence.finish_reason == "stop"
 
@@ -123,15 +121,15 @@ def test_end_tokens_inside_a_draft():
 def test_depth_and_memory_limits():
     target = FakeTarget(32, max_positions=40)
     prompts = [[1, 2, 3] * 5]
-    assert [g.tokens for g in adaptive(target, {"budget": False}, prompts)] == plain(target, prompts)
+    assert [g.tokens for g in adaptive(target, {"rows": 64}, prompts)] == plain(target, prompts)
     target = FakeTarget(32, max_rows=9)
     with pytest.warns(RuntimeWarning, match="did not fit"):
-        sequences = adaptive(target, {"budget": False, "window_size": 5})
+        sequences = adaptive(target, {"rows": 64, "window_size": 5})
     assert [g.tokens for g in sequences] == plain(FakeTarget(32))
 
 
 def test_a_second_draft_is_the_same():
-    state = Adaptive(budget=False).start(Start([1, 2, 3] * 9, 1, vocabulary=32))
+    state = Adaptive(rows=64).start(Start([1, 2, 3] * 9, 1, vocabulary=32))
     first, second = state.draft(20), state.draft(20)
     assert (first.tokens, first.parents) == (second.tokens, second.parents)
     assert len(state.draft(20, 4)) <= 4
@@ -149,7 +147,7 @@ def test_a_real_model_greedy(model):
     target = make_target(model)
     prompts = [[5, 6, 7, 8] * 6, [9, 3, 17]]
     vocabulary = target.vocabulary
-    sequences = adaptive(target, {"budget": False}, prompts, 80, vocabulary=vocabulary)
+    sequences = adaptive(target, {"rows": 64}, prompts, 80, vocabulary=vocabulary)
     assert [g.tokens for g in sequences] == plain(target, prompts, 80)
     assert sequences[0].stats.compression_ratio > 1.2
 
@@ -175,7 +173,7 @@ def test_sampling_is_equal_and_noise_helps(model, temperature):
         prompt = [5, 6, 7, 8] * 3 + [seed]
         reference = sampled(target, Plain(), prompt, seed, temperature)
         for noise, state in states.items():
-            drafter = Adaptive(budget=False, state=state)
+            drafter = Adaptive(rows=64, state=state)
             ours = sampled(target, drafter, prompt, seed, temperature, noise)
             assert ours.tokens == reference.tokens
             accepted[noise] += ours.stats.accepted
@@ -187,10 +185,10 @@ def test_settings_out_of_range_are_refused():
         Adaptive(sources=("magic",))
     with pytest.raises(SettingsError, match="max_rows must be"):
         Adaptive(max_rows=0)
-    with pytest.raises(SettingsError, match="adaptive has no setting 'rows'"):
-        adaptive_of({"rows": 4})
-    with pytest.raises(SettingsError, match="budget must be true, false or none"):
-        Adaptive(budget=3)
+    with pytest.raises(SettingsError, match="adaptive has no setting 'budget'"):
+        adaptive_of({"budget": False})
+    with pytest.raises(SettingsError, match="rows must be"):
+        Adaptive(rows=0)
 
 
 def test_the_core_does_not_load_arrays():
@@ -256,17 +254,17 @@ def _ngrams(text, n):
 
 
 def test_suffix_candidates_are_ranked_by_count():
-    grower = Grower(Tables(Adaptive(), False), 32, Adaptive())
-    grower.reader = SuffixTrie(3).begin()
-    grower.take([1, 2, 1, 3, 1, 2, 1, 2, 9, 1])
+    config = Adaptive(suffix_order=3)
+    grower = Grower(AdaptiveState(config), 32, config)
+    grower.read([1, 2, 1, 3, 1, 2, 1, 2, 9, 1])
     grower.grow(2, 1)
-    found = grower._tree.matches[0, 0]
+    found = grower.memory.tree.matches[0, 0]
     assert found["token"].tolist() == [2, 3, -1]
     assert found["bucket"][0] > found["bucket"][1]
-    grower.take([30])
+    grower.append([30])
     grower.grow(2, 1)
-    match(grower.reader.text, grower._tree, 0, 0)
-    assert grower._tree.matches[0, 0]["token"][0] == -1
+    match(grower.memory.texts[0], grower.memory.tree, 0, 0)
+    assert grower.memory.tree.matches[0, 0]["token"][0] == -1
 
 
 def test_a_full_trie_starts_afresh_and_readers_follow():
@@ -283,24 +281,25 @@ def test_a_full_trie_starts_afresh_and_readers_follow():
     assert not reader.catch_up()
 
 
-def rows_written(grower, ids, odds, path, window=99):
+def rows_written(grower, ids, odds, path, rows):
     """Keep rows of a tree as a step does."""
-    count = len(grower.tokens)
-    scores = SimpleNamespace(top=lambda nodes, k: (ids[:count], odds[:count]))
-    grower.learn(scores, path, [0] * len(path), window)
+    scores = SimpleNamespace(top=lambda nodes, k: (ids[:rows], odds[:rows]))
+    grower.learn(scores, path, [0] * len(path), rows)
 
 
 def test_logit_cache_keeps_the_later_row_and_a_bounded_number():
-    tables = Tables(Adaptive(max_entries=1000), False)
-    cache = tables.logits
-    grower = Grower(tables, 100_000, Adaptive(max_entries=1000, max_rows=8))
-    grower.tail = [5, 6, 7]
-    grower.grow(1, 0)
+    config = Adaptive(max_entries=1000, max_rows=8)
+    state = AdaptiveState(config)
+    cache = state.tables(False).logits
+    grower = Grower(state, 100_000, config)
+    grower.read([5, 6, 7])
+    grower.grow(3, 0)
     tree = TokenTree(7)
     tree.add_candidate([8, 7])
     grower.adopt(tree)
+    grower.rows = 3  # as if the sources had proposed these rows
     ids, odds = np.array([[1, 2], [3, 4], [9, 2]]), np.array([[0, -1.0], [0, -2.0], [0, -9.0]])
-    rows_written(grower, ids, odds, [0])
+    rows_written(grower, ids, odds, [0], 3)
     keys, kept, _, origins = cache.entries(0)
     # Token 7 ends rows 0 and 2: likelier rows come later, and the path's last.
     assert dict(zip(keys.tolist(), kept[:, :2].tolist(), strict=True)) == {7: [1, 2], 8: [3, 4]}
@@ -309,9 +308,9 @@ def test_logit_cache_keeps_the_later_row_and_a_bounded_number():
     found = dict(zip(keys.tolist(), kept[:, :2].tolist(), strict=True))
     assert found == {600_007: [1, 2], 700_008: [3, 4], 800_007: [9, -1]}
     for token in range(5000):
-        grower.tail = [token, token, token]
+        grower.append([token, token, token])
         grower.grow(1, 0)
-        rows_written(grower, ids, odds, [0])
+        rows_written(grower, ids, odds, [0], 1)
     assert all(cache.size(order) <= 1000 for order in range(3))
     assert 4999 in cache.entries(0)[0]
     assert 0 not in cache.entries(0)[0]
@@ -321,16 +320,16 @@ def test_every_proposal_is_a_label_verified_or_not():
     buckets = np.zeros(2, BUCKET)
     buckets["prior"] = 0.5
     load(buckets, np.zeros(2), np.zeros(2))
-    learn(buckets[0], True)
+    count(buckets[0], True)
     assert buckets["probability"][0] == pytest.approx((1 + 4 * 0.5) / 5)
     for _ in range(1000):
-        learn(buckets[0], True)
+        count(buckets[0], True)
     assert buckets["probability"][0] == MAX_PROBABILITY
-    learn(buckets[1], False)
+    count(buckets[1], False)
     assert buckets["probability"][1] == pytest.approx(2 / 5)
-    # Plain steps verify nothing, and yet the buckets learn.
-    state = AdaptiveState(adaptive_of({"budget": False, "max_rows": 1}))
-    adaptive(FakeTarget(32), {"budget": False, "max_rows": 1}, state=state)
+    # Two rows verify one proposal at most, and yet all that were proposed are counted.
+    state = AdaptiveState(adaptive_of({"rows": 2}))
+    adaptive(FakeTarget(32), {"rows": 2}, state=state)
     joint = state.tables(False).calibration.joint
     assert joint["trials"].sum() > 100
     assert joint["hits"].sum() > 30
@@ -340,17 +339,15 @@ def test_every_proposal_is_a_label_verified_or_not():
 def test_a_source_that_is_off_has_no_credit(name):
     everything = ("suffix", "logits", "jacobi")
     target = FakeTarget(32, repetitive_text(32, seed=4))
-    alone = adaptive(
-        target, {"budget": False, "sources": (name,), "window_size": 9, "ngram_size": 4}, new=150
-    )
+    alone = adaptive(target, {"rows": 64, "sources": (name,), "window_size": 9, "ngram_size": 4}, new=150)
     rest = tuple(other for other in everything if other != name)
-    others = adaptive(target, {"budget": False, "sources": rest, "window_size": 9, "ngram_size": 4}, new=150)
+    others = adaptive(target, {"rows": 64, "sources": rest, "window_size": 9, "ngram_size": 4}, new=150)
     assert sum(g.stats.drafter[f"accepted_by_{name}"] for g in alone) > 0
     assert sum(g.stats.drafter[f"accepted_by_{name}"] for g in others) == 0
 
 
 def test_credits_sum_to_the_accepted_tokens():
-    for sequence in adaptive(FakeTarget(32), {"budget": False}):
+    for sequence in adaptive(FakeTarget(32), {"rows": 64}):
         figures = sequence.stats.drafter
         credit = sum(value for key, value in figures.items() if key.startswith("accepted_by_"))
         assert credit == figures["acceptance"] == sequence.stats.accepted
@@ -361,19 +358,19 @@ def test_credits_sum_to_the_accepted_tokens():
 
 def random_grower(seed, vocabulary=6, rows=10_000):
     rng = random.Random(seed)
-    config = Adaptive(sources=tuple(SOURCES), max_entries=1000)
-    tables = Tables(config, False)
+    config = Adaptive(sources=tuple(SOURCES), max_entries=1000, suffix_order=4)
     object.__setattr__(config, "max_rows", rows)  # more than the settings allow
-    grower = Grower(tables, vocabulary, config)
-    grower.reader = SuffixTrie(4).begin()
-    grower.take([rng.randrange(vocabulary) for _ in range(40)])
+    state = AdaptiveState(config)
+    grower = Grower(state, vocabulary, config)
+    grower.read([rng.randrange(vocabulary) for _ in range(40)])
     ids = np.array([rng.sample(range(vocabulary), 4) for _ in range(40)])
     odds = -np.sort(np.random.default_rng(seed).gamma(1, 2, (40, 4)), axis=1)
     odds[:, 0] = 0
     for order in range(3):
         keys = {rng.randrange(vocabulary ** (order + 1)): row for row in range(40)}
         chosen = list(keys.values())
-        tables.logits.load(order, np.array(list(keys)), ids[chosen], odds[chosen], np.zeros(len(keys)))
+        logits = state.tables(False).logits
+        logits.load(order, np.array(list(keys)), ids[chosen], odds[chosen], np.zeros(len(keys)))
     return grower
 
 
@@ -382,9 +379,9 @@ def test_the_likeliest_nodes_are_taken(seed):
     """Against brute force: all nodes to depth 5, sorted by probability."""
     everything = random_grower(seed)
     everything.grow(10_000, 5)
-    assert len(everything.tokens) < 10_000
+    assert everything.rows < 10_000
     exact = random_grower(seed)
-    exact.expansion_factor = 1.0
+    exact.memory.step["expansion_factor"] = 1.0
     exact.grow(24, 5)
     best = sorted(everything.probabilities, reverse=True)[:24]
     assert exact.probabilities == pytest.approx(best)
@@ -397,8 +394,8 @@ def test_the_likeliest_nodes_are_taken(seed):
 def test_a_tree_is_a_trie_whose_edges_sum_to_less_than_one(seed):
     grower = random_grower(seed)
     grower.grow(200, 6)
-    tree = TokenTree.of(grower.tokens, grower.parents)
-    assert tree.depths == grower.depths
+    tree = grower.tree()
+    assert tree.depths == grower.memory.tree.nodes["depth"][: len(tree)].tolist()
     under = [0.0] * len(tree)
     for node in range(1, len(tree)):
         under[tree.parents[node]] += grower.probabilities[node]
@@ -429,7 +426,7 @@ def rows_of(sequences):
 
 
 def test_nothing_is_kept_between_texts_without_a_state():
-    config = {"budget": False}
+    config = {"rows": 64}
     target = FakeTarget(32)
     drafter = adaptive_of(config)
     first = run(target, [Request(PROMPTS[0], drafter, 60)])
@@ -440,7 +437,7 @@ def test_nothing_is_kept_between_texts_without_a_state():
 
 def test_a_warm_state_helps_and_survives_a_file(tmp_path):
     target = FakeTarget(300)
-    config = {"budget": False}
+    config = {"rows": 64}
 
     def steps(state):
         return sum(g.stats.steps for g in adaptive(target, config, vocabulary=300, state=state))
@@ -457,7 +454,7 @@ def test_a_warm_state_helps_and_survives_a_file(tmp_path):
 def test_a_sampled_state_survives_a_file(model, tmp_path):
     target = make_target(model)
     state = AdaptiveState()
-    sampled(target, Adaptive(budget=False, state=state), [5, 6, 7], 0, 1.0)
+    sampled(target, Adaptive(rows=64, state=state), [5, 6, 7], 0, 1.0)
     state.save(tmp_path / "state")
     loaded = AdaptiveState.load(tmp_path / "state")
     a, b = state.tables(True), loaded.tables(True)
@@ -475,7 +472,7 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="not a saved state"):
         AdaptiveState.load(path)
     state = AdaptiveState()
-    adaptive(FakeTarget(32), {"budget": False}, state=state)
+    adaptive(FakeTarget(32), {"rows": 64}, state=state)
     state.tables(False).calibration.joint["hits"][3] = 7.0  # more hits than trials
     state.save(path)
     with pytest.raises(SettingsError, match="between 0 and trials"):
@@ -493,17 +490,17 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
 
 def test_a_state_learns_nothing_from_another_one():
     one, two = AdaptiveState(scope="alice"), AdaptiveState(scope="bob")
-    adaptive(FakeTarget(32), {"budget": False}, state=one)
+    adaptive(FakeTarget(32), {"rows": 64}, state=one)
     assert one.tables(False).logits.size(0) > 0
     assert two.tables(False).logits.size(0) == 0
 
 
 def test_texts_of_other_requests_are_proposed_only_on_request():
-    config = {"budget": False, "sources": ("suffix",)}
+    config = {"rows": 64, "sources": ("suffix",)}
     target = FakeTarget(300)
     state = AdaptiveState(adaptive_of(config))
     adaptive(target, config, state=state, vocabulary=300)
     assert state.corpus.used == 1
-    with_corpus = {"budget": False, "sources": ("suffix", "corpus")}
+    with_corpus = {"rows": 64, "sources": ("suffix", "corpus")}
     adaptive(target, with_corpus, state=state, vocabulary=300)
     assert state.corpus.used > 100

@@ -14,21 +14,20 @@ import pytest
 
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters.adaptive import SOURCES, Adaptive
-from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
+from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.sampling import SeededNoise
 from lookahead.testing import FakeTarget, repetitive_text, run
 
 GOLDEN = Path(__file__).parent / "data" / "adaptive_trees.json.gz"
 CONFIGS = {
-    "default": {},
-    "1 row": {"max_rows": 1},
-    "16 rows": {"max_rows": 16},
-    "200 rows": {"max_rows": 200, "window_size": 9, "ngram_size": 4},
-    "no window": {"window_size": 0, "suffix_order": 32},
-    "one token a row": {"top": 1, "sampled_top": 1, "suffix_order": 1},
-    "all sources": {"sources": tuple(SOURCES)},
-    "suffix": {"sources": ("suffix",)},
+    "default": {"rows": 64},
+    "16 rows": {"rows": 16},
+    "200 rows": {"rows": 200, "window_size": 9, "ngram_size": 4},
+    "no window": {"rows": 64, "window_size": 0, "suffix_order": 32},
+    "one token a row": {"rows": 64, "top": 1, "sampled_top": 1, "suffix_order": 1},
+    "all sources": {"rows": 64, "sources": tuple(SOURCES)},
+    "suffix": {"rows": 64, "sources": ("suffix",)},
 }
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
 
@@ -89,7 +88,7 @@ class RecordedState(AdaptiveDraftState):
 
 def decode(name, sampled, new=40, vocabulary=32):
     """Trees of prompts one after another and of the first two again, together; then what was learned."""
-    settings = Recorded(budget=False, **CONFIGS[name])
+    settings = Recorded(**CONFIGS[name])
     state = AdaptiveState(settings)
     target = Model(vocabulary)
     trees = []
@@ -170,7 +169,7 @@ def test_only_nodes_of_equal_probability_may_change_places():
 def test_with_the_jit_off_it_drafts_the_same():
     code = (
         "import gzip, json, test_adaptive_golden as t\n"
-        "from lookahead.drafters.adaptive.growth import grow\n"
+        "from lookahead.drafters.adaptive.grow import grow\n"
         "assert type(grow).__name__ == 'function'\n"
         "golden = json.loads(gzip.decompress(t.GOLDEN.read_bytes()))\n"
         "for name in ('16 rows', 'all sources'):\n"
@@ -189,7 +188,7 @@ def test_full_tables_drop_their_oldest_entries(sampled):
     """Small enough that the cache evicts and the corpus starts afresh, also between two sequences' steps."""
     rng = random.Random(1)
     prompts = [[rng.randrange(400) for _ in range(250)] for _ in range(4)]
-    state = AdaptiveState(Adaptive(budget=False, max_entries=1000, sources=tuple(SOURCES)))
+    state = AdaptiveState(Adaptive(rows=64, max_entries=1000, sources=tuple(SOURCES)))
     target = Model(400)
     plain = [run(target, [Request(p, Adaptive(max_rows=1), 100)])[0].tokens for p in prompts]
     for together in [[0], [1], [2, 3], [0, 1]]:
@@ -220,7 +219,7 @@ def test_full_tables_drop_their_oldest_entries(sampled):
 )
 def test_hostile_files_are_refused(tmp_path, name, change, message):
     state = AdaptiveState()
-    drafter = Adaptive(budget=False, state=state)
+    drafter = Adaptive(rows=64, state=state)
     run(Model(32), [Request(PROMPTS[0], drafter, 50, noise=Noisy(32, 1.0))])
     path = tmp_path / "state"
     state.save(path)
@@ -234,7 +233,7 @@ def test_hostile_files_are_refused(tmp_path, name, change, message):
 
 def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     state = AdaptiveState()
-    run(Model(500), [Request([499, 3, 499], Adaptive(budget=False, state=state), 50)])
+    run(Model(500), [Request([499, 3, 499], Adaptive(rows=64, state=state), 50)])
     state.save(tmp_path / "state")
     with pytest.raises(SettingsError, match="of this model"):
         Adaptive(state=AdaptiveState.load(tmp_path / "state")).start(Start([1], 2, vocabulary=32))
@@ -246,7 +245,7 @@ def test_requests_of_one_state_may_keep_more_or_fewer_tokens(sampled):
     target = Model(100)
     requests = []
     for prompt, top in (([1, 2, 3], 2), ([4, 5, 6], 60), ([1, 2, 3], 5)):
-        drafter = Adaptive(budget=False, top=top, sampled_top=top, state=state)
+        drafter = Adaptive(rows=64, top=top, sampled_top=top, state=state)
         noise = Noisy(100, 1.0) if sampled else None
         requests.append(Request(prompt, drafter, 60, noise=noise))
     for sequence in run(target, requests):
@@ -261,7 +260,7 @@ def test_seeded_noise_through_the_whole_loop():
     prompt = [1, 2, 3] * 4
     found = []
     for _ in range(2):
-        drafter = Recorded(budget=False, window_size=40)
+        drafter = Recorded(rows=64, window_size=40)
         noise = SeededNoise(5, len(prompt), 32, 1.0)
         (sequence,) = run(Model(32), [Request(prompt, drafter, 60, noise=noise)])
         found.append(sequence.drafting.trees)

@@ -7,11 +7,11 @@ import pytest
 
 import lookahead
 from families import tiny_model
-from lookahead.drafters.adaptive import growth, precompile
+from lookahead.drafters.adaptive import grow, learn, precompile
 from lookahead.drafters.adaptive.measure import compile_all
 from lookahead.jit import is_on_disk
 
-ENTRIES = (growth.grow, growth.learn_from_step)
+ENTRIES = (grow.grow, learn.learn)
 
 
 def overloads():

@@ -1,18 +1,23 @@
-"""lookahead tune keeps times where the method finds them, and the engine uses them."""
+"""The cost curve: measured once, kept where the drafter finds it, read only."""
 
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.drafters.adaptive import growth, hashing
-from lookahead.drafters.adaptive.measure import model_key, times_for
+from lookahead.core import SettingsError
+from lookahead.drafters.adaptive import cost, grow, hashing, learn, measure
+from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, save_curve
+from lookahead.drafters.adaptive.measure import Measurement, curve_of, model_key
 from lookahead.drafters.adaptive.sources import suffix
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.drafters.adaptive.step_times import StepTimes, load_times, save_times
+from lookahead.testing import FakeTarget
 from toy import save
+
+CURVE = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}, 512: {1: 1.0, 4: 1.4}}, {4: 1.3, 16: 3.0}, 0.04, 0.003)
 
 
 @pytest.fixture
@@ -22,67 +27,164 @@ def toy(tmp_path, monkeypatch):
 
 
 def call(*arguments):
-    result = CliRunner().invoke(app, ["tune", *arguments])
-    return result
+    return CliRunner().invoke(app, ["tune", *arguments])
 
 
-def test_tuned_times_are_found_again(toy):
+def curve_for(llm, notices=None):
+    said = notices.append if notices is not None else pytest.fail
+    return curve_of(llm.model, llm.target().path, llm.target, said)
+
+
+def test_costs_are_linear_between_points_and_go_on_with_the_last_slope():
+    assert [CURVE.cost(k, 64) for k in (1, 2, 4, 6, 8, 16)] == pytest.approx(
+        [1, 1.2 / 3 + 2 / 3, 1.2, 1.4, 1.6, 2.4]
+    )
+    assert CURVE.cost(4, 288) == pytest.approx(1.3)
+    assert CURVE.cost(4, 100_000) == pytest.approx(1.4)
+    costs, slopes = CURVE.table(8, 64)
+    assert (costs[1], costs[8]) == pytest.approx((1.0, 1.6), rel=0.1)
+    assert all(np.diff(costs) >= 0)
+    assert slopes[4] == pytest.approx(min((costs[k] - costs[4]) / (k - 4) for k in range(5, 9)))
+
+
+def test_the_example_in_the_module_is_right():
+    costs, _ = CURVE.table(2, 64, 4)
+    # The table belongs to the first 256 tokens, so it is read at context 0, where the shortest context counts.
+    assert costs[1] == 1.0
+    assert costs[2] == pytest.approx((1.3 + 1.6 - 1.2 + 4 * 0.04) / 1.3)
+
+
+def test_more_rows_are_never_cheaper_and_batches_without_points_are_read_by_their_rows():
+    noisy = CostCurve({0: {1: 1.0, 2: 0.97, 4: 1.1}})
+    costs, slopes = noisy.table(4, 0)
+    assert costs.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.035, 1.1])
+    assert all(slopes >= 0)
+    plain = CostCurve({0: {1: 1.0, 2: 1.1, 4: 1.5}})
+    assert plain.table(2, 0, 2)[0][2] == pytest.approx(1.5 / 1.1)
+
+
+@pytest.mark.parametrize("rows", [{}, {0: {}}, {0: {1: 0.0}}, {0: {1: "1"}}, {0: {1: float("nan")}}])
+def test_points_that_are_no_costs_are_refused(rows):
+    with pytest.raises(SettingsError, match="every cost must be a positive number"):
+        CostCurve(rows)
+
+
+def test_a_curve_is_kept_by_machine_and_model(toy, monkeypatch):
+    save_curve("a", CURVE)
+    assert load_curve("a") == CURVE
+    assert load_curve("b") is None
+    monkeypatch.setattr(cost, "get_host_cpu_name", lambda: "another processor")
+    assert load_curve("a") is None
+
+
+def test_a_curve_of_another_processor_under_the_same_name_is_not_read(toy):
+    path = save_curve("a", CURVE)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"machine": "another processor"}))
+    assert load_curve("a") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1', '{"rows": {"64": {"1": -1}}}'])
+def test_a_damaged_curve_is_measured_again_with_a_notice(toy, text):
+    llm = lookahead.load(toy, drafter="adaptive")
+    path = curve_file(model_key(llm.model, llm.target().path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    notices = []
+    curve = curve_for(llm, notices)
+    assert len(notices) == 1
+    assert "must hold a cost curve" in notices[0]
+    assert curve.cost(1) == 1.0
+
+
+def test_tuned_costs_are_found_again_and_do_not_change(toy):
     result = call(
-        toy, "--json", "--rows", "1,4,8", "--contexts", "8,100000", "--batches", "1,2", "--repeats", "1"
+        toy, "--json", "--rows", "1,4,8", "--contexts", "8,100000", "--batches", "4", "--repeats", "1"
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.strip().splitlines()[-1])
-    assert {(p["batch"], p["context"], p["rows"]) for p in report["points"]} == {
-        (batch, 8, rows) for batch in (1, 2) for rows in (1, 4, 8)
-    }
+    points = {(p["batch"], p["context"], p["rows"]) for p in report["points"]}
+    assert points == {(1, 8, 1), (1, 8, 4), (1, 8, 8), (4, 8, 1)}
     llm = lookahead.load(toy, drafter="adaptive")
-    key = model_key(llm.model, llm.target().path)
-    kept = load_times(key)
+    kept = load_curve(model_key(llm.model, llm.target().path))
     assert kept is not None
-    assert set(kept.bins) == {(0, 0), (2, 0)}
+    assert (set(kept.rows), set(kept.sequences)) == ({8}, {4})
     plain = lookahead.load(toy, drafter="off").generate([5, 6, 7] * 4, max_new_tokens=30)
-    result = llm.generate([5, 6, 7] * 4, max_new_tokens=30)
-    assert result.tokens == plain.tokens
-    times = times_for(llm.model, llm.target().path, lambda: pytest.fail("measured again"))
-    assert times.bins != kept.bins  # it went on learning
+    assert llm.generate([5, 6, 7] * 4, max_new_tokens=30).tokens == plain.tokens
+    assert curve_for(llm) == kept
 
 
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
-    original = lookahead.drafters.adaptive.measure.measure_times
-    monkeypatch.setattr(
-        "lookahead.drafters.adaptive.measure.measure_times", lambda *a: calls.append(1) or original(*a)
-    )
-    # This machine may be busy at one moment and not at the next.
-    monkeypatch.setattr("lookahead.drafters.adaptive.measure.BUSY", float("inf"))
+    original = measure.measure
+    monkeypatch.setattr(measure, "measure", lambda target: calls.append(1) or original(target))
+    monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
     llm = lookahead.load(toy, drafter="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)
-    assert len(calls) == 1
     llm.generate([5, 6, 7], max_new_tokens=5, drafter=lookahead.Adaptive(state=AdaptiveState()))
     assert len(calls) == 1
-    key = model_key(llm.model, llm.target().path)
-    assert load_times(key) is not None
-    del llm
+    assert load_curve(model_key(llm.model, llm.target().path)) is not None
     lookahead.load(toy, drafter="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
     assert len(calls) == 1
 
 
+def test_a_curve_that_other_work_disturbed_is_used_and_not_kept(toy, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", 1.0)
+    llm = lookahead.load(toy, drafter="adaptive")
+    assert curve_for(llm).seconds > 0
+    assert load_curve(model_key(llm.model, llm.target().path)) is None
+
+
+def test_of_repeated_steps_the_faster_half_counts():
+    measured = Measurement()
+    measured.add((1, 64, 1), [1.0, 1.02, 9.0, 9.0])
+    measured.add(
+        (1, 64, 4), [2.04, 2.0, 50.0, 50.0], [2.0, 2.04, 30.0, 30.0]
+    )  # the machine was twice as slow
+    assert measured.steady
+    assert measured.curve().cost(4) == pytest.approx(1.0)
+    measured.add((1, 64, 8), [2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0])
+    assert not measured.steady
+
+
+def test_measured_steps_have_the_rows_that_were_asked_for():
+    seen = []
+
+    class Watched(FakeTarget):
+        def forward(self, trees):
+            seen.append([len(tree) for _, tree in trees])
+            return super().forward(trees)
+
+    target = Watched(500)
+    measured = measure.measure(target, rows=(2, 4, 16), contexts=(8,), sequences=(4,), patience=60.0)
+    assert set(measured.seconds) == {(1, 8, 1), (1, 8, 2), (1, 8, 4), (1, 8, 16), (4, 8, 1)}
+    for rows in (2, 4, 16):
+        assert seen.count([rows]) >= measure.ROUNDS
+    assert not target.committed
+
+
+def test_a_slow_model_is_not_held_up(monkeypatch):
+    """After the time is up, two numbers of rows have been measured and no further one."""
+    measured = measure.measure(FakeTarget(500), patience=0.0)
+    assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
+
+
 def test_no_text_pays_for_compilation(toy, monkeypatch):
     """What is compiled for a text, however long, is compiled before the first one."""
-    entries = (growth.grow, growth.learn_from_step, suffix.feed, hashing.rehash)
+    entries = (grow.grow, learn.learn, learn.append, suffix.read, hashing.rehash)
     for function in entries:
         monkeypatch.setattr(function, "_machine_code", None)
     llm = lookahead.load(toy, drafter="adaptive")
-    times_for(llm.model, llm.target().path, llm.target)
+    curve_for(llm)
     assert all(function._machine_code is not None for function in entries)
 
 
-def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypatch):
+def test_where_nothing_can_be_kept_the_curve_lives_in_memory(toy, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the folder should be")
     llm = lookahead.load(toy, drafter="adaptive")
     assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
-    assert load_times(model_key(llm.model, llm.target().path)) is None
+    assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,25 +193,10 @@ def test_where_nothing_can_be_kept_each_process_measures(toy, tmp_path, monkeypa
         (("--rows", "2,4"), "must contain 1"),
         (("--rows", "1,x"), "whole numbers"),
         (("--repeats", "0"), "at least 1"),
-        (("--contexts", "99999999"), "fits the model"),
+        (("--contexts", "99999999"), "a context must be shorter than"),
     ],
 )
 def test_wrong_options_are_one_line(toy, arguments, message):
     result = call(toy, *arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-@pytest.mark.parametrize(("factor", "measured_again"), [(100.0, True), (0.01, False)])
-def test_step_times_of_a_busy_machine_are_measured_again(toy, factor, measured_again):
-    """Kept times with a plain step far slower than now are not believed; faster ones only scale with the machine."""
-    llm = lookahead.load(toy, drafter="adaptive")
-    key = model_key(llm.model, llm.target().path)
-    times_for(llm.model, llm.target().path, llm.target)
-    kept = load_times(key)
-    assert kept is not None
-    slow = StepTimes({place: [factor * seconds for seconds in table] for place, table in kept.bins.items()})
-    save_times(key, slow)
-    other = lookahead.load(toy, drafter="adaptive")
-    times_for(other.model, other.target().path, other.target)
-    assert (load_times(key).bins != slow.bins) is measured_again

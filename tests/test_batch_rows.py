@@ -84,7 +84,7 @@ REFUSED = {
 }
 ROWS = "5,4,7"
 NEW = 20
-ADAPTIVE = Adaptive(8, budget=False)
+ADAPTIVE = Adaptive(rows=8)
 
 
 def build(family, seed=0, **overrides):
@@ -363,7 +363,7 @@ def test_the_probe_is_the_same_for_an_engine(tmp_path):
     llm = lookahead.load(tmp_path)
     assert llm.probe.mode == "batch-rows" == llm.path
     drawn = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
-    ours = llm.generate([5, 6, 7] * 4, drafter=lookahead.Adaptive(budget=False), **drawn)
+    ours = llm.generate([5, 6, 7] * 4, drafter=lookahead.Adaptive(rows=64), **drawn)
     assert ours.tokens == llm.generate([5, 6, 7] * 4, drafter="off", **drawn).tokens
     assert max(ours.stats.rows_per_step) > 1
     assert factory.PATHS.index("batch-rows") < factory.PATHS.index("plain")

@@ -100,8 +100,8 @@ def test_settings_reach_the_drafter(model):
     assert one == two
     assert one[0] == preset[0] == off[0]
     assert off[1] == 39 < one[1] < preset[1]
-    most = steps("--no-budget", "--max-rows", 12)
-    alone = steps("--no-budget", "--max-rows", 12, "--sources", "suffix", "--window-size", 2)
+    most = steps("--rows", 12)
+    alone = steps("--rows", 12, "--sources", "suffix", "--window-size", 2)
     assert most[0] == alone[0] == one[0]
     assert 39 <= alone[1] < most[1] <= 12 * 39
 
@@ -167,8 +167,8 @@ def test_compare_of_equal_texts(model):
 
 
 def test_tokens_of_a_step_share_a_colour(model, llm):
-    options = {"max_new_tokens": 30, "ignore_eos": True, "drafter": {"budget": False}}
-    args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--no-budget")
+    options = {"max_new_tokens": 30, "ignore_eos": True, "drafter": {"rows": 64}}
+    args = ("generate", model, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 30, "--rows", 64)
     _, out, _ = call(*args, "--color")
     assert ANSI.sub("", out) == llm.generate(PROMPT, **options).text + "\n"
     coloured = re.findall(r"(\x1b\[3\dm)(.*?)\x1b\[0m", out, re.DOTALL)
@@ -200,7 +200,7 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
-    drafting = lookahead.load(model, drafter=lookahead.Adaptive(budget=False))
+    drafting = lookahead.load(model, drafter=lookahead.Adaptive(rows=64))
     monkeypatch.setattr(sys.modules["lookahead.cli.demo"], "load_model", lambda load: drafting)
     (tmp_path / "p.txt").write_text(PROMPT)
     code, out, _ = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 40, "--dtype", "float32")
@@ -719,7 +719,8 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
             "--max-new-tokens",
             60,
             "--json",
-            "--no-budget",
+            "--rows",
+            64,
             "--warm",
             file,
             *options,
@@ -735,7 +736,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     assert warm[1] < cold[1]
     source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": PROMPT[:20]})
     before = file.read_bytes()
-    code, _, _ = call("generate", model, "--input", source, "--no-budget", "--warm", file, "--compare")
+    code, _, _ = call("generate", model, "--input", source, "--rows", 64, "--warm", file, "--compare")
     assert code == 0
     assert file.read_bytes() != before
     call("chat", model, "--warm", file, "--max-new-tokens", 5, stdin="hello\n")

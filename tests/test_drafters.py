@@ -41,7 +41,7 @@ from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
         ("7,4,3:pool_from_prompt=0", Lookahead(7, 4, 3, pool_from_prompt=False)),
         ("lookahead:7,4,3:max_pool_keys=50", Lookahead(7, 4, 3, max_pool_keys=50)),
         ("lookahead:max_pool_keys=none", Lookahead()),
-        ("adaptive:max_rows=8:budget=false:sources=suffix+", Adaptive(8, False, ("suffix",))),
+        ("adaptive:rows=8:sources=suffix+", Adaptive(rows=8, sources=("suffix",))),
         ("adaptive:sources=suffix+logits", Adaptive(sources=("suffix", "logits"))),
         ({"WINDOW_SIZE": 7, "LEVEL": 4, "GUESS_SET_SIZE": 3, "POOL_FROM_PROMPT": 1}, Lookahead(7, 4, 3)),
         ({"WINDOW_SIZE": 7, "LEVEL": 4, "ALWAYS_FWD_ONE": 1}, Lookahead(7, 4)),
@@ -118,13 +118,6 @@ def test_presets_are_those_of_the_design_and_of_the_paper():
     assert {size: Lookahead.for_model(size).triple for size in sizes} == sizes
 
 
-def test_only_settings_that_ask_for_it_choose_rows_by_times_where_a_text_could_depend_on_them():
-    assert Adaptive().untimed() == Adaptive(8, budget=False)
-    assert Adaptive(4).untimed() == Adaptive(4, budget=False)
-    for settings in (Adaptive(budget=True), Adaptive(budget=False), Lookahead(), PromptLookup()):
-        assert settings.untimed() is settings
-
-
 def test_settings_are_frozen_values_and_what_is_kept_is_no_part_of_them():
     pool, state = NGramPool(7), AdaptiveState()
     for plain, keeping in ((Lookahead(), Lookahead(pool=pool)), (Adaptive(), Adaptive(state=state))):
@@ -173,12 +166,12 @@ class RecorderState(DraftState):
 def test_a_state_starts_with_all_that_is_known_and_each_draft_is_told_its_batch():
     target = FakeTarget(40)
     requests = [
-        Request([1, 2], Recorder(), 5, eos=frozenset({39}), predicted=(7, 8), step_times="times", noise=None)
+        Request([1, 2], Recorder(), 5, eos=frozenset({39}), predicted=(7, 8), cost_curve="curve", noise=None)
         for _ in range(3)
     ]
     first = run(target, requests)[0]
     start = first.drafting.sequence
-    assert start == Start([1, 2], first.tokens[0], frozenset({39}), 40, None, (7, 8), "times")
+    assert start == Start([1, 2], first.tokens[0], frozenset({39}), 40, None, (7, 8), "curve")
     assert start.text == [1, 2, 7, 8, 1, 2, first.tokens[0]]
     assert first.stats.drafter == {"batch": 3}
 
@@ -219,7 +212,7 @@ POOL, STATE, BARE_STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9)), Ada
         ({"config": (1, 1, 0)}, Plain()),
         ({"method": "jacobi", "config": (4, 5, 15)}, Jacobi(4)),
         ({"method": "jacobi", "config": (1, 1, 0)}, Plain()),
-        ({"method": "adaptive", "config": {"budget": False}}, Adaptive(budget=False)),
+        ({"method": "adaptive", "config": {"rows": 64}}, Adaptive(rows=64)),
         ({"sizes": {"window_size": 7, "ngram_size": None}}, Lookahead(7)),
         ({"method": "adaptive", "sizes": {"window_size": 7}}, Adaptive(window_size=7)),
         (

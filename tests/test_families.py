@@ -102,7 +102,7 @@ def test_settings_of_a_method_where_nothing_is_drafted(family):
     ids = torch.tensor([[5, 6, 7, 5, 6]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     plain = model.generate(ids, **options)
-    for settings in ({"max_rows": 16, "budget": False}, "5,3,5", None):
+    for settings in ({"rows": 16}, "5,3,5", None):
         ours = model.generate(ids, custom_generate=lookahead.generate, drafter=settings, **options)
         assert ours.tolist() == plain.tolist()
     with pytest.raises(SettingsError, match="max_rows must be a whole number"):

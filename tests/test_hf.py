@@ -121,7 +121,7 @@ def test_the_output_equals_that_of_model_generate(name, family, batch):
 
 
 #: Without its budget, which may choose plain decoding where steps are as small as here.
-ADAPTIVE = {"drafter": Adaptive(24, budget=False)}
+ADAPTIVE = {"drafter": Adaptive(rows=24)}
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -486,7 +486,7 @@ def test_the_keywords_of_version_0_1_still_work():
     assert len(pool)
     model.generation_config = GenerationConfig(lookahead_config=(3, 3, 2), pad_token_id=0)
     assert rows() == by_keyword
-    for more in ({}, {"lookahead_config": {"max_rows": 16, "budget": False}}):
+    for more in ({}, {"lookahead_config": {"rows": 16}}):
         rows(method="adaptive", window_size=4, **more)
     with pytest.raises(SettingsError, match="adaptive takes no settings of lookahead, got lookahead:4,4,7"):
         model.generate(

@@ -27,7 +27,7 @@ QUANTIZED_LIMIT, WIDE_LIMIT = 0.1, 1e-4
 DRAFTERS = {
     "adaptive": (Adaptive(), {}),
     "7,5,7": (Lookahead(7, 5, 7), {}),
-    "sampled": (Adaptive(budget=False), {"temperature": 0.8, "top_k": 20, "seed": 3}),
+    "sampled": (Adaptive(rows=64), {"temperature": 0.8, "top_k": 20, "seed": 3}),
 }
 
 

@@ -117,7 +117,7 @@ def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=
 
     def request(name, prompt):
         choose = Sampled(prompt) if sampled else greedy
-        drafter = {"lookahead": as_drafter(config), "adaptive": Adaptive(24, budget=False)}.get(name, name)
+        drafter = {"lookahead": as_drafter(config), "adaptive": Adaptive(rows=24)}.get(name, name)
         return Request(prompt, as_drafter(drafter), new, choose, frozenset(eos))
 
     together = run(target, [request(method, prompt) for prompt in prompts])

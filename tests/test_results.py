@@ -79,18 +79,6 @@ def quotes():
         "cpu",
         f"mean KL divergence {far}, top-1 agreement {packed['top1']:.4f} against {theirs['top1']:.4f}",
     )
-    lines = figures_of("controller")
-    for dtype, end in (("bfloat16", "plain decoding in bf16"), ("float32", "in fp32")):
-        whole = [x["adaptive"] for x in lines if x["dtype"] == dtype and x["workload"] == "all"]
-        first, second, third = (f"{x:.2f}" for x in whole)
-        yield "adaptive", f"{first}, {second} and {third}" + (" times " if dtype == "bfloat16" else " ") + end
-    single = [x for x in lines if x["workload"] != "all"]
-    texts, slow = sum(x["texts"] for x in single), sum(x["over"] for x in single)
-    worst = max(x["slowest"] for x in single)
-    yield (
-        "adaptive",
-        f"Of {texts} texts {slow} took more than 1.02 times plain decoding's time, the worst {worst:.2f}",
-    )
     for dtype, name in (("bfloat16", "bf16"), ("float32", "fp32")):
         totals = {}
         for x in figures_of(f"bench-{dtype}"):
@@ -117,7 +105,7 @@ def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     planned = results.steps(tmp_path / "data", 10, None)
     names = ["bench-bfloat16", "dynamics", "serve", "batch-size", "accuracy", *results.STUDY, "bench-float32"]
-    names += ["step", "host-cost", "adaptive", "adaptive-run", "controller", "controller-packed"]
+    names += ["step", "host-cost", "adaptive", "adaptive-run", "rows"]
     assert [step.name for step in planned] == names
     first, last = (planned[names.index(name)] for name in ("bench-bfloat16", "parallel"))
     assert not first.is_done()

@@ -26,7 +26,7 @@ VOCABULARY, NEW, TEXTS = 6, 24, 300
 #: Tokens that are left out: the prefill draws the first one, and the second has hardly a draft before it.
 SKIPPED = 2
 PROMPT = [3, 4, 5, 3, 4, 5, 1, 3, 4, 5, 2, 3, 4]
-DRAFTER = Adaptive(16, budget=False)
+DRAFTER = Adaptive(rows=16)
 #: Of a rejection by chance, in each of the comparisons.
 LEVEL = 1e-3
 

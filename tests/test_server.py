@@ -522,7 +522,7 @@ def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
 
 def test_adaptive_is_told_how_many_sequences_share_the_pass(served, monkeypatch):
     """Step times differ from batch to batch, so a drafter that sees a batch of 1 chooses by wrong times."""
-    from lookahead.drafters.adaptive.sequence import AdaptiveDraftState
+    from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
 
     seen, draft = [], AdaptiveDraftState.draft
 

@@ -14,7 +14,7 @@ from test_cli import call, refused
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
-ADAPTIVE = "adaptive:max_rows=12:budget=false"
+ADAPTIVE = "adaptive:rows=12"
 DRAFTERS = ["5,4,5", "3,3,2", "2,2,2", "4,5,0", "jacobi", "prompt-lookup", "plain", ADAPTIVE]
 
 
@@ -94,9 +94,7 @@ def test_the_window_leaves_along_the_diagonals(llm, tmp_path):
 
 
 def test_adaptive_says_where_rows_come_from(llm, tmp_path):
-    _, (_, _, *steps, _) = written(
-        llm, tmp_path / "t.jsonl", drafter="adaptive:max_rows=12:budget=false:window_size=3"
-    )
+    _, (_, _, *steps, _) = written(llm, tmp_path / "t.jsonl", drafter="adaptive:rows=12:window_size=3")
     drafted = [record for record in steps if "probabilities" in record]
     assert drafted
     for record in drafted:

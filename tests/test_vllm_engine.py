@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 OURS = json.loads(
     re.search(r"--speculative-config \\\n +'(.*)'", (ROOT / "docs" / "engines.md").read_text())[1]
 )
-ALWAYS = {"lookahead": "adaptive:budget=false:sources=suffix+logits+jacobi+corpus"}
+ALWAYS = {"lookahead": "adaptive:rows=64:sources=suffix+logits+jacobi+corpus"}
 #: In float32 rows in company round as rows alone do, to within what two tokens differ by.
 ENGINE = {"model": str(lookahead.BUNDLED), "dtype": "float32", "max_model_len": 512}
 ENVIRONMENT = os.environ | {
@@ -104,7 +104,7 @@ def test_by_measured_times(plain):
 
 def test_logits_teach(plain, drafted):
     """Without them fewer tokens are accepted: the hook finds them, and they are read."""
-    blind = run(OURS, {"lookahead": "adaptive:budget=false:sources=suffix+corpus"})
+    blind = run(OURS, {"lookahead": "adaptive:rows=64:sources=suffix+corpus"})
     assert blind["texts"] == plain["texts"]
     assert s_of(drafted) > s_of(blind)
 

@@ -27,7 +27,7 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import markdown_table, number
 from lookahead.core import Request, Stats, Target, TokenTree, decode
 from lookahead.drafters import Lookahead, as_drafter
-from lookahead.drafters.adaptive.measure import measure_times
+from lookahead.drafters.adaptive.measure import measure as measure_steps
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
 from lookahead.targets.facts import ModelFacts
@@ -154,7 +154,7 @@ def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) ->
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         times[count] = seconds
 
-    measure_times(model.target, model.target.vocabulary, rows, (context,), progress=keep, patience=inf)
+    measure_steps(model.target, rows, (context,), (), patience=inf, progress=keep)
     return times
 
 

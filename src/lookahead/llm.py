@@ -342,25 +342,29 @@ class LLM:
         batches: Sequence[int],
         repeats: int,
         progress: Callable[[int, int, int, float], None],
-    ) -> Path | None:
-        """Measure the times of steps of all these sizes, and save them for adaptive on this machine and model.
+    ) -> Path:
+        """Measure the cost of steps of all these sizes, and save the curve for adaptive on this machine and model.
 
         Args:
-            rows: rows per sequence; must contain 1, which is plain decoding.
+            rows: rows of one sequence, besides 1.
             contexts: numbers of committed tokens; contexts that are too long for the model are skipped.
-            batches: numbers of sequences in a pass.
+            batches: numbers of sequences of one row each.
             repeats: measurements of each size, at least 1.
             progress: called with (batch, context, rows, seconds) for each size.
 
         Returns:
-            The file with the times; None if no context fits.
+            The file with the curve.
+
+        Raises:
+            SettingsError: no context fits the model.
+            OSError: the cache folder cannot be written.
         """
-        from .drafters.adaptive.measure import measure_times, model_key
-        from .drafters.adaptive.step_times import save_times
+        from .drafters.adaptive.cost import save_curve
+        from .drafters.adaptive.measure import measure, model_key
 
         target = self.target()
-        times = measure_times(target, self.vocabulary, rows, contexts, batches, repeats, progress, inf)
-        return save_times(model_key(self.model, target.path), times) if times.bins else None
+        measured = measure(target, rows, contexts, batches, repeats, inf, progress)
+        return save_curve(model_key(self.model, target.path), measured.curve())
 
     def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
         """The request of one prompt, for ``engine.add``.

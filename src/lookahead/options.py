@@ -338,7 +338,7 @@ class DraftOptions(OptionSet):
     sources: str | None = option(
         None, "Sources of candidates (adaptive): suffix, logits, jacobi, corpus.", metavar="LIST"
     )
-    no_budget: bool = option(False, "Every step may have --max-rows rows, whatever they cost (adaptive).")
+    rows: int | None = option(None, "A fixed number of rows of every step, whatever they cost (adaptive).")
     warm: Path | None = option(
         None,
         "Keep what adaptive learns in this file, which is read first if it exists, and written at the end. It "
@@ -358,7 +358,7 @@ class DraftOptions(OptionSet):
         """
         given = self.keywords()
         warm = given.pop("warm", None)
-        for flag in ("budget", "pool_from_prompt", "pool_from_output"):
+        for flag in ("pool_from_prompt", "pool_from_output"):
             if given.pop(f"no_{flag}", False):
                 given[flag] = False
         drafter = as_drafter(given) if given else None

@@ -20,6 +20,7 @@ from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
 from ..engine.processors import make_process
+from ..engine.progress import say
 from ..llm import LLM
 from ..loading import load
 from ..options import Options
@@ -130,12 +131,12 @@ def make_request(
     prompt: Sequence[int],
     drafter: Drafter,
     options: RunOptions,
-    step_times: Any = None,
+    cost_curve: Any = None,
 ) -> Request:
     """A request for the library's loop; if the text is sampled, the drafter also sees the noise.
 
     Args:
-        step_times: measured step times of the model, for a drafter that needs them.
+        cost_curve: the cost curve of the model, for a drafter that needs it.
     """
     noise = process = None
     if options.temperature:
@@ -145,7 +146,7 @@ def make_request(
         process = make_process(sampling, len(prompt), model.eos, None, device)
     choose = make_choose(prompt, process, noise)
     return Request(
-        prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise, step_times=step_times
+        prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise, cost_curve=cost_curve
     )
 
 
@@ -205,18 +206,18 @@ class Drafted(Method):
         return replace(self.drafter, state=AdaptiveState(self.drafter))
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        drafter, times = self.drafter, None
+        drafter, curve = self.drafter, None
         if self.state == "warm":
             if self._kept is None:
                 self._kept = self._with_state()
             drafter = self._kept
         if (
-            drafter.needs_step_times and model.model is not None
-        ):  # they describe the machine; ``forget`` keeps them
-            from ..drafters.adaptive.measure import times_for
+            drafter.needs_cost_curve and model.model is not None
+        ):  # it describes the machine; ``forget`` keeps it
+            from ..drafters.adaptive.measure import curve_of
 
-            times = times_for(model.model, model.target.path, lambda: model.target)
-        return timed_decode(model.target, make_request(model, prompt, drafter, options, times))
+            curve = curve_of(model.model, model.target.path, lambda: model.target, say)
+        return timed_decode(model.target, make_request(model, prompt, drafter, options, curve))
 
 
 #: Makes the methods for one name: cold and warm if the method keeps state, unless ``warm`` is False.

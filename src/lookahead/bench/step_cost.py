@@ -1,7 +1,7 @@
 """t(k): the time of a step of k rows, and its ratio to that of one row. Which rows are almost free?
 
-Times come from ``measure_times``, as for the adaptive drafter, which uses them to choose its rows: the fastest of
-several steps on random tokens, from the forward pass to the commit.
+Times come from ``drafters.adaptive.measure``, as for the cost curve by which the adaptive drafter chooses rows: the
+faster half of several drafted steps counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from ..drafters.adaptive.measure import measure_times
+from ..drafters.adaptive.measure import measure as measure_steps
 from ..records import RecordWriter
 from .methods import ModelUnderTest
 from .plots import colour, label, new_figure, powers_of_two, save
@@ -42,20 +42,14 @@ def measure(
     records: list[Record] = []
 
     def keep(batch: int, context: int, k: int, seconds: float) -> None:
+        if k not in counts:
+            return
         records.append({**common, "context": context, "rows": k, "step_ms": seconds * 1e3})
         progress(len(records), len(points), f"{model.dtype}, context {context}, {k} rows")
 
     for context in dict.fromkeys(context for context, _ in points):
         fitting = [k for t, k in points if t == context]
-        measure_times(
-            target,
-            target.vocabulary,
-            fitting,
-            (context,),
-            repeats=REPEATS,
-            progress=keep,
-            patience=inf,
-        )
+        measure_steps(target, fitting, (context,), (), REPEATS, inf, keep)
     return records
 
 

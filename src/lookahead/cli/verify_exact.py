@@ -65,7 +65,7 @@ def verify(
     if isinstance(drafter, Plain) and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafts
-        drafter = replace(drafter, budget=False)
+        drafter = replace(drafter, rows=drafter.most_rows)
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]

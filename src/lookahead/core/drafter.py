@@ -48,8 +48,8 @@ class Start:
         noise: how the sequence is sampled; None for greedy decoding. A drafter may use it to rank candidates;
             the output does not depend on whether it does.
         predicted: tokens that, according to the caller, are likely to follow the prompt; empty for none.
-        step_times: measured step times of this model on this machine (``StepTimes``), for drafters that
-            choose the rows of a step by their cost; None if nothing was measured.
+        cost_curve: what steps of this model cost on this machine (``drafters.adaptive.cost.CostCurve``), for drafters
+            that choose the rows of a step by their cost; None if nothing was measured.
     """
 
     prompt: Sequence[int]
@@ -58,7 +58,7 @@ class Start:
     vocabulary: int = 0
     noise: Noise | None = None
     predicted: Sequence[int] = ()
-    step_times: Any = None
+    cost_curve: Any = None
 
     @property
     def text(self) -> list[int]:
@@ -135,14 +135,6 @@ class Drafter(ABC):
         return None
 
     @property
-    def needs_step_times(self) -> bool:
-        """Whether ``start`` uses ``Start.step_times``. The caller then measures them first."""
+    def needs_cost_curve(self) -> bool:
+        """Whether ``start`` uses ``Start.cost_curve``. The caller then measures it first."""
         return False
-
-    def untimed(self) -> Drafter:
-        """These settings for a target whose rounding depends on the rows of a step.
-
-        On such a target, a text could depend on earlier measurements if measured times chose the rows. So they do
-        not choose them unless the settings ask for it.
-        """
-        return self

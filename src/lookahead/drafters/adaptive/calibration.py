@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled
-from .arrays import BUCKET, Calibration
+from .memory import BUCKET, Calibration
 
 PRIOR_WEIGHT = 4.0
 #: Upper limit of the probability of an edge, and of the sum over the edges under one node.
@@ -91,7 +91,7 @@ def interval_of(ends: Any, value: float) -> int:
 
 
 @compiled
-def learn(bucket: Any, right: bool) -> None:
+def count(bucket: Any, right: bool) -> None:
     """Count one proposal of this bucket. It need not be a row of the tree: only the target's token matters."""
     hits = bucket.hits + (1.0 if right else 0.0)
     trials = bucket.trials + 1.0

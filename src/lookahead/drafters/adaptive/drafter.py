@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...core import Drafter, DraftState, SettingsError, Start
 from ..checks import text_form
-from .settings import UNTIMED_ROWS, AdaptiveSettings
+from .settings import AdaptiveSettings
 
 if TYPE_CHECKING:
     from .state import AdaptiveState
@@ -19,9 +19,8 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     Attributes:
         max_rows: largest number of rows of a step, 1 to 512.
-        budget: whether measured step times choose the number of rows. False: every step may have ``max_rows``, and
-            the drafts depend only on the tokens. None: step times choose if the text cannot depend on the choice;
-            otherwise a step has at most ``UNTIMED_ROWS``.
+        rows: a fixed number of rows of a step, 1 to 512, of which there are fewer only where the sources propose too
+            few. None: each step has as many rows as pay by the cost curve of this model on this machine.
         sources: the names in ``SOURCES`` that may propose candidates. Without "logits" nothing reads what the window
             explores.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
@@ -56,13 +55,8 @@ class Adaptive(AdaptiveSettings, Drafter):
         return text_form(self.name, self)
 
     @property
-    def needs_step_times(self) -> bool:
-        return self.budget is not False
-
-    def untimed(self) -> Drafter:
-        if self.budget is not None:
-            return self
-        return replace(self, budget=False, max_rows=min(self.max_rows, UNTIMED_ROWS))
+    def needs_cost_curve(self) -> bool:
+        return self.rows is None
 
     def precompile(self) -> None:
         """Compile the drafter's code in another process, unless that has been done on this machine."""
@@ -71,6 +65,6 @@ class Adaptive(AdaptiveSettings, Drafter):
         precompile.start()
 
     def start(self, sequence: Start) -> DraftState:
-        from .sequence import AdaptiveDraftState  # loads numpy and numba
+        from .draft_state import AdaptiveDraftState  # loads numpy and numba
 
         return AdaptiveDraftState(self, self.state, sequence)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled, entry, int64
-from .arrays import record
+from .memory import record
 
 SLOT = record(key="i8", value="i8")
 

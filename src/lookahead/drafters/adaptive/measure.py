@@ -1,107 +1,236 @@
-"""Measures the step times of targets and keeps them for each loaded model."""
+"""Measures the cost curve of a target, once per model and machine, and compiles the drafter's code.
+
+The steps that are timed are drafted by the adaptive drafter itself, so a cost includes drafting. Only the emitted
+tokens are not the target's: after each step the first child of the root is emitted, so that the next root has been
+evaluated before and has proposals.
+
+Steps of one row and of k rows alternate, and of each the faster half counts, because other work on the machine makes
+single steps slower. A curve whose rounds disagree is used by this process and measured again by the next.
+"""
 
 from __future__ import annotations
 
 import json
-import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import product
-from math import inf
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ...core import Request, Start, Target, TokenTree, decode
+from ...core import SettingsError, Start, Target, TokenTree
 from . import precompile
+from .cost import CostCurve, load_curve, save_curve
+from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
-from .step_times import StepTimes, from_points, load_times, save_times
+from .state import AdaptiveState
 
-#: Rows of the short measurement, the most informative first, and its context. Other times are interpolated.
-SHORT_ROWS, SHORT_CONTEXTS = (1, 16, 4, 64), (64,)
-#: The short measurement ends after this many seconds or steps, whichever is longer; two points are always measured.
-PATIENCE, PATIENT_STEPS = 0.5, 5
-#: If a plain step took this many times as long when it was measured, the machine was busy with other work.
-BUSY = 1.5
+#: Numbers of rows, the most informative first; lengths of the context; numbers of sequences of one row each.
+ROWS = (4, 8, 2, 3, 16, 6, 32, 12, 64)
+CONTEXTS = (64, 512)
+SEQUENCES = (4, 16, 64)
+#: Seconds for the whole measurement. What does not fit is interpolated; two numbers of rows are always measured.
+PATIENCE = 2.0
+#: Rounds of one step of one row and one of k rows.
+ROUNDS = 5
+#: Half of the rounds are steady if the slowest of them took at most this many times the fastest.
+STEADY = 1.15
+#: Steps after which the drafter is expected to propose as many rows as it will.
+WARM_STEPS = 2
+#: Numbers of rows that are measured at a second length of the context.
+MOST_AGAIN = 5
 
 
-def measure_times(
+class Measurement:
+    """The points of a measurement.
+
+    Attributes:
+        seconds: seconds of a step, by (sequences, context, rows).
+        drafting: seconds of the drafter in drafted steps of two rows.
+        of_a_prompt: seconds of one token of a prompt.
+        steady: whether repeated steps took equally long.
+    """
+
+    def __init__(self, progress: Callable[[int, int, int, float], None] | None = None) -> None:
+        self.seconds: dict[tuple[int, int, int], float] = {}
+        self._progress = progress
+        self.drafting: list[float] = []
+        self.of_a_prompt = 0.0
+        self.steady = True
+
+    def add(self, point: tuple[int, int, int], spent: Sequence[float], plain: Sequence[float] = ()) -> None:
+        """Add repeated steps of one size.
+
+        Args:
+            point: (sequences, context, rows).
+            spent: seconds of each step; the mean of the faster half counts.
+            plain: seconds of plain steps at the same moments: the cost is taken against these.
+        """
+        seconds = self._of_half(spent)
+        if plain:
+            seconds *= self.seconds[(*point[:2], 1)] / self._of_half(plain)
+        self.seconds[point] = seconds
+        if self._progress is not None:
+            self._progress(*point, seconds)
+
+    def _of_half(self, spent: Sequence[float]) -> float:
+        half = sorted(spent)[: max(1, len(spent) // 2)]
+        self.steady &= half[-1] <= STEADY * half[0]
+        return fmean(half)
+
+    def curve(self) -> CostCurve:
+        """The curve through the points. Each context has its own plain step."""
+        rows: dict[int, dict[int, float]] = {}
+        sequences: dict[int, float] = {}
+        shortest = min(context for _, context, _ in self.seconds)
+        plain = self.seconds[1, shortest, 1]
+        for (batch, context, number), seconds in sorted(self.seconds.items()):
+            if batch == 1:
+                rows.setdefault(context, {})[number] = seconds / self.seconds[1, context, 1]
+            elif number == 1:
+                sequences[batch] = seconds / plain
+        drafting = median(self.drafting) / plain if self.drafting else 0.0
+        return CostCurve(rows, sequences, drafting, plain)
+
+
+def measure(
     target: Target,
-    vocabulary: int,
-    rows: Sequence[int] = SHORT_ROWS,
-    contexts: Sequence[int] = SHORT_CONTEXTS,
-    batches: Sequence[int] = (1,),
-    repeats: int = 5,
-    progress: Callable[[int, int, int, float], None] | None = None,
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = CONTEXTS,
+    sequences: Sequence[int] = SEQUENCES,
+    rounds: int = ROUNDS,
     patience: float = PATIENCE,
-) -> StepTimes:
-    """Time steps of a target on random tokens: forward pass, choosing at the root, reading all rows, commit.
+    progress: Callable[[int, int, int, float], None] | None = None,
+) -> Measurement:
+    """Time drafted steps of a target.
 
     Args:
         target: any target; all its slots must be free, and are free afterwards.
-        vocabulary: V.
-        rows, contexts, batches: the points to measure; contexts that are too long for the model are skipped.
-        repeats: largest number of steps per point; the fastest counts.
-        progress: called with (batch, context, rows, seconds) for every point.
-        patience: seconds after which only the first two numbers of rows are measured.
+        rows: numbers of rows of one sequence, besides 1.
+        contexts: numbers of committed tokens; those that are too long for the model are skipped.
+        sequences: numbers of sequences of one row each.
+        rounds: steps of each size; the mean of the faster half counts.
+        patience: seconds after which no further size is begun; two numbers of rows are always measured.
+        progress: called with (sequences, context, rows, seconds) for every size.
+
+    Raises:
+        SettingsError: no context fits the model.
     """
-    rng = random.Random(0)
-    times = StepTimes()
-    # The first step of a size compiles or allocates; with CUDA graphs, the second one captures.
-    discard = 2 if target.path == "cuda-graph" else 1
+    result, end = Measurement(progress), perf_counter() + patience
+    # The first steps of a size compile or allocate; with CUDA graphs, the second one captures.
+    discard = WARM_STEPS + (2 if target.path == "cuda-graph" else 1)
+    sizes = [number for number in rows if number > 1]
     target.prefill([(0, [0])])
-    longest = target.depth_limit(0) - (repeats + discard) * len(rows)
+    longest = target.depth_limit(0) - 2 * (rounds + discard) * (1 + len(sizes))
     target.release(0)
-    start, quickest = perf_counter(), inf
-    for batch, context in product(batches, [context for context in contexts if context < longest]):
-        slots = list(range(batch))
-        prompt = [rng.randrange(vocabulary) for _ in range(context)]
-        target.prefill([(slot, prompt) for slot in slots])
-        spent: dict[int, list[float]] = {count: [] for count in rows}
+    fitting = [context for context in contexts if context < longest]
+    if not fitting:
+        raise SettingsError(f"a context must be shorter than {max(0, longest)} tokens, got {list(contexts)}")
+    for index, context in enumerate(fitting):
+        begin = perf_counter()
+        if index and begin + result.of_a_prompt * context > end:
+            break
+        target.prefill([(0, _prompt(target, context))])
+        result.of_a_prompt = (perf_counter() - begin) / context
         try:
-            # Sizes alternate and the fastest step counts, so that other work on the machine affects all sizes alike.
-            # Each plain step follows another plain step, because a step of many rows leaves the caches cold.
-            for _, count in product(range(discard + repeats), (1, *rows)):
-                late = perf_counter() - start > max(patience, PATIENT_STEPS * quickest)
-                if late and (count not in rows[:2] or len(spent[count]) > discard):
-                    continue
-                tree = _random_tree(count, vocabulary, target.depth_limit(0), rng)
-                spent[count].append(_step(target, slots, tree))
-                quickest = min(quickest, spent[count][-1])
+            _time_context(
+                target, result, context, sizes[: MOST_AGAIN if index else None], rounds, discard, end
+            )
+        finally:
+            target.release(0)
+        if not index:
+            _time_sequences(target, result, context, sequences, rounds, end)
+    return result
+
+
+def _time_context(
+    target: Target,
+    result: Measurement,
+    context: int,
+    sizes: Sequence[int],
+    rounds: int,
+    discard: int,
+    end: float,
+) -> None:
+    """Time plain steps and, alternately with them, drafted steps of each size."""
+    state = AdaptiveState()  # kept from size to size, so that the drafter soon knows enough tokens
+    plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
+    result.add((1, context, 1), plain)
+    for index, number in enumerate(sizes):
+        if index >= 2 and perf_counter() > end:
+            return
+        drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
+        plain, drafted = list[float](), list[float]()
+        counts = list[int]()
+        for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
+            counts.append(count)
+            plain.append(_plain_step(target, [0]))
+            drafted.append(seconds)
+            if number == 2:
+                result.drafting.append(drafting)
+        if counts[-1] == number:  # a tiny vocabulary has too few tokens
+            result.add((1, context, number), drafted[discard:], plain[discard:])
+
+
+def _time_sequences(
+    target: Target, result: Measurement, context: int, sequences: Sequence[int], rounds: int, end: float
+) -> None:
+    """Time steps of one row in each of several sequences."""
+    for number in sequences:
+        if number == 1 or perf_counter() + result.of_a_prompt * number > end:
+            continue
+        slots = list(range(number))
+        target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
+        try:
+            _plain_step(target, slots)
+            result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
         finally:
             for slot in slots:
                 target.release(slot)
-        points = {count: min(seconds[discard:]) for count, seconds in spent.items() if seconds[discard:]}
-        if progress is not None:
-            for count, seconds in points.items():
-                progress(batch, context, count, seconds)
-        times.bins[StepTimes.bin_of(batch, context)] = from_points(points)
-    return times
 
 
-def _step(target: Target, slots: Sequence[int], tree: TokenTree) -> float:
-    start = perf_counter()
-    for score in target.forward([(slot, tree) for slot in slots]):
-        score.best(0)
-        if len(tree) > 1:
-            score.top(tree.needs_logits_nodes(), 8)
+def _prompt(target: Target, length: int) -> list[int]:
+    """Tokens that do not repeat soon."""
+    return [(7 + 31 * index) % target.vocabulary for index in range(length)]
+
+
+def _plain_step(target: Target, slots: Sequence[int]) -> float:
+    """Seconds of a step of one row in each slot."""
+    begin = perf_counter()
+    for scores in target.forward([(slot, TokenTree(slot % target.vocabulary)) for slot in slots]):
+        scores.best(0)
     target.commit([(slot, [0]) for slot in slots])
-    return perf_counter() - start
+    return perf_counter() - begin
 
 
-def _random_tree(rows: int, vocabulary: int, deepest: int, rng: random.Random) -> TokenTree:
-    """A tree shaped like a draft: every node is a child of a node in the first half."""
-    tree = TokenTree(rng.randrange(vocabulary))
-    while len(tree) < min(rows, vocabulary // 2 + 1):  # a tiny vocabulary has too few distinct children
-        parent = rng.randrange((len(tree) + 1) // 2)
-        tree.add(rng.randrange(vocabulary), parent if tree.depths[parent] < deepest else 0, needs_logits=True)
-    return tree
+def drafted_steps(
+    target: Target, drafter: Adaptive, steps: int, noise: Any = None
+) -> Iterator[tuple[int, float, float]]:
+    """Draft and evaluate in slot 0, which must be filled. Yields (rows, seconds, seconds of the drafter).
+
+    The first child of the root is emitted, whatever the target's own token is.
+    """
+    start = Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary, noise=noise)
+    state = AdaptiveDraftState(drafter, drafter.state, start)
+    for _ in range(steps):
+        begin = perf_counter()
+        tree = state.draft(target.depth_limit(0))
+        state.pad(tree, drafter.most_rows)
+        grown = perf_counter()
+        (scores,) = target.forward([(0, tree)])
+        scores.best(0)
+        target.commit([(0, [0])])
+        evaluated = perf_counter()
+        token = tree.tokens[1] if len(tree) > 1 else tree.tokens[0]
+        state.observe(tree, scores, [0], [token])
+        end = perf_counter()
+        yield len(tree), end - begin, grown - begin + end - evaluated
 
 
 class _NoNoise:
-    """Zero noise, for the warm-up."""
+    """Zero noise, to compile the code of sampling."""
 
     temperature = 1.0
 
@@ -112,26 +241,21 @@ class _NoNoise:
         return self._zeros
 
 
-def warm_up(target: Target, vocabulary: int, times: StepTimes) -> None:
-    """Draft a few tokens, greedily and with noise, so that all code is compiled; also measure the set-up.
-
-    Args:
-        target: all its slots must be free, and are free afterwards.
-        vocabulary: V.
-        times: receives the set-up time in ``setup``.
-    """
-    prompt = [token % vocabulary for token in range(256)]
-    spent = []
-    for noise in (None, _NoNoise(vocabulary)):
-        drafter = Adaptive(max_rows=8, budget=False)
-        for _ in decode(target, [Request([*prompt[1:4], *prompt[1:4], 1], drafter, 4, noise=noise)]):
-            pass
-        for text in (4 * prompt, prompt):  # the longer one enlarges the tables
-            sequence = drafter.start(Start(text, 0, vocabulary=vocabulary, noise=noise))
-            start = perf_counter()
-            sequence.draft(8)
-            spent.append(perf_counter() - start)
-    times.setup.value = min(spent)
+def warm_up(target: Target) -> None:
+    """Draft a few steps, greedily and with noise, so that all code is compiled. All slots of the target are free."""
+    prompt = _prompt(target, 64)
+    for noise in (None, _NoNoise(target.vocabulary)):
+        for chain in (False, True):
+            drafter = Adaptive(rows=8, window_size=0, chain=chain)
+            target.prefill([(0, [0])])
+            try:
+                for _ in drafted_steps(target, drafter, 4, noise):
+                    pass
+            finally:
+                target.release(0)
+            # A longer text enlarges the tables.
+            long = Start(8 * prompt, 0, vocabulary=target.vocabulary, noise=noise)
+            drafter.start(long).draft(8)
 
 
 class _BlankTarget:
@@ -162,21 +286,20 @@ class _BlankScores:
     def row(self, node: int) -> list[float]:
         return [0.0] * _BlankTarget.vocabulary
 
-    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        return [list(range(k)) for _ in nodes], [[0.0] * k for _ in nodes]
-
     def hidden(self, node: int) -> None:
         return None
+
+    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+        return [list(range(k)) for _ in nodes], [[0.0] * k for _ in nodes]
 
 
 def compile_all() -> None:
     """Draft on a blank target, greedily and with noise; see ``precompile``."""
-    target = _BlankTarget()
-    warm_up(target, target.vocabulary, StepTimes())
+    warm_up(_BlankTarget())
 
 
 def model_key(model: Any, path: str = "") -> str:
-    """The key of a model's step times: shape, dtype, device and code path, but not the values of the weights.
+    """The key of a model's cost curve: shape, dtype, device and code path, but not the values of the weights.
 
     Args:
         model: a transformers model.
@@ -184,12 +307,7 @@ def model_key(model: Any, path: str = "") -> str:
     """
     config = model.config.get_text_config(decoder=True).to_dict()
     shape = {key: value for key, value in config.items() if isinstance(value, int) and key != "eos_token_id"}
-    parts = (
-        type(model).__name__,
-        json.dumps(shape, sort_keys=True),
-        *_numbers_of(model),
-        path,
-    )
+    parts = (type(model).__name__, json.dumps(shape, sort_keys=True), *_numbers_of(model), path)
     return "|".join(str(part) for part in parts)
 
 
@@ -198,61 +316,37 @@ def _numbers_of(model: Any) -> tuple[Any, Any]:
     return getattr(model, "weights", None) or model.dtype, model.device
 
 
-def _was_busy(kept: StepTimes, target: Any) -> bool:
-    """Whether a plain step is much faster now than when the step times were measured.
-
-    If so, other work slowed that measurement down, and rows look cheaper than they are: a step of 8 rows, which takes
-    2.3 plain steps, was measured at 1.9 beside two busy processes. A slower machine only scales the table.
-    """
-    table, spent = kept.table(1, 0), []
-    target.prefill([(0, [0])])
-    for _ in range(4):
-        start = perf_counter()
-        (scores,) = target.forward([(0, TokenTree(0))])
-        scores.best(0)
-        target.commit([(0, [0])])
-        spent.append(perf_counter() - start)
-    target.release(0)
-    return table is not None and min(spent) * BUSY < table[0]
+_of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CostCurve]] = weakref.WeakKeyDictionary()
 
 
-def _compile_reading(target: Any) -> None:
-    """Compile the code that reads the best tokens of a row, while the other process compiles the rest.
+def curve_of(
+    model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
+) -> CostCurve:
+    """The cost curve of a loaded model: read from disk, or measured and written there. Also compiles all code.
 
-    If ``measure_times`` had to compile it, that would use up the time for measuring.
-    """
-    target.prefill([(0, [0])])
-    (scores,) = target.forward([(0, TokenTree(0))])
-    scores.top([0], 1)
-    target.release(0)
-
-
-_of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepTimes]] = weakref.WeakKeyDictionary()
-
-
-def times_for(model: Any, path: str, make_target: Callable[[], Any]) -> StepTimes:
-    """The step times of a loaded model: read from disk, or measured and written there. Also compiles all code.
-
-    Times from a busy machine are measured again. All callers with the same model share the result and its later
-    updates, which are not written to disk.
+    Sequences of the same model share it. A curve that other work has disturbed is not written.
 
     Args:
         model: a transformers model.
         path: the path of the target that evaluates it.
         make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
+        notice: receives a line where the file is damaged.
     """
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
     if key not in mine:
-        target = make_target()
-        _compile_reading(target)
+        target, name, curve = make_target(), model_key(model, path), None
         precompile.wait()
-        name = model_key(model, path)
-        times = load_times(name)
-        if times is None or _was_busy(times, target):
-            times = measure_times(target, target.vocabulary)
-            with suppress(OSError):  # the folder cannot be written: the next process measures again
-                save_times(name, times)
-        warm_up(target, target.vocabulary, times)
-        mine[key] = times
+        warm_up(target)
+        try:
+            curve = load_curve(name)
+        except SettingsError as error:
+            notice(f"{error}; it is measured again")
+        if curve is None:
+            measured = measure(target)
+            curve = measured.curve()
+            if measured.steady:
+                with suppress(OSError):  # the folder cannot be written: the next process measures again
+                    save_curve(name, curve)
+        mine[key] = curve
     return mine[key]

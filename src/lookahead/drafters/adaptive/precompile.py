@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 
 from ...jit import is_on_disk
-from . import growth
+from . import grow, learn
 
 #: The longest wait, in seconds; the compilation takes less even on a slow machine.
 LONGEST = 120.0
@@ -26,7 +26,7 @@ def start() -> None:
     """Start the other process, unless the code is on disk or there is only one core."""
     if _running or (os.cpu_count() or 1) < 2 or not sys.executable:
         return
-    if is_on_disk(growth.grow) and is_on_disk(growth.learn_from_step):
+    if is_on_disk(grow.grow) and is_on_disk(learn.learn):
         return
     quiet = subprocess.DEVNULL
     with suppress(OSError):

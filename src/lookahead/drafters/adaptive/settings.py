@@ -16,13 +16,12 @@ SOURCES = {
 }
 #: All but the corpus: text of one request is proposed in another only if the caller asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
-#: Rows of a step if measured times must not choose the number and the caller has not chosen it either.
-UNTIMED_ROWS = 8
 #: The fewest rows of the tree from which a chain is chosen.
 SEARCHED_ROWS = 64
 #: Smallest and largest value of each whole number.
 LIMITS = {
     "max_rows": (1, 512),
+    "rows": (1, 512),
     "window_size": (0, 512),
     "ngram_size": (2, 16),
     "suffix_order": (1, 32),
@@ -38,7 +37,7 @@ class AdaptiveSettings:
     """The settings that shape the drafts; ``Adaptive`` documents them."""
 
     max_rows: int = 64
-    budget: bool | None = None
+    rows: int | None = None
     sources: tuple[str, ...] = DEFAULT_SOURCES
     window_size: int = 5
     ngram_size: int = 3
@@ -51,9 +50,8 @@ class AdaptiveSettings:
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
-            check_whole(self, name, low, high)
-        if self.budget is not None and not isinstance(self.budget, bool):
-            raise SettingsError(f"budget must be true, false or none, got {self.budget!r}")
+            if name != "rows" or self.rows is not None:
+                check_whole(self, name, low, high)
         if not isinstance(self.chain, bool):
             raise SettingsError(f"chain must be true or false, got {self.chain!r}")
         if isinstance(self.sources, str):
@@ -62,3 +60,13 @@ class AdaptiveSettings:
         unknown = sorted(set(self.sources) - set(SOURCES))
         if unknown:
             raise SettingsError(f"unknown sources {', '.join(unknown)}; known are {', '.join(SOURCES)}")
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows of a step."""
+        return self.max_rows if self.rows is None else self.rows
+
+    @property
+    def table_rows(self) -> int:
+        """The largest number of rows of a tree while it grows."""
+        return max(self.most_rows, SEARCHED_ROWS) if self.chain else self.most_rows

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from ....jit import compiled, int64
-from ..arrays import OTHER_PROPOSALS, SPAN, Cache, Constants, Sources, StepResult, Tree
 from ..calibration import (
     BIN_OF,
     BINS,
@@ -39,6 +38,7 @@ from ..calibration import (
     interval_of,
 )
 from ..hashing import enter, find, new_slots, rehash, remove
+from ..memory import OTHER_PROPOSALS, SPAN, Cache, Memory, Tree
 
 #: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is correct.
 FURTHEST = -6.0
@@ -49,38 +49,35 @@ FIRST_ENTRIES = 1 << 12
 
 
 @compiled
-def key_of(tree: Tree, constants: Constants, order: int, node: int) -> int:
+def key_of(memory: Memory, order: int, node: int) -> int:
     """Key of the last ``order`` + 1 tokens of a row."""
-    row = tree.nodes[node]
+    step, nodes = memory.step[0], memory.tree.nodes
+    row = nodes[node]
     if order == 0:
         return int64(row.token)
     if order == 1:
         return int64(row.pair)
-    above = (
-        tree.nodes[row.parent].pair
-        if node > 0
-        else constants.tail[0] * constants.vocabulary + constants.tail[1]
-    )
-    return int64(above * constants.vocabulary + row.token)
+    above = nodes[row.parent].pair if node > 0 else step.before * step.vocabulary + step.previous
+    return int64(above * step.vocabulary + row.token)
 
 
 @compiled
-def propose(tree: Tree, sources: Sources, constants: Constants, node: int) -> None:
+def propose(memory: Memory, node: int) -> None:
     """Propose the cached tokens after the same last three tokens, else two, else one; best first."""
-    row, cache = tree.nodes[node], sources.cache
+    row, cache = memory.tree.nodes[node], memory.cache
     row.order, row.cached = 0, 0
-    if not constants.use_logits:
+    if memory.step[0].use_logits == 0:
         return
     for order in range(ORDERS - 1, -1, -1):
         slots = cache.slots[order]
-        slot = slots[find(slots, key_of(tree, constants, order, node))]
+        slot = slots[find(slots, key_of(memory, order, node))]
         if slot.key != 0:
             row.order = order
             entry = slot.value & (len(cache.keys[order]) - 1)
-            if constants.sampled:
-                row.cached = _propose_sampled(tree, sources, constants, node, entry)
+            if memory.step[0].sampled:
+                row.cached = _propose_sampled(memory, node, entry)
             else:
-                row.cached = _propose_greedy(tree, cache, order, node, entry)
+                row.cached = _propose_greedy(memory.tree, cache, order, node, entry)
             return
 
 
@@ -118,14 +115,15 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 
 
 @compiled
-def _propose_sampled(tree: Tree, sources: Sources, constants: Constants, node: int, entry: int) -> int:
+def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
     """Propose the best tokens with the noise that the target will sample with there."""
-    row, cache, proposals = tree.nodes[node], sources.cache, tree.proposals[node]
+    step, cache = memory.step[0], memory.cache
+    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
-    noise = sources.noise[(constants.position + row.depth) % len(sources.noise)]
-    temperature = np.float32(constants.temperature)
+    noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
+    temperature = np.float32(step.temperature)
     kept = 0
-    for i in range(_room(tree, ids)):
+    for i in range(_room(memory.tree, ids)):
         token = ids[i]
         if token < 0:
             break
@@ -165,35 +163,41 @@ def _entry_for(cache: Cache, order: int, key: int) -> int:
 
 
 @compiled
-def _write(
-    cache: Cache, order: int, entry: int, step: StepResult, node: int, origin: int, keep_all: bool
-) -> None:
-    ids, odds = cache.ids[order, entry], cache.odds[order, entry]
-    columns = step.ids.shape[1]
+def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: int, keep_all: bool) -> None:
+    """Overwrite an entry with the best tokens of one row."""
+    kept_ids, kept_odds = cache.ids[order, entry], cache.odds[order, entry]
     cache.origins[order, entry] = origin
     ended = False
-    for i in range(len(ids)):
-        ids[i], odds[i] = -1, np.nan
-        if i < columns:
-            ended = ended or not (keep_all or i == 0 or step.odds[node, i] > FURTHEST)
-            odds[i] = step.odds[node, i]
+    for i in range(len(kept_ids)):
+        kept_ids[i], kept_odds[i] = -1, np.nan
+        if i < len(ids):
+            ended = ended or not (keep_all or i == 0 or odds[i] > FURTHEST)
+            kept_odds[i] = odds[i]
             if not ended:
-                ids[i] = step.ids[node, i]
+                kept_ids[i] = ids[i]
 
 
 @compiled
-def write_rows(tree: Tree, cache: Cache, constants: Constants, step: StepResult, window_start: int) -> None:
-    """Store all rows of a step. Rows with equal keys overwrite each other: unlikely rows first, the path last."""
-    nodes, count = tree.nodes, tree.sizes[0].rows
+def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: int) -> None:
+    """Store all rows of a step. Rows with equal keys overwrite each other: unlikely rows first, the path last.
+
+    Args:
+        ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
+        length: accepted rows, the first of ``memory.path``.
+        window_start: first row of the window.
+    """
+    cache, nodes, count = memory.cache, memory.tree.nodes, memory.tree.sizes[0].rows
+    keep_all = memory.step[0].sampled != 0
     for order in range(ORDERS):
         # All lookups come first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
         for node in range(count - 1, -1, -1):
-            nodes[node].entry = _entry_for(cache, order, key_of(tree, constants, order, node))
+            nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
         for node in range(count - 1, -1, -1):
             origin = REJECTED if node < window_start else WINDOW
-            _write(cache, order, nodes[node].entry, step, node, origin, constants.sampled)
-        for node in step.path:
-            _write(cache, order, nodes[node].entry, step, node, ON_PATH, constants.sampled)
+            _write(cache, order, nodes[node].entry, ids[node], odds[node], origin, keep_all)
+        for i in range(length):
+            node = memory.path[i]
+            _write(cache, order, nodes[node].entry, ids[node], odds[node], ON_PATH, keep_all)
         _evict(cache, order)
 
 

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from ....jit import compiled, entry, int64
-from ..arrays import CONTEXT, MATCHES, TextEnd, Tree
 from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, interval_of
 from ..hashing import find, new_slots, rehash
+from ..memory import CONTEXT, MATCHES, TextEnd, Tree
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.
 SHIFT = 22
@@ -91,11 +91,12 @@ def _rank(trie: Any, context: int, node: int) -> None:
         here.third = node
 
 
-@entry
-def feed(text: TextEnd, tokens: Any, used: int) -> int:
-    """Append tokens to the text. Returns the number of contexts; the trie must have room for all of them."""
-    trie, contexts = text.trie, text.contexts
-    for token in tokens:
+@compiled
+def feed(text: TextEnd, tokens: Any, length: int) -> None:
+    """Append the first ``length`` tokens to the text; the trie must have room for all their contexts."""
+    trie, contexts, used = text.trie, text.contexts, int64(text.used[0])
+    for i in range(length):
+        token = int64(tokens[i])
         link, length = 0, 0
         # Each context of the old end is read before the new one of that length takes its place.
         context = contexts[0]
@@ -120,7 +121,13 @@ def feed(text: TextEnd, tokens: Any, used: int) -> int:
             if length == len(contexts):
                 break
             context, contexts[length] = contexts[length], node
-    return used
+    text.used[0] = used
+
+
+@entry
+def read(text: TextEnd, tokens: Any) -> None:
+    """``feed`` all of ``tokens``; called from Python."""
+    feed(text, tokens, len(tokens))
 
 
 @compiled
@@ -179,7 +186,12 @@ class SuffixTrie:
         self.generation += 1  # readers compare it with their own
         self.nodes = np.zeros(FIRST_CONTEXTS, CONTEXT)
         self.slots = new_slots(2 * FIRST_CONTEXTS)
-        self.used = 1
+        self._used = np.ones(1, np.int64)
+
+    @property
+    def used(self) -> int:
+        """The number of contexts, the root included."""
+        return int(self._used[0])
 
     def begin(self) -> Reader:
         """Start a new text."""
@@ -188,13 +200,15 @@ class SuffixTrie:
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more tokens; a full trie is cleared first."""
-        if self.max_nodes is not None and self.used > self.max_nodes:
+        used = int(self._used[0])
+        if self.max_nodes is not None and used > self.max_nodes:
             self.clear()
-        needed = self.used + tokens * (self.order + 1)
+            used = 1
+        needed = used + tokens * (self.order + 1)
         if needed > len(self.nodes):
             room = 1 << (needed - 1).bit_length()
             nodes, slots = np.empty(room, CONTEXT), new_slots(2 * room)
-            nodes[: self.used] = self.nodes[: self.used]
+            nodes[:used] = self.nodes[:used]
             rehash(self.slots, slots)
             self.nodes, self.slots = nodes, slots
 
@@ -210,13 +224,17 @@ class Reader:
     @property
     def text(self) -> TextEnd:
         """The arrays for compiled code."""
-        return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number)
+        return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number, self.trie._used)
 
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Append tokens to the text."""
-        self.trie.reserve(len(tokens))
+        self.reserve(len(tokens))
+        read(self.text, np.asarray(tokens, np.int64))
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` more tokens of this text."""
+        self.trie.reserve(tokens)
         self.catch_up()
-        self.trie.used = feed(self.text, np.asarray(tokens, np.int64), self.trie.used)
 
     def catch_up(self) -> bool:
         """Restart at the root if the trie was cleared. Returns whether it was."""
@@ -229,4 +247,4 @@ class Reader:
 
 
 #: Stands for a source that is off.
-NO_TEXT = TextEnd(np.zeros(1, CONTEXT), new_slots(2), np.zeros(0, np.int32), 0)
+NO_TEXT = TextEnd(np.zeros(1, CONTEXT), new_slots(2), np.zeros(0, np.int32), 0, np.ones(1, np.int64))

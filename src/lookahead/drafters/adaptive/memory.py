@@ -1,7 +1,7 @@
-"""The memory that compiled code works on: arrays of records with named fields, grouped in named tuples.
+"""The memory of compiled code: arrays of records with named fields, in one named tuple, ``Memory``.
 
-This module computes nothing. A compiled function takes the groups that it needs. The owner of a group
-(``LogitCache``, ``SuffixTrie``, ``Grower``) allocates its arrays and enlarges them when needed.
+This module computes nothing. Compiled functions take the whole ``Memory`` and a row number. ``draft_state`` allocates
+what belongs to one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own arrays.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4")
 MATCH = record(token="i4", bucket="i4")
 #: A proposal that may become a row; ``cost`` is minus the probability of its path from the root.
 EDGE = record(cost="f8", token="i8")
-#: An entry of the heap, smallest cost first. ``number`` is node * MAX_EDGES + index for an edge of the node, and
-#: ~node (negative) for a row whose edges are not known yet.
-HEAP_ENTRY = record(cost="f8", number="i8")
+#: An entry of the heap, smallest cost first: an edge of a row, or the row itself (``edge`` = -1) while its edges are
+#: not known yet.
+HEAP_ENTRY = record(cost="f8", row="i4", edge="i4")
 #: Rows of the tree and entries of the heap so far.
 SIZES = record(rows="i8", heap="i8")
 
@@ -63,9 +63,25 @@ MATCHES = 3
 ANSWERS = 3
 #: The most proposals of a row besides those of the logit cache: two suffix matches and the answers.
 OTHER_PROPOSALS = 2 * MATCHES + ANSWERS
-#: The two tries: of this text, and of earlier texts. Index into ``Tree.matches``, ``Tree.contexts``,
-#: ``Calibration.matches`` and ``Sources.texts``.
+#: The two tries: of this sequence, and of earlier ones. Index into ``Tree.matches``, ``Tree.contexts``,
+#: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
+#: Scalars of the sequence that compiled code reads, and what it returns besides its result.
+STEP = record(
+    vocabulary="i8",
+    sampled="i8",  # 1 if tokens are sampled
+    use_logits="i8",
+    use_answers="i8",
+    temperature="f8",
+    expansion_factor="f8",  # see ``grow.EXPANSION_FACTOR``
+    position="i8",  # tokens of the sequence
+    before="i8",  # the last three tokens of the sequence, the oldest first
+    previous="i8",
+    last="i8",
+    rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
+    bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
+    chosen="i8",  # set by ``grow``: the number of rows that pay
+)
 
 
 class TextEnd(NamedTuple):
@@ -75,6 +91,7 @@ class TextEnd(NamedTuple):
     slots: Any  # hash table: (context, next token) -> context
     contexts: Any  # int32 (order + 1,): the contexts at the end of the text by length; -1 after the longest
     text: int  # number of the text in its trie
+    used: Any  # (1,): contexts of the trie
 
 
 class Cache(NamedTuple):
@@ -109,38 +126,23 @@ class Tree(NamedTuple):
     sizes: Any  # (1,) SIZES
 
 
-class Sources(NamedTuple):
-    """Where candidates come from."""
+class Memory(NamedTuple):
+    """Everything that ``grow`` and ``learn`` read and write."""
 
+    tree: Tree
     texts: tuple[TextEnd, TextEnd]
     cache: Cache
+    calibration: Calibration
+    step: Any  # (1,) STEP
+    costs: Any  # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
+    slopes: Any  # (rows + 1,): the smallest cost of one more row, from k to any larger number
     answers: Any  # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
     noise: Any  # (positions, V): Gumbel noise of a position of the text, stored at position modulo positions
     noise_positions: Any  # (positions,): the position whose noise each entry holds; -1 for none
-
-
-class Constants(NamedTuple):
-    """Values that do not change within a step."""
-
-    vocabulary: int
-    sampled: bool
-    use_logits: bool
-    use_answers: bool
-    temperature: float
-    expansion_factor: float  # see ``growth.EXPANSION_FACTOR``
-    position: int  # tokens of the text
-    tail: tuple[int, int, int]  # the last three tokens of the text
-
-
-class StepResult(NamedTuple):
-    """The result of a step. ``own`` and ``credit`` are outputs."""
-
-    path: Any  # accepted rows
-    tokens: Any  # the target's token under each of them
-    ids: Any  # (rows, top): best tokens under each row
-    odds: Any  # (rows, top): their log-odds against the best token
-    own: Any  # (rows,): the target's token under each row; filled in
-    credit: Any  # accepted tokens by ``growth.CREDITED``; added to
+    path: Any  # (rows,): the accepted rows of the last step
+    tokens: Any  # (rows,): the target's token under each of them
+    own: Any  # (rows,): the target's token under each row of the last step; filled in by ``learn``
+    credit: Any  # accepted tokens by ``learn.CREDITED``; added to by ``learn``
 
 
 def new_tree(rows: int, proposals: int) -> Tree:

@@ -1,0 +1,195 @@
+"""The cost curve c(k): what a step of k rows costs in plain steps, on one machine, for one model. Measured once, then
+read only (``measure``). Kept on disk, so that later processes start with it.
+
+A curve has a few points, at two lengths of the context, and the cost of one row in each of several sequences. Between
+points it is linear; beyond the last, the last slope continues; it never falls.
+
+An example, for one sequence and for four, with c(8) = 1.6 measured for one sequence, 1.3 for one row in each of four
+sequences, and 0.04 for the drafter's own work on one sequence:
+
+    one sequence, 8 rows       1.6
+    four sequences, 2 rows     the pass has 8 rows in all, so (1.3 + c(8) - c(4) + 4 * 0.04) / 1.3 of its plain step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite.binding import get_host_cpu_name
+
+from ...core import SettingsError
+from ...threads import thread_count
+
+#: Tokens of context that share a table.
+CONTEXT_STEP = 256
+#: The assumed cost of one more row before any measurement, in plain steps.
+ROW = 0.02
+FORMAT = 1  # of the file; also incremented when a change makes compiled passes faster or slower
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """c(k) by context and by sequences. Every cost is in plain steps of one sequence.
+
+    Attributes:
+        rows: by tokens of context, the cost of a step of k rows by k; k = 1 costs 1.
+        sequences: the cost of a step of one row in each of several sequences, by their number.
+        drafting: the cost of the drafter's own work in a drafted step of one sequence.
+        seconds: seconds of a plain step when the curve was measured; 0 if it was not measured.
+
+    Raises:
+        SettingsError: a cost is not a positive number.
+    """
+
+    rows: Mapping[int, Mapping[int, float]]
+    sequences: Mapping[int, float] = field(default_factory=dict)
+    drafting: float = 0.0
+    seconds: float = 0.0
+    _tables: dict[tuple[int, int, int], tuple[Any, Any]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        costs = [*self.sequences.values(), *(cost for curve in self.rows.values() for cost in curve.values())]
+        numbers = all(isinstance(cost, (int, float)) and 0 < cost < 1e4 for cost in costs)
+        if not numbers or not self.rows or not all(self.rows.values()):
+            raise SettingsError("a cost curve must have points, and every cost must be a positive number")
+
+    @classmethod
+    def guess(cls, row: float = ROW) -> CostCurve:
+        """The curve that is used until one is measured: every row after the first costs ``row`` plain steps."""
+        return cls({0: {1: 1.0, 2: 1.0 + row}})
+
+    def cost(self, rows: float, context: int = 0) -> float:
+        """c(rows) of one sequence whose context has this many tokens."""
+        lengths = sorted(self.rows)
+        costs = [_interpolated(self.rows[length], rows) for length in lengths]
+        # Beyond the measured contexts the nearest counts: a slope of noise would grow without bound.
+        return float(np.interp(context, lengths, costs))
+
+    def table(self, limit: int, context: int, sequences: int = 1) -> tuple[Any, Any]:
+        """The costs of steps of 0 to ``limit`` rows in each of ``sequences`` sequences, in plain steps of the batch.
+
+        Returns:
+            (costs, slopes), both (limit + 1,) float64. ``costs[1]`` is 1. ``slopes[k]`` is the smallest cost of one
+            more row, from k to any larger number of rows.
+        """
+        key = limit, context // CONTEXT_STEP, sequences
+        if key not in self._tables:
+            self._tables[key] = self._new_table(limit, key[1] * CONTEXT_STEP, sequences)
+        return self._tables[key]
+
+    def _new_table(self, limit: int, context: int, sequences: int) -> tuple[Any, Any]:
+        costs = np.array([self.cost(max(1, k) * sequences, context) for k in range(limit + 1)])
+        if sequences > 1:
+            plain = self._plain(sequences, context)
+            costs += plain - costs[1] + sequences * self.drafting
+            costs[:2] = plain
+            costs /= plain
+        costs = np.maximum.accumulate(
+            costs
+        )  # more rows are never cheaper; a measurement that says so is noise
+        slopes = np.zeros(limit + 1)
+        for k in range(1, limit):
+            more = np.arange(1, limit - k + 1)
+            slopes[k] = ((costs[k + 1 :] - costs[k]) / more).min()
+        return costs, slopes
+
+    def drafting_of(self, sequences: int, context: int) -> float:
+        """The cost of drafting for all of ``sequences`` sequences, in plain steps of the batch."""
+        return sequences * self.drafting / self._plain(sequences, context)
+
+    def _plain(self, sequences: int, context: int) -> float:
+        """The cost of one row in each of ``sequences`` sequences."""
+        known = {1: 1.0, **self.sequences}
+        if len(known) == 1:
+            return self.cost(sequences, context)
+        return _interpolated(known, sequences)
+
+
+def _interpolated(points: Mapping[int, float], at: float) -> float:
+    """Linear between known points; constant before the first, the last slope beyond, never falling."""
+    known = sorted(points)
+    after = min(bisect_left(known, at), len(known) - 1)
+    before = max(0, after - 1)
+    if after == before or at <= known[0]:
+        return points[known[0]]
+    slope = (points[known[after]] - points[known[before]]) / (known[after] - known[before])
+    if at > known[after]:
+        return points[known[after]] + max(0.0, slope) * (at - known[after])
+    return points[known[before]] + slope * (at - known[before])
+
+
+def machine() -> str:
+    """What a curve depends on besides the model: processor, cores, threads and GPU."""
+    parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name(0))
+    return ", ".join(parts)
+
+
+def curve_file(model: str) -> Path:
+    """The file with the curve of a model on this machine, in the user's cache folder.
+
+    Args:
+        model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).
+    """
+    digest = hashlib.sha256(f"{machine()}|{model}".encode()).hexdigest()[:24]
+    usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
+    base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
+    return Path(base).expanduser() / "lookahead-decoding" / "costs" / f"{digest}.json"
+
+
+def save_curve(model: str, curve: CostCurve) -> Path:
+    """Save the curve of this machine and model. Returns the file.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = curve_file(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    about = {"format": FORMAT, "machine": machine(), "model": model}
+    costs = {"rows": curve.rows, "sequences": curve.sequences}
+    times = {"drafting": curve.drafting, "seconds": curve.seconds}
+    temporary.write_text(json.dumps({**about, **costs, **times}))
+    os.replace(temporary, path)
+    return path
+
+
+def load_curve(model: str) -> CostCurve | None:
+    """The saved curve of this machine and model; None if there is none, or only one of another machine or version.
+
+    Raises:
+        SettingsError: the file is damaged.
+    """
+    path = curve_file(model)
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["machine"], content["model"]) != (FORMAT, machine(), model):
+            return None
+        return CostCurve(
+            {int(context): _numbers(costs) for context, costs in content["rows"].items()},
+            _numbers(content["sequences"]),
+            float(content["drafting"]),
+            float(content["seconds"]),
+        )
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, SettingsError) as error:
+        raise SettingsError(f"{path} must hold a cost curve, and does not ({error!r:.80})") from error
+
+
+def _numbers(costs: Mapping[str, Any]) -> dict[int, float]:
+    return {int(count): float(cost) for count, cost in costs.items()}

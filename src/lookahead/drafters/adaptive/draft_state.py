@@ -1,0 +1,212 @@
+"""The drafting state of one sequence: it drafts, and learns from each step.
+
+``grower`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state`` holds what
+sequences may share. Nothing here reads a clock: drafts depend on the tokens and on the cost curve alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
+from .calibration import MAX_PROBABILITY
+from .cost import CONTEXT_STEP, CostCurve
+from .grower import Grower
+from .rows import EXPLORATION, RowRule, window_pays
+from .settings import SOURCES, AdaptiveSettings
+from .sources.window_rows import WindowSource
+from .state import AdaptiveState
+
+
+class AdaptiveDraftState(DraftState):
+    """One sequence: its memory, its window and the averages of its rule.
+
+    The memory is allocated when the first tree is grown, so a sequence that never drafts costs nothing.
+
+    Args:
+        settings: the drafter's settings.
+        state: the state that sequences share, or None.
+        sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
+            without a cost curve, the guess is used.
+
+    Raises:
+        SettingsError: the state belongs to another model.
+    """
+
+    def __init__(self, settings: AdaptiveSettings, state: AdaptiveState | None, sequence: Start) -> None:
+        if state is not None and sequence.vocabulary:
+            state.check(sequence.vocabulary)
+        self._settings, self._state = settings, state
+        self._vocabulary, self._sampling = sequence.vocabulary, sequence.noise
+        self._prompt, self._eos = sequence.prompt, sequence.eos
+        self._curve: CostCurve = sequence.cost_curve if sequence.cost_curve is not None else CostCurve.guess()
+        self._rule = RowRule()
+        self._grower: Grower | None = None
+        self._window: WindowSource | None = None
+        #: Tokens that the sources have not read: all of them before the first tree, later those of plain steps.
+        self._unread = sequence.text
+        self._last, self._emitted = sequence.first, 1
+        #: The table of the present context and batch, and what it belongs to.
+        self._costs, self._slopes, self._table_of = np.ones(2), np.zeros(2), (-1, -1)
+        #: Whether a tree was grown for the present step, and its rows without the window's.
+        self._grown, self._own_rows = False, 1
+        self._plain_steps, self._offered, self._accepted = 0, 0.0, 0
+
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        self._choose_table(batch)
+        limit = min(max_rows, self._settings.most_rows)
+        self._grown = limit > 1 and self._may_pay()
+        if not self._grown:
+            self._own_rows = 1
+            return TokenTree(self._last)
+        grower = self._ready()
+        grower.price(self._rule.rate, self._rule.bias)
+        if self._settings.chain:
+            grower.cut(grower.grow_chain(limit, max_depth))
+            self._own_rows = grower.rows
+            return grower.tree()
+        return self._with_window(grower, grower.grow(limit, max_depth), limit, max_depth)
+
+    def _choose_table(self, batch: int) -> None:
+        """Read the costs for this length of the context and this number of sequences."""
+        table_of = batch, (len(self._prompt) + self._emitted) // CONTEXT_STEP
+        if table_of == self._table_of:
+            return
+        self._table_of = table_of
+        size = self._settings.table_rows
+        if self._settings.rows is not None:
+            self._costs = self._slopes = np.zeros(size + 1)
+        else:
+            context = table_of[1] * CONTEXT_STEP
+            self._costs, self._slopes = self._curve.table(size, context, batch)
+            self._rule.drafting = self._curve.drafting_of(batch, context)
+        if self._grower is not None:
+            self._grower.use_costs(self._costs, self._slopes)
+
+    def _may_pay(self) -> bool:
+        """Whether a tree should be grown: not in a pause, nor where certain rows would cost more than they bring."""
+        if self._settings.rows is not None:
+            return True
+        return not self._rule.pause and bool(self._slopes[1] < MAX_PROBABILITY + EXPLORATION)
+
+    def _ready(self) -> Grower:
+        """The grower, which has read all tokens of the sequence."""
+        config, sampling = self._settings, self._sampling
+        grower = self._grower
+        if grower is None:
+            state = self._state if self._state is not None else AdaptiveState(config)
+            vocabulary = max(self._vocabulary, max(self._unread) + 1)
+            state.check(vocabulary)
+            grower = self._grower = Grower(
+                state,
+                vocabulary,
+                config,
+                before=self._prompt[0],
+                noise=None if sampling is None else lambda depth: sampling(self._emitted + depth),
+                temperature=1.0 if sampling is None else max(sampling.temperature, 1e-3),
+                use_corpus=self._state is not None,
+            )
+            grower.use_costs(self._costs, self._slopes)
+            if config.window_size and not config.chain:
+                self._window = WindowSource(
+                    config.window_size, config.ngram_size, self._prompt, self._eos, config.seed
+                )
+        if self._unread:
+            grower.read(self._unread)
+            self._unread = []
+        return grower
+
+    def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:
+        """The tree of the likeliest ``rows`` nodes, with the window if its rows pay more than those it replaces."""
+        window, wanted, kept = self._window, 0, rows
+        if window is not None:
+            wanted = window.wanted(max_depth)
+            kept = min(rows, limit - wanted)
+            # Rows of the tree may be replaced only by a window that leaves them half of the step.
+            fits = wanted > 0 and (kept == rows or wanted <= limit // 2)
+            given_up = sum(grower.probabilities[kept:rows]) if fits else 0.0
+            if not fits or not window_pays(
+                self._rule.rate, self._costs, kept, wanted, window.credit, given_up
+            ):
+                wanted, kept = 0, rows
+        grower.cut(kept)
+        self._own_rows = kept
+        tree = grower.tree()
+        if window is not None and wanted:
+            window.add_to(tree)
+            grower.adopt(tree)
+        return tree
+
+    def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        # Averages of the rule: every step counts, also one without a tree.
+        rows = min(len(tree), len(self._costs) - 1)
+        self._rule.count(len(tokens), float(self._costs[rows]))
+        self._plain_steps += len(tree) == 1
+        grower = self._grower
+        if not self._grown or grower is None:
+            self._rule.rest()
+            self._unread.extend(tokens)
+        else:
+            self._study(grower, tree, scores, path, tokens)
+        self._last = tokens[-1]
+        self._emitted += len(tokens)
+
+    def _study(
+        self, grower: Grower, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Learn from the logits of all rows of a step.
+
+        If the engine evaluated only the first rows of the drafted tree, or has only their logits, ``tree`` has only
+        these rows.
+        """
+        rows, window = len(tree), self._window
+        grower.cut(rows)
+        expected = grower.expected
+        self._rule.count_grown(rows, expected, len(tokens))
+        self._offered += expected - 1
+        self._accepted += len(tokens) - 1
+        credited = grower.learn(scores, path, tokens, rows)
+        if window is not None and rows > grower.rows:
+            window.advance(tree.tokens[0], grower.answers(rows), rows - grower.rows, credited)
+
+    def pad(self, tree: TokenTree, rows: int) -> None:
+        """Add rows with arbitrary tokens to the last tree, for measurements of a step's cost."""
+        vocabulary = max(2, self._vocabulary)
+        deepest = max(tree.depths)
+        for number in range(8 * rows):
+            if len(tree) >= rows:
+                break
+            parent = number % len(tree)
+            if tree.depths[parent] < max(1, deepest):
+                tree.add(31 * number % vocabulary, parent, needs_logits=True)
+        if self._grower is not None:
+            self._grower.adopt(tree)
+
+    @property
+    def estimates(self) -> list[float]:
+        """The estimated probability of each node of the last tree, without the window's rows at its end."""
+        return self._grower.probabilities if self._grown and self._grower is not None else []
+
+    def trace(self, tree: TokenTree | None) -> dict[str, Any]:
+        """The estimated probability that verification reaches each row, and the sources that proposed the row."""
+        grower = self._grower
+        if tree is None or len(tree) == 1 or grower is None:
+            return {}
+        window = self._window
+        return {
+            "probabilities": [round(probability, 4) for probability in grower.probabilities],
+            "sources": [[], *(grower.sources_of(row) for row in range(1, grower.rows))],
+            "window": window.nodes() if window is not None and len(tree) > grower.rows else [],
+        }
+
+    def stats(self) -> dict[str, float]:
+        """Accepted tokens by source, expected and observed acceptance, and plain steps."""
+        credit = dict.fromkeys((*SOURCES, "window"), 0) if self._grower is None else self._grower.credit
+        figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
+        figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
+        if self._settings.window_size:
+            figures["window_rows"] = self._window.rows_used if self._window is not None else 0
+        return figures | {"plain_steps": self._plain_steps}

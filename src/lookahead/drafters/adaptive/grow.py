@@ -1,0 +1,295 @@
+"""Growing the token tree of the adaptive drafter from all sources.
+
+The estimated probability that verification reaches a node is the product of the estimates along its path, and
+F(tree) = 1 + the sum of these products is the expected number of tokens of the step. A child is never likelier than
+its parent, so taking nodes in order of decreasing probability gives the best tree of every size (best-first search).
+
+An example with six rows and edge probabilities from the calibration. The root R has the children a (0.6),
+b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
+
+    The heap holds two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
+    is a row whose sources have not been asked yet. A row cannot have a child likelier than itself, and its best child
+    is usually less than half as likely, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its
+    sources are asked only if that reaches the top. Of each node, only the best remaining edge is in the heap.
+
+    popped      what happens                                 heap afterwards                              rows
+    (start)     the root is a row to ask                     R? 1.00                                      R
+    R? 1.00     ask the sources under R; push its best edge  R.a 0.60                                     R
+    R.a 0.60    a is row 1; R's next edge; a is to be asked  R.b 0.32, a? 0.30                            R a
+    R.b 0.32    b is row 2, R's next edge; b is to be asked  a? 0.30, b? 0.16, R.c 0.05                   R a b
+    a? 0.30     a's edges: 0.6 * 0.8 and 0.6 * 0.1           a.d 0.48, b? 0.16, R.c 0.05                  R a b
+    a.d 0.48    d is row 3; a's next edge                    d? 0.24, b? 0.16, a.e 0.06, R.c 0.05         R a b d
+    d? 0.24     d's edge: 0.48 * 0.9                         d.f 0.43, b? 0.16, a.e 0.06, R.c 0.05        R a b d
+    d.f 0.43    f is row 4                                   f? 0.22, b? 0.16, a.e 0.06, R.c 0.05         R a b d f
+    f? 0.22     nothing is proposed under f                  b? 0.16, a.e 0.06, R.c 0.05                  R a b d f
+    b? 0.16     nothing is proposed under b                  a.e 0.06, R.c 0.05                           R a b d f
+    a.e 0.06    e is row 5: six rows, the tree is complete                                                R a b d f e
+
+Row 2 (b, 0.32) was taken before row 3 (d, 0.48): that is the cost of the factor 0.5 here. With the factor 1 the order
+is exact, but sources are asked under more rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...jit import compiled, entry, int64
+from .calibration import (
+    AGREEMENT,
+    ANSWERED_BEST,
+    ANSWERED_LATER,
+    MAX_PROBABILITY,
+    NOTHING,
+    OTHER,
+    STATES,
+    ZONE,
+)
+from .memory import CORPUS, SUFFIX, Memory
+from .rows import choose, pays
+from .sources.logit_cache import propose
+from .sources.suffix import match
+
+#: The sources are asked under a row when its probability times this factor is the largest in the heap.
+EXPANSION_FACTOR = 0.5
+#: Edges with a smaller probability do not enter the heap.
+MIN_PROBABILITY = 0.002
+
+
+@compiled
+def index_of(tokens: Any, count: int, token: int) -> int:
+    """The index of a token among the first ``count`` records, or -1. A record with token -1 ends the list."""
+    for index in range(count):
+        if tokens[index].token == token:
+            return index
+        if tokens[index].token < 0:
+            break
+    return -1
+
+
+@compiled
+def _match_level(memory: Memory, node: int, token: int) -> int:
+    """The confidence level of a token from the suffix matches of both tries; -1 if neither proposes it.
+
+    With ``token`` -1: the highest level of any proposed token.
+    """
+    level = -1
+    for source in (SUFFIX, CORPUS):
+        for proposed in memory.tree.matches[source, node]:
+            if proposed.token < 0:
+                break
+            if token < 0 or proposed.token == token:
+                level = max(level, memory.calibration.matches[source, proposed.bucket].level)
+    return level
+
+
+@compiled
+def ask(memory: Memory, node: int) -> None:
+    """Collect the proposals of all sources under a row: logit cache, suffix matches, answers of the last step."""
+    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
+    match(memory.texts[SUFFIX], memory.tree, SUFFIX, node)
+    match(memory.texts[CORPUS], memory.tree, CORPUS, node)
+    propose(memory, node)
+    # The logit cache's proposals come first, each with the state of the suffix matches.
+    best = _match_level(memory, node, -1)
+    unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
+    count, uncached = row.cached, NOTHING
+    for index in range(count):
+        proposal = proposals[index]
+        confidence = memory.calibration.logits[row.order, proposal.kind].level
+        level = _match_level(memory, node, proposal.token)
+        proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
+        if index == 0:
+            uncached = OTHER + confidence
+    # Then what only the suffix matches propose.
+    for source in (SUFFIX, CORPUS):
+        for proposed in memory.tree.matches[source, node]:
+            if proposed.token < 0:
+                break
+            if index_of(proposals, count, proposed.token) < 0:
+                level = _match_level(memory, node, proposed.token)
+                proposals[count].token = proposed.token
+                proposals[count].joint = zone + level * STATES + uncached
+                count += 1
+    # Then the last step's answers at this position.
+    if row.depth < len(memory.answers):
+        answered = ANSWERED_BEST
+        for token in memory.answers[row.depth]:
+            if token < 0:
+                break
+            index = index_of(proposals, count, token)
+            if index < 0:
+                index = count
+                proposals[index].token, proposals[index].joint = token, unmatched + uncached
+                count += 1
+            proposals[index].joint += answered * AGREEMENT
+            answered = ANSWERED_LATER
+    row.proposals, row.asked = count, 1
+
+
+@compiled
+def _expand(memory: Memory, node: int) -> int:
+    """Ask the sources under a node and sort its edges, likeliest first. Returns the number of edges."""
+    ask(memory, node)
+    joint = memory.calibration.joint
+    row, proposals, edges = memory.tree.nodes[node], memory.tree.proposals[node], memory.tree.edges[node]
+    total = 0.0
+    for i in range(row.proposals):
+        total += joint[proposals[i].joint].probability
+    scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
+    count = 0
+    for i in range(row.proposals):
+        probability, token = joint[proposals[i].joint].probability, proposals[i].token
+        if probability > MIN_PROBABILITY:
+            cost = probability * scale
+            index = count
+            while index > 0 and (
+                edges[index - 1].cost > cost
+                or (edges[index - 1].cost == cost and edges[index - 1].token > token)
+            ):
+                edges[index].cost, edges[index].token = edges[index - 1].cost, edges[index - 1].token
+                index -= 1
+            edges[index].cost, edges[index].token = cost, token
+            count += 1
+    row.edges = count
+    return count
+
+
+@compiled
+def _before(waiting: Any, cost: float, row: int, edge: int) -> bool:
+    """Whether an entry of the heap comes before this one.
+
+    Of equal costs, rows to ask come first, the latest of them before the others; then edges by row.
+    """
+    if waiting.cost != cost:
+        return bool(waiting.cost < cost)
+    if waiting.edge < 0 or edge < 0:
+        return bool(waiting.edge < 0 and (edge >= 0 or waiting.row > row))
+    if waiting.row != row:
+        return bool(waiting.row < row)
+    return bool(waiting.edge < edge)
+
+
+@compiled
+def _set(entry: Any, cost: float, row: int, edge: int) -> None:
+    entry.cost = cost
+    entry.row = row
+    entry.edge = edge
+
+
+@compiled
+def _replace_first(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
+    """Replace the first entry of a heap of ``size`` entries (sift down)."""
+    index = 0
+    while 2 * index + 1 < size:
+        below = 2 * index + 1
+        right = below + 1
+        if right < size and _before(heap[right], heap[below].cost, heap[below].row, heap[below].edge):
+            below = right
+        if not _before(heap[below], cost, row, edge):
+            break
+        _set(heap[index], heap[below].cost, heap[below].row, heap[below].edge)
+        index = below
+    _set(heap[index], cost, row, edge)
+
+
+@compiled
+def _drop_first(sizes: Any, heap: Any) -> None:
+    sizes.heap -= 1
+    last = heap[sizes.heap]
+    _replace_first(heap, sizes.heap, last.cost, last.row, last.edge)
+
+
+@compiled
+def _push(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
+    index = size
+    while index > 0:
+        above = (index - 1) // 2
+        if _before(heap[above], cost, row, edge):
+            break
+        _set(heap[index], heap[above].cost, heap[above].row, heap[above].edge)
+        index = above
+    _set(heap[index], cost, row, edge)
+
+
+@compiled
+def add(memory: Memory, parent: int, token: int, probability: float) -> int:
+    """Append a row to the tree. Returns its depth."""
+    tree, step = memory.tree, memory.step[0]
+    node = tree.sizes[0].rows
+    row = tree.nodes[node]
+    above, depth = step.previous, int64(0)
+    if parent >= 0:
+        above, depth = int64(tree.nodes[parent].token), int64(tree.nodes[parent].depth) + 1
+    row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
+    row.pair = above * step.vocabulary + token
+    row.asked = 0
+    tree.contexts[0, node] = tree.contexts[1, node] = -1
+    tree.sizes[0].rows = node + 1
+    return depth
+
+
+@compiled
+def lacks_noise(memory: Memory, depth: int) -> bool:
+    """Whether the noise of the tokens under nodes of this depth is needed and not in ``memory.noise`` yet."""
+    if memory.step[0].sampled == 0:
+        return False
+    position = memory.step[0].position + depth
+    return bool(memory.noise_positions[position % len(memory.noise_positions)] != position)
+
+
+@compiled
+def _take(memory: Memory, limit: int, max_depth: int) -> int:
+    """Take rows from the heap, likeliest first, until the tree is complete.
+
+    Returns -1, or the depth at which the sources need noise that is not in ``memory.noise`` yet.
+    """
+    tree = memory.tree
+    sizes, nodes, heap = tree.sizes[0], tree.nodes, tree.heap
+    while sizes.heap > 0 and sizes.rows < limit:
+        cost, node, edge = heap[0].cost, heap[0].row, heap[0].edge
+        # A row to ask: its place in the heap goes to its likeliest edge.
+        if edge < 0:
+            if lacks_noise(memory, nodes[node].depth):
+                return int64(nodes[node].depth)
+            if _expand(memory, node):
+                _replace_first(heap, sizes.heap, tree.edges[node, 0].cost, node, 0)
+            else:
+                _drop_first(sizes, heap)
+            continue
+        # An edge: it becomes a row, and the next edge of its parent takes its place.
+        if not pays(memory, sizes.rows, -cost):
+            break
+        token = tree.edges[node, edge].token
+        if edge + 1 < nodes[node].edges:
+            _replace_first(heap, sizes.heap, tree.edges[node, edge + 1].cost, node, edge + 1)
+        else:
+            _drop_first(sizes, heap)
+        row = sizes.rows
+        depth = add(memory, node, token, -cost)
+        if depth < max_depth:
+            _push(heap, sizes.heap, cost * memory.step[0].expansion_factor, row, -1)
+            sizes.heap += 1
+    return -1
+
+
+@entry
+def grow(memory: Memory, limit: int, max_depth: int, fresh: bool) -> int:
+    """Grow a tree of at most ``limit`` nodes and depth ``max_depth``; ``step.chosen`` is the number of rows that pay.
+
+    Growth ends early where no further row can pay (``rows.pays``).
+
+    Returns:
+        -1; or a depth of at least 0 at which noise is missing. The caller then stores that noise and calls again with
+        ``fresh`` False, which continues the same tree.
+    """
+    tree = memory.tree
+    if fresh:
+        tree.sizes[0].rows = 0
+        add(memory, -1, memory.step[0].last, 1.0)
+        _set(tree.heap[0], -1.0, 0, -1)
+        tree.sizes[0].heap = 1
+    missing = _take(memory, limit, max_depth) if max_depth >= 1 else -1
+    if missing < 0:
+        memory.step[0].chosen = choose(memory)
+    return missing

@@ -1,0 +1,283 @@
+"""``Grower`` owns the memory of one sequence, and calls ``grow`` before each step and ``learn`` after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import Scores, TokenTree
+from . import grow as growing
+from . import learn as learning
+from .learn import CREDITED
+from .memory import ANSWERS, CORPUS, OTHER_PROPOSALS, STEP, SUFFIX, Memory, new_tree
+from .rows import choose
+from .settings import AdaptiveSettings
+from .sources.suffix import NO_TEXT, Reader, SuffixTrie
+from .state import AdaptiveState
+
+#: Initial number of positions whose noise is kept.
+FIRST_POSITIONS = 32
+#: The fewest tokens that are appended at once: a key of the logit cache has three.
+LEAST_TOKENS = 8
+
+
+class Grower:
+    """Grows the trees of one sequence and learns from its steps.
+
+    Args:
+        state: the logit cache, the calibration and the corpus, which may be shared by sequences.
+        vocabulary: V.
+        config: sources, rows, and tokens kept per row.
+        before: a token that stands for those before the first.
+        noise: depth -> noise (V,) of the token chosen under nodes of that depth; None for greedy decoding.
+        temperature: the temperature of sampling.
+        use_corpus: whether the sequence is matched with those of the state's corpus, and added to it.
+
+    Attributes:
+        memory: what compiled code reads and writes; exchanged when an array has been enlarged.
+        rows: rows of the last tree.
+    """
+
+    def __init__(
+        self,
+        state: AdaptiveState,
+        vocabulary: int,
+        config: AdaptiveSettings,
+        before: int = 0,
+        noise: Callable[[int], Any] | None = None,
+        temperature: float = 1.0,
+        use_corpus: bool = False,
+    ) -> None:
+        sampled = noise is not None
+        self._tables, self._noise_at = state.tables(sampled), noise
+        self._top = config.sampled_top if sampled else config.top
+        self.rows = 1
+        self.size = config.table_rows
+        own = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
+        earlier = state.corpus.begin() if use_corpus and "corpus" in config.sources else None
+        self._readers: tuple[Reader | None, Reader | None] = own, earlier
+
+        # The scalars of compiled code, and views of those that change between steps.
+        step = np.zeros(1, STEP)
+        step["vocabulary"], step["sampled"] = vocabulary, sampled
+        step["use_logits"], step["use_answers"] = "logits" in config.sources, "jacobi" in config.sources
+        step["temperature"], step["expansion_factor"] = temperature, growing.EXPANSION_FACTOR
+        step["before"] = step["previous"] = step["last"] = before
+        self._rate, self._bias, self._chosen, self._position = (
+            step[name] for name in ("rate", "bias", "chosen", "position")
+        )
+        self._rate[0] = self._bias[0] = 1.0
+
+        # The arrays of compiled code.
+        logits = self._tables.logits
+        logits.make_room(0, self._top)
+        rows = self.size
+        self.memory = Memory(
+            tree=new_tree(rows, logits.width + OTHER_PROPOSALS),
+            texts=(NO_TEXT, NO_TEXT),
+            cache=logits.arrays,
+            calibration=self._tables.calibration,
+            step=step,
+            costs=np.zeros(rows + 1),
+            slopes=np.zeros(rows + 1),
+            answers=np.full((rows, ANSWERS), -1),
+            noise=np.zeros((1, 0), np.float32),
+            noise_positions=np.full(1, -1),
+            path=np.zeros(rows, np.int64),
+            tokens=np.zeros(max(rows, LEAST_TOKENS), np.int64),
+            own=np.zeros(rows, np.int64),
+            credit=np.zeros(len(CREDITED), np.int64),
+        )
+
+    @property
+    def credit(self) -> dict[str, int]:
+        """Accepted tokens by the source that proposed them."""
+        return dict(zip(CREDITED, self.memory.credit.tolist(), strict=True))
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The estimated probability that verification reaches each row of the last tree."""
+        probabilities: list[float] = self.memory.tree.nodes["probability"][: self.rows].tolist()
+        return probabilities
+
+    @property
+    def expected(self) -> float:
+        """F of the last tree: the expected number of tokens of the step."""
+        return float(self.memory.tree.nodes["probability"][: self.rows].sum())
+
+    def sources_of(self, row: int) -> list[str]:
+        """The sources that proposed a row of the last tree, other than the root."""
+        tree = self.memory.tree
+        parent, token = tree.nodes["parent"][row], tree.nodes["token"][row]
+        proposed = {"logits": tree.proposals["token"][parent, : tree.nodes["cached"][parent]].tolist()}
+        for name, source in (("suffix", SUFFIX), ("corpus", CORPUS)):
+            found = tree.matches["token"][source, parent].tolist()
+            proposed[name] = found[: found.index(-1)] if -1 in found else found
+        names = [name for name, tokens in proposed.items() if token in tokens]
+        return names or ["jacobi"]  # the previous step's answers, which this step's answers have replaced
+
+    def use_costs(self, costs: Any, slopes: Any) -> None:
+        """Choose rows by this table (``CostCurve.table``) from now on; at first, every row is free."""
+        self.memory = self.memory._replace(costs=costs, slopes=slopes)
+
+    def price(self, rate: float, bias: float) -> None:
+        """Set r and the correction of F for the next step; see ``rows``."""
+        self._rate[0], self._bias[0] = rate, bias
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the sequence, without a step; the last step's answers no longer fit."""
+        most = len(self.memory.tokens)
+        for start in range(0, len(tokens), most):
+            piece = tokens[start : start + most]
+            self.memory.tokens[: len(piece)] = piece
+            self._make_room(0, len(piece))
+            learning.append(self.memory, len(piece))
+        self.memory.answers[:] = -1
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append a long text, such as the prompt."""
+        most = len(self.memory.tokens)
+        if len(tokens) > most:
+            text = np.array(tokens[:-most], np.int64)
+            for reader in self._readers:
+                if reader is not None:
+                    reader.feed(text)
+            self.memory.step["position"] += len(text)
+            tokens = tokens[-most:]
+        self.append(tokens)
+
+    def _make_room(self, rows: int, tokens: int) -> None:
+        """Make room for the rows of a step and for new tokens; refer to arrays that were exchanged."""
+        self._tables.logits.reserve(rows)
+        for reader in self._readers:
+            if reader is not None:
+                reader.reserve(tokens)
+        self._refer()
+
+    def _refer(self) -> None:
+        """Refer to the present arrays of the tables, which another sequence may have enlarged."""
+        memory = self.memory
+        own, earlier = (NO_TEXT if reader is None else reader.text for reader in self._readers)
+        present = memory.texts
+        if own.trie is not present[SUFFIX].trie or earlier.trie is not present[CORPUS].trie:
+            self.memory = memory = memory._replace(texts=(own, earlier))
+        if memory.cache is not self._tables.logits.arrays:
+            self.memory = memory._replace(cache=self._tables.logits.arrays)
+
+    def _catch_up(self) -> bool:
+        """Restart in a corpus that another sequence has cleared. Returns whether it was."""
+        corpus = self._readers[CORPUS]
+        return corpus is not None and corpus.catch_up()
+
+    def _keep_noise(self, depth: int) -> None:
+        """Store the noise of the tokens chosen under nodes of this depth in the array that compiled code reads."""
+        assert self._noise_at is not None
+        memory, begin = self.memory, int(self._position[0])
+        noise, position = self._noise_at(depth), begin + depth
+        if depth >= len(memory.noise_positions) or noise.shape[0] != memory.noise.shape[1]:
+            positions = max(FIRST_POSITIONS, 2 << depth.bit_length())
+            larger = np.empty((positions, noise.shape[0]), np.float32)
+            known = np.full(positions, -1)
+            for row, number in enumerate(memory.noise_positions.tolist()):
+                if number >= begin:
+                    larger[number % positions] = memory.noise[row]
+                    known[number % positions] = number
+            self.memory = memory = memory._replace(noise=larger, noise_positions=known)
+        memory.noise[position % len(memory.noise_positions)] = noise
+        memory.noise_positions[position % len(memory.noise_positions)] = position
+
+    def grow(self, limit: int, max_depth: int) -> int:
+        """Grow a tree of at most ``limit`` rows. Returns the number of its rows that pay."""
+        limit = min(limit, self.size)
+        self._catch_up()
+        self._refer()
+        missing = growing.grow(self.memory, limit, max_depth, True)
+        while missing >= 0:
+            self._keep_noise(int(missing))
+            missing = growing.grow(self.memory, limit, max_depth, False)
+        self.rows = int(self.memory.tree.sizes["rows"][0])
+        return int(self._chosen[0])
+
+    def grow_chain(self, limit: int, max_depth: int) -> int:
+        """Grow the chain on which most tokens are expected to be accepted. Returns the number of rows that pay."""
+        # A chain's rows are found among the rows of all branches, so the slope at a number of rows does not apply.
+        slopes = self.memory.slopes
+        self.memory = self.memory._replace(slopes=np.full_like(slopes, slopes[1 : max(2, limit)].min()))
+        self.grow(self.size, min(max_depth, limit - 1))
+        self.memory = self.memory._replace(slopes=slopes)
+        self._keep_best_chain()
+        return choose(self.memory)
+
+    def _keep_best_chain(self) -> None:
+        tree = self.memory.tree
+        parents = tree.nodes["parent"][: self.rows].tolist()
+        expected = self.probabilities[:1]
+        for parent, probability in zip(parents[1:], self.probabilities[1:], strict=True):
+            expected.append(expected[parent] + probability)
+        rows, row = list[int](), expected.index(max(expected))
+        while row >= 0:
+            rows.append(row)
+            row = parents[row]
+        rows.reverse()
+        count = len(rows)
+        for kept in (tree.nodes, tree.proposals, tree.edges):
+            kept[:count] = kept[rows]
+        for kept in (tree.matches, tree.contexts):
+            kept[:, :count] = kept[:, rows]
+        tree.nodes["parent"][:count] = np.arange(-1, count - 1)
+        self.rows = count
+        tree.sizes["rows"] = count
+
+    def cut(self, rows: int) -> None:
+        """Keep the first ``rows`` rows."""
+        if rows < self.rows:
+            self.rows = rows
+            self.memory.tree.sizes["rows"] = rows
+
+    def tree(self) -> TokenTree:
+        """The last tree."""
+        nodes = self.memory.tree.nodes[: self.rows]
+        return TokenTree.of(nodes["token"].tolist(), nodes["parent"].tolist())
+
+    def adopt(self, tree: TokenTree) -> None:
+        """Include the rows that others (the window) have added to the tree."""
+        nodes, own, count = self.memory.tree.nodes, self.rows, len(tree)
+        for field, values in (("token", tree.tokens), ("parent", tree.parents), ("depth", tree.depths)):
+            nodes[field][own:count] = values[own:]
+
+    def learn(self, scores: Scores, path: Sequence[int], tokens: Sequence[int], rows: int) -> int:
+        """Learn from a step, and append its tokens to the sequence.
+
+        Args:
+            scores: of all rows of the step's tree.
+            path, tokens: the accepted rows and the emitted tokens.
+            rows: rows of the step; those after ``self.rows`` are the window's.
+
+        Returns:
+            The number of tokens that were accepted because of the window.
+        """
+        length = len(path)
+        ids, odds = scores.top(range(rows), self._top)
+        ids, odds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(odds, np.float32)
+        self.memory.path[:length] = path
+        self.memory.tokens[:length] = tokens
+        if self._noise_at is not None:
+            begin = int(self._position[0])
+            deepest = int(self.memory.tree.nodes["depth"][:rows].max())
+            for depth in range(deepest + 1):
+                known = self.memory.noise_positions
+                if known[(begin + depth) % len(known)] != begin + depth:
+                    self._keep_noise(depth)
+        if self._catch_up():
+            self.memory.tree.contexts[CORPUS] = (
+                0  # another sequence has cleared the trie since: nothing matches
+            )
+        self._make_room(rows + length, length)
+        return int(learning.learn(self.memory, ids, odds, length, rows, self.rows))
+
+    def answers(self, rows: int) -> list[int]:
+        """The target's token under each of the first rows of the last step, as far as it is known."""
+        own: list[int] = self.memory.own[:rows].tolist()
+        return own

@@ -1,0 +1,163 @@
+"""Learning from a step: every proposal is judged by the target's own tokens, and every row's logits are kept.
+
+``learn`` is called once per step for which a tree was grown. It updates, in this order: the calibration (which kinds
+of proposals were right), the target's token under each row, the logit cache, the answers that the next step may use,
+and the texts of the suffix tries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...jit import compiled, entry, int64
+from .calibration import KINDS, WINDOW, count
+from .grow import add, ask, index_of
+from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory
+from .sources.logit_cache import write_rows
+from .sources.suffix import feed
+
+#: What accepted tokens are credited to: the sources, and the window for rows that only it evaluated.
+CREDITED = ("suffix", "logits", "jacobi", "corpus", "window")
+BY_SUFFIX, BY_LOGITS, BY_ANSWERS, BY_CORPUS, BY_WINDOW = range(5)
+
+
+@compiled
+def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: int) -> int:
+    """The source to credit with an accepted token: the most specific of those that proposed it."""
+    row = memory.tree.nodes[node]
+    if matched == 0:
+        return BY_SUFFIX
+    if recalled == 0:
+        return BY_CORPUS
+    if 0 <= right < row.cached:
+        origin = memory.tree.proposals[node, right].kind // KINDS % 3
+        return BY_WINDOW if origin == WINDOW else BY_LOGITS
+    if matched > 0:
+        return BY_SUFFIX
+    if recalled > 0:
+        return BY_CORPUS
+    return BY_ANSWERS if right >= 0 else BY_WINDOW
+
+
+@compiled
+def _judge_matches(memory: Memory, source: int, node: int, truth: int) -> int:
+    """Count hits and trials of the suffix matches at a node. Returns the index of the correct match, or -1."""
+    matches = memory.tree.matches[source, node]
+    right = index_of(matches, MATCHES, truth)
+    for index in range(MATCHES):
+        if matches[index].token < 0:
+            break
+        count(memory.calibration.matches[source, matches[index].bucket], index == right)
+    return right
+
+
+@compiled
+def _judge(memory: Memory, length: int) -> int:
+    """Count hits and trials of every proposal under the accepted rows. Returns tokens accepted because of the window.
+
+    The target's token is known under each of these rows, so every proposal there can be judged, whether it was a row
+    of the tree or not.
+    """
+    calibration = memory.calibration
+    by_window = 0
+    for i in range(length):
+        node, truth = memory.path[i], memory.tokens[i]
+        row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+        if row.asked == 0:
+            ask(memory, node)
+        right = index_of(proposals, row.proposals, truth)
+        for index in range(row.proposals):
+            count(calibration.joint[proposals[index].joint], index == right)
+        for index in range(row.cached):
+            count(calibration.logits[row.order, proposals[index].kind], index == right)
+        matched = _judge_matches(memory, SUFFIX, node, truth)
+        recalled = _judge_matches(memory, CORPUS, node, truth)
+        if i < length - 1:
+            source = _source_of(memory, node, right, matched, recalled)
+            memory.credit[source] += 1
+            by_window += 1 if source == BY_WINDOW else 0
+    return by_window
+
+
+@compiled
+def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
+    """The target's token under each row: the argmax of its logits, with the noise added when sampling.
+
+    Only the best tokens of a row are known, so when sampling the result may miss a token with large noise.
+    """
+    step, noise = memory.step[0], memory.noise
+    temperature = np.float32(step.temperature)
+    for node in range(memory.tree.sizes[0].rows):
+        best = 0
+        if step.sampled:
+            row = noise[(step.position + memory.tree.nodes[node].depth) % len(noise)]
+            highest = np.float32(-np.inf)
+            for i in range(ids.shape[1]):
+                token = ids[node, i]
+                if 0 <= token < len(row):
+                    score = odds[node, i] / temperature + row[token]
+                    if score > highest:
+                        highest, best = score, i
+        memory.own[node] = ids[node, best]
+
+
+@compiled
+def _keep_answers(memory: Memory, length: int) -> None:
+    """Keep the target's tokens under this step's rows, by depth below the next root, likeliest rows first."""
+    answers, own = memory.answers, memory.own
+    answers[:] = -1
+    for node in range(memory.tree.sizes[0].rows):
+        depth = memory.tree.nodes[node].depth - length
+        if 0 <= depth < len(answers):
+            for index in range(ANSWERS):
+                if answers[depth, index] == own[node]:
+                    break
+                if answers[depth, index] < 0:
+                    answers[depth, index] = own[node]
+                    break
+
+
+@compiled
+def _append(memory: Memory, length: int) -> None:
+    """Append the emitted tokens to the sequence and to both tries."""
+    step = memory.step[0]
+    for i in range(length):
+        step.before, step.previous, step.last = step.previous, step.last, memory.tokens[i]
+    step.position += length
+    for text in memory.texts:
+        if len(text.contexts) > 0:
+            feed(text, memory.tokens, length)
+
+
+@entry
+def learn(memory: Memory, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
+    """Update the calibration, the logit cache, the answers and the texts from the result of a step.
+
+    The accepted rows and the emitted tokens are the first ``length`` of ``memory.path`` and ``memory.tokens``. Rows
+    from ``sizes.rows`` to ``rows`` were added by others (the window); their token and parent are set.
+    ``window_start`` is the first row of the window. Fills in ``memory.own`` and adds to ``memory.credit``.
+
+    Args:
+        ids, odds: (rows, top) int32 and float32: the best tokens under each row, and their log-odds against the best.
+
+    Returns:
+        The number of tokens that were accepted because of the window.
+    """
+    for node in range(memory.tree.sizes[0].rows, rows):
+        add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
+    by_window = _judge(memory, length)
+    _find_own(memory, ids, odds)
+    if memory.step[0].use_logits:
+        write_rows(memory, ids, odds, length, window_start)
+    if memory.step[0].use_answers:
+        _keep_answers(memory, length)
+    _append(memory, length)
+    return by_window
+
+
+@entry
+def append(memory: Memory, length: int) -> None:
+    """Append the first ``length`` of ``memory.tokens`` to the sequence, without a step."""
+    _append(memory, length)

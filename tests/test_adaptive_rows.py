@@ -1,0 +1,177 @@
+"""The rule for the number of rows: a function of tokens and of the cost curve alone."""
+
+import random
+import subprocess
+import sys
+import time
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from lookahead.core import Request
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
+from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
+from lookahead.testing import FakeTarget, repetitive_text, run
+
+FLAT = CostCurve({0: {1: 1.0, 64: 1.2}})
+STEEP = CostCurve({0: {1: 1.0, 2: 2.5, 64: 90.0}})
+CPU = CostCurve({0: {1: 1.0, 2: 1.05, 4: 1.17, 8: 1.66, 16: 2.7, 64: 9.5}})
+CURVES = pytest.mark.parametrize("curve", [FLAT, STEEP, CPU], ids=["flat", "steep", "cpu"])
+
+
+class Grown:
+    """A memory with the nodes of a grown tree and a table of costs: what the rule reads."""
+
+    def __init__(self, probabilities, costs, slopes=None, rate=1.0, bias=1.0):
+        self.step, self.tree = np.zeros(1, STEP), self
+        self.nodes, self.sizes = np.zeros(len(probabilities), NODE), np.zeros(1, SIZES)
+        self.nodes["probability"], self.sizes["rows"] = probabilities, len(probabilities)
+        self.step["rate"], self.step["bias"] = rate, bias
+        self.costs, self.slopes = costs, slopes
+        # Fields by name, as compiled code reads them.
+        self.step, self.nodes, self.sizes = (
+            part.view(np.recarray) for part in (self.step, self.nodes, self.sizes)
+        )
+
+
+def test_the_example_in_the_module_is_right():
+    curve = CostCurve({0: {1: 1.0, 2: 1.02, 4: 1.05, 6: 1.12, 8: 1.2, 12: 1.45, 16: 1.7}})
+    costs, slopes = curve.table(16, 0)
+    expected = np.interp(range(1, 17), [1, 2, 4, 6, 8, 12, 16], [1, 1.6, 2.3, 2.68, 2.95, 3.29, 3.43])
+    probabilities = [1.0, *np.diff(expected)]
+    assert choose(Grown(probabilities, costs)) == 12
+    assert choose(Grown(probabilities, costs, rate=2.0)) == 8
+    assert slopes[8] == pytest.approx(0.0625)
+    assert pays(Grown(probabilities, costs, slopes, rate=2.0), 8, 0.116)
+    assert not pays(Grown(probabilities, costs, slopes, rate=2.0), 8, 0.114)
+
+
+@CURVES
+def test_the_choice_maximises_the_rule_and_growth_stops_no_earlier(curve):
+    rng = random.Random(0)
+    for _ in range(200):
+        falling = sorted((rng.random() ** 2 for _ in range(40)), reverse=True)
+        costs, slopes = curve.table(41, 100)
+        rate, bias = 1 + rng.random(), 0.5 + rng.random()
+        grown = Grown([1.0, *falling], costs, slopes, rate, bias)
+        values = [
+            1 + bias * sum(falling[: k - 1]) + EXPLORATION * (k - 1) - rate * costs[k] for k in range(1, 42)
+        ]
+        best = choose(grown)
+        assert values[best - 1] == pytest.approx(max(values))
+        assert all(pays(grown, k, falling[k - 1]) for k in range(1, best))
+
+
+def test_rate_and_correction_follow_recent_steps_and_start_from_plain_decoding():
+    rule = RowRule()
+    assert (rule.rate, rule.bias) == (1.0, 1.0)
+    for _ in range(500):
+        rule.count(3, 1.5)
+        rule.count_grown(4, expected=4.0, tokens=3)
+    assert rule.rate == pytest.approx(2.0, rel=0.05)
+    assert rule.bias == pytest.approx(2 / 3, rel=0.05)
+    for _ in range(500):
+        rule.count(1, 1.5)
+    assert rule.rate == 1.0
+
+
+@pytest.mark.parametrize(("drafting", "longest"), [(0.0, 1), (0.04, 1), (0.18, 8), (50.0, 64)])
+def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(drafting, longest):
+    rule, pauses = RowRule(), []
+    rule.drafting = drafting
+    for _ in range(8):
+        rule.count_grown(1, 1.0, 1)
+        pauses.append(rule.pause)
+        while rule.pause:
+            rule.rest()
+    assert pauses == [min(2**number, longest) for number in range(8)]
+    rule.count_grown(4, 2.0, 2)
+    rule.count_grown(1, 1.0, 1)
+    assert rule.pause == 1
+
+
+def test_the_window_pays_where_its_rows_bring_more_than_they_cost():
+    costs, _ = FLAT.table(64, 0)
+    assert window_pays(1.0, costs, 20, 9, credit=0.01, given_up=0.0)
+    assert not window_pays(1.0, costs, 20, 9, credit=0.01, given_up=0.1)
+    costs, _ = STEEP.table(64, 0)
+    assert not window_pays(1.0, costs, 20, 9, credit=0.01, given_up=0.0)
+
+
+class Kept(Adaptive):
+    """Its states are kept, with the rows of every step."""
+
+    states: ClassVar = []
+
+    def start(self, sequence):
+        state = super().start(sequence)
+        state.rows, observe = [], state.observe
+
+        def noted(tree, *rest):
+            state.rows.append(len(tree))
+            observe(tree, *rest)
+
+        state.observe = noted
+        Kept.states.append(state)
+        return state
+
+
+def rows_of(target, curve, new=200, **settings):
+    Kept.states.clear()
+    (sequence,) = run(target, [Request([1, 2, 3], Kept(**settings), new, cost_curve=curve)])
+    return Kept.states[0].rows, sequence
+
+
+@CURVES
+def test_texts_are_equal_and_cost_no_more_than_plain_decoding(curve):
+    for text in (repetitive_text(40), None):
+        target = FakeTarget(200) if text is None else FakeTarget(200, text)
+        (plain,) = run(target, [Request([1, 2, 3], Plain(), 200)])
+        rows, sequence = rows_of(target, curve)
+        assert sequence.tokens == plain.tokens
+        cost = sum(curve.cost(k) for k in rows)
+        assert cost <= 1.08 * len(plain.tokens)
+
+
+def test_all_rows_where_they_are_free_and_one_where_certain_rows_would_lose():
+    target = FakeTarget(40, repetitive_text(40))
+    assert max(rows_of(target, FLAT)[0]) > 16
+    rows, sequence = rows_of(target, STEEP)
+    assert set(rows) == {1}
+    assert "accepted_by_suffix" in sequence.stats.drafter
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 9])
+def test_a_fixed_number_of_rows_is_used_whatever_it_costs(rows):
+    target = FakeTarget(40, repetitive_text(40))
+    found, sequence = rows_of(target, STEEP, rows=rows, window_size=0)
+    assert max(found) == rows
+    assert sequence.tokens == run(target, [Request([1, 2, 3], Plain(), 200)])[0].tokens
+
+
+def test_rows_are_the_same_next_to_a_busy_process():
+    """No clock: the same request twice, once while another process takes the processor."""
+    target = FakeTarget(40, repetitive_text(40, seed=5))
+    quiet, _ = rows_of(target, CPU)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        slow = FakeTarget(40, repetitive_text(40, seed=5))
+        forward = slow.forward
+        slow.forward = lambda trees: (time.sleep(random.random() / 500), forward(trees))[1]
+        assert rows_of(slow, CPU)[0] == quiet
+    finally:
+        busy.kill()
+        busy.wait()
+    assert len(set(quiet)) > 1
+
+
+def test_in_a_batch_the_curve_is_read_at_the_rows_of_all():
+    target = FakeTarget(40, repetitive_text(40))
+    alone, _ = rows_of(target, CPU)
+    Kept.states.clear()
+    run(target, [Request([1, 2, 3], Kept(), 200, cost_curve=CPU) for _ in range(16)])
+    together = [max(state.rows) for state in Kept.states]
+    assert max(alone) > max(together)
