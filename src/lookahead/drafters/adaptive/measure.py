@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import SettingsError, Start, Target, TokenTree
+from ...core import NumericalError, SettingsError, Start, Target, TokenTree
 from . import precompile
 from .cost import CostCurve, load_curve, save_curve
 from .draft_state import AdaptiveDraftState
@@ -335,18 +335,26 @@ def curve_of(
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
     if key not in mine:
-        target, name, curve = make_target(), model_key(model, path), None
         precompile.wait()
+        mine[key] = _load_or_measure(make_target(), model_key(model, path), notice)
+    return mine[key]
+
+
+def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -> CostCurve:
+    try:
         warm_up(target)
         try:
             curve = load_curve(name)
         except SettingsError as error:
             notice(f"{error}; it is measured again")
-        if curve is None:
-            measured = measure(target)
-            curve = measured.curve()
-            if measured.steady:
-                with suppress(OSError):  # the folder cannot be written: the next process measures again
-                    save_curve(name, curve)
-        mine[key] = curve
-    return mine[key]
+            curve = None
+        if curve is not None:
+            return curve
+        measured = measure(target)
+    except NumericalError:  # some tokens have NaN logits; the sequence says so if it meets them
+        return CostCurve.guess()
+    curve = measured.curve()
+    if measured.steady:
+        with suppress(OSError):  # the folder cannot be written: the next process measures again
+            save_curve(name, curve)
+    return curve
