@@ -74,16 +74,19 @@ def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: 
     order = np.full((count + BLOCK - 1) // BLOCK * BLOCK, lowest, flat.dtype)
     for row in range(rows):
         groups[:] = best[:] = np.iinfo(np.int64).min
-        for group in range(count):
-            peak = flat.dtype.type(lowest)
-            if peaks.size:
+        # Two loops without branches, so that they become vector instructions.
+        if peaks.size:
+            for group in range(count):
                 value = flat.dtype.type(peaks[row, group] >> (31 - sign))
-                peak = flat.dtype.type(value ^ ((value >> sign) & rest))
-            else:
+                value = flat.dtype.type(value ^ ((value >> sign) & rest))
+                order[group] = 0 if value == -1 else value  # -0.0, which became -1, equals 0.0
+        else:
+            for group in range(count):
+                peak = flat.dtype.type(lowest)
                 start = row * width + group * GROUP
                 for value in flat[start : start + min(GROUP, vocabulary - group * GROUP)]:
                     peak = max(peak, flat.dtype.type(value ^ ((value >> sign) & rest)))
-            order[group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
+                order[group] = 0 if peak == -1 else peak
         for start in range(0, count, BLOCK):
             peak = flat.dtype.type(lowest)
             for group in range(start, start + BLOCK):

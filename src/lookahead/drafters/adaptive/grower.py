@@ -91,6 +91,13 @@ class Grower:
             credit=np.zeros(len(CREDITED), np.int64),
         )
 
+        # Columns of the tree's rows: taking one from an array of records takes about as long as growing a row.
+        tree = self.memory.tree
+        self._token, self._parent, self._probability, self._depth = (
+            tree.nodes[name] for name in ("token", "parent", "probability", "depth")
+        )
+        self._tree_rows = tree.sizes["rows"]
+
     @property
     def credit(self) -> dict[str, int]:
         """Accepted tokens by the source that proposed them."""
@@ -99,13 +106,13 @@ class Grower:
     @property
     def probabilities(self) -> list[float]:
         """The estimated probability that verification reaches each row of the last tree."""
-        probabilities: list[float] = self.memory.tree.nodes["probability"][: self.rows].tolist()
+        probabilities: list[float] = self._probability[: self.rows].tolist()
         return probabilities
 
     @property
     def expected(self) -> float:
         """F of the last tree: the expected number of tokens of the step."""
-        return float(self.memory.tree.nodes["probability"][: self.rows].sum())
+        return sum(self.probabilities)
 
     def sources_of(self, row: int) -> list[str]:
         """The sources that proposed a row of the last tree, other than the root."""
@@ -159,10 +166,10 @@ class Grower:
     def _refer(self) -> None:
         """Refer to the present arrays of the tables, which another sequence may have enlarged."""
         memory = self.memory
-        own, earlier = (NO_TEXT if reader is None else reader.text for reader in self._readers)
-        present = memory.texts
-        if own.trie is not present[SUFFIX].trie or earlier.trie is not present[CORPUS].trie:
-            self.memory = memory = memory._replace(texts=(own, earlier))
+        for reader, text in zip(self._readers, memory.texts, strict=True):
+            if reader is not None and reader.trie.nodes is not text.trie:
+                own, earlier = (NO_TEXT if each is None else each.text for each in self._readers)
+                self.memory = memory = memory._replace(texts=(own, earlier))
         if memory.cache is not self._tables.logits.arrays:
             self.memory = memory._replace(cache=self._tables.logits.arrays)
 
@@ -197,7 +204,7 @@ class Grower:
         while missing >= 0:
             self._keep_noise(int(missing))
             missing = growing.grow(self.memory, limit, max_depth, False)
-        self.rows = int(self.memory.tree.sizes["rows"][0])
+        self.rows = int(self._tree_rows[0])
         return int(self._chosen[0])
 
     def grow_chain(self, limit: int, max_depth: int) -> int:
@@ -212,7 +219,7 @@ class Grower:
 
     def _keep_best_chain(self) -> None:
         tree = self.memory.tree
-        parents = tree.nodes["parent"][: self.rows].tolist()
+        parents = self._parent[: self.rows].tolist()
         expected = self.probabilities[:1]
         for parent, probability in zip(parents[1:], self.probabilities[1:], strict=True):
             expected.append(expected[parent] + probability)
@@ -226,26 +233,23 @@ class Grower:
             kept[:count] = kept[rows]
         for kept in (tree.matches, tree.contexts):
             kept[:, :count] = kept[:, rows]
-        tree.nodes["parent"][:count] = np.arange(-1, count - 1)
-        self.rows = count
-        tree.sizes["rows"] = count
+        self._parent[:count] = np.arange(-1, count - 1)
+        self.rows = self._tree_rows[0] = count
 
     def cut(self, rows: int) -> None:
         """Keep the first ``rows`` rows."""
         if rows < self.rows:
-            self.rows = rows
-            self.memory.tree.sizes["rows"] = rows
+            self.rows = self._tree_rows[0] = rows
 
     def tree(self) -> TokenTree:
         """The last tree."""
-        nodes = self.memory.tree.nodes[: self.rows]
-        return TokenTree.of(nodes["token"].tolist(), nodes["parent"].tolist())
+        return TokenTree.of(self._token[: self.rows].tolist(), self._parent[: self.rows].tolist())
 
     def adopt(self, tree: TokenTree) -> None:
         """Include the rows that others (the window) have added to the tree."""
-        nodes, own, count = self.memory.tree.nodes, self.rows, len(tree)
-        for field, values in (("token", tree.tokens), ("parent", tree.parents), ("depth", tree.depths)):
-            nodes[field][own:count] = values[own:]
+        own, count = self.rows, len(tree)
+        self._token[own:count], self._parent[own:count] = tree.tokens[own:], tree.parents[own:]
+        self._depth[own:count] = tree.depths[own:]
 
     def learn(self, scores: Scores, path: Sequence[int], tokens: Sequence[int], rows: int) -> int:
         """Learn from a step, and append its tokens to the sequence.
@@ -265,7 +269,7 @@ class Grower:
         self.memory.tokens[:length] = tokens
         if self._noise_at is not None:
             begin = int(self._position[0])
-            deepest = int(self.memory.tree.nodes["depth"][:rows].max())
+            deepest = int(self._depth[:rows].max())
             for depth in range(deepest + 1):
                 known = self.memory.noise_positions
                 if known[(begin + depth) % len(known)] != begin + depth:
