@@ -1,5 +1,6 @@
 """Servers for tests, on a real socket: on a toy model in this process, and the command in a process of its own."""
 
+import re
 import socket
 import threading
 from contextlib import contextmanager
@@ -78,6 +79,12 @@ def serving(llm, **settings):
         served.stop()
 
 
+def address_in(lines):
+    """The address in the first line that the server prints; "" if there is none yet."""
+    found = re.search(r"http://[\w.]+:\d+", lines[0]) if lines else None
+    return found[0] if found else ""
+
+
 @contextmanager
 def started(*options):
     """(process, address, what gives the log's lines) of ``lookahead serve`` once it is ready."""
@@ -92,7 +99,7 @@ def started(*options):
             while not url or httpx.get(f"{url}/health", timeout=60).status_code != 200:
                 assert monotonic() < end, "it took too long"
                 assert process.poll() is None, lines()
-                url = next((line.split()[2].strip(";") for line in lines()[:1] if "; " in line), "")
+                url = address_in(lines())
                 sleep(0.05)
             yield process, url, lines
         finally:

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from gguf_files import write_gguf
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
 from lookahead.bench import plots as plotting
@@ -224,3 +225,17 @@ def test_bench_decodes_in_the_dtype_that_other_commands_choose(monkeypatch, tmp_
     monkeypatch.setattr(bench, "load_model", load)
     invoke("--method", "nothing", "--limit", "1", "--out", tmp_path)
     assert asked[0].get("dtype", "auto") == "auto"
+
+
+def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path):
+    """And where a dtype asks for decoded weights, a line says so."""
+    file = tmp_path / "small.gguf"
+    write_gguf(file, "llama", ("Q4_0",), seed=1)
+    words = ["step-cost", file, "--contexts", "16", "--rows", "1,2", "--out", tmp_path / "out"]
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in (tmp_path / "out" / "step-cost.jsonl").read_text().splitlines()]
+    assert {record["dtype"] for record in records} == {"Q4_0"}
+    assert "decoded weights" not in done.output
+    done = invoke(*words, "--dtype", "float32")
+    assert "--dtype float32 measures decoded weights" in " ".join(done.output.split())

@@ -618,6 +618,18 @@ def test_help_shows_what_an_option_takes_in_words_and_nothing_for_a_flag(words):
     assert not re.search(r"^ \S.* {30,}\n \S", shown, re.MULTILINE), "a line ends early"
 
 
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), ([], 2)])
+def test_serve_without_its_extra(words, status):
+    """--help is shown, with the command that installs what is missing; without it that command is the error."""
+    code = (
+        f"import sys; sys.modules['fastapi'] = None; from lookahead.cli import app; app({['serve', *words]})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert "pip install '.[serve]'" in " ".join((done.stdout if status == 0 else done.stderr).split())
+    assert ("Usage: lookahead serve" in done.stdout) == (status == 0)
+
+
 def test_a_shell_completes_commands_and_options():
     def completed(words):
         asked = {"_LOOKAHEAD_COMPLETE": "complete_bash", "COMP_WORDS": f"lookahead {words}"}

@@ -229,6 +229,13 @@ def test_leaving_the_compiled_path_is_warned_about_once_by_name():
     assert path_of(model) == "cpu"
 
 
+def test_a_direct_call_says_what_to_call():
+    inputs = prompts()
+    for call in (lambda: generate(model_of(), **inputs), lambda: generate("a prompt", max_new_tokens=5)):
+        with pytest.raises(SettingsError, match=r"model\.generate\(\*\*inputs, custom_generate="):
+            call()
+
+
 def test_autocast_is_refused_and_leaves_nothing_behind():
     """Its passes round otherwise: compiled ones ignore it, and a probe taken under it would outlive it."""
     model = tiny_model("llama", initializer_range=0.1)

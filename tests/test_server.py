@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 import lookahead
+from lookahead.core import SettingsError
 from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
-from serving import serving
-from toy import save
+from lookahead.testing import tiny_model
+from serving import Served, serving
+from toy import VOCABULARY, save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
@@ -549,6 +551,45 @@ def test_a_prompt_over_the_servers_limit_is_told_that_limit(llm):
         message = post(served, status=400, prompt="x " * 3000)["error"]["message"]
         assert "limit of 64 tokens" in message
         assert "--max-model-len" in message
+
+
+def test_the_default_limit_names_its_option_too(llm):
+    """Without --max-model-len, 4,096 tokens are the limit of a model that allows more."""
+    longer = lookahead.LLM(tiny_model(vocab_size=VOCABULARY, max_position_embeddings=8192), llm.tokenizer)
+    with serving(longer) as served:
+        message = post(served, status=400, prompt="x " * 8000)["error"]["message"]
+        assert "limit of 4096 tokens" in message
+        assert "a larger --max-model-len (at most 8192 with this model)" in message
+    with serving(longer, max_model_len=8192) as served:
+        message = post(served, status=400, prompt="x " * 8000)["error"]["message"]
+        assert "limit of 8192 tokens" in message
+        assert "--max-model-len" not in message
+
+
+def test_a_limit_beyond_the_models_is_refused(llm):
+    most = llm.context
+    with pytest.raises(SettingsError, match=rf"--max-model-len must be at most {most} .*, got {most + 1};"):
+        Served(lambda: llm, max_model_len=most + 1).start()
+
+
+def test_an_unknown_field_names_the_one_that_was_meant(served):
+    for fields, meant in (
+        ({"max_new_tokens": 5}, "max_tokens"),
+        ({"max_token": 5}, "max_tokens"),
+        ({"stop_sequences": ["a"]}, "stop"),
+        ({"repeat_penalty": 1.1}, "repetition_penalty"),
+        ({"num_return_sequences": 2}, "n"),
+        ({"drafter": "plain"}, "lookahead"),
+        ({"lookahead": {"window": 3}}, "lookahead.window_size"),
+        ({"messages": []}, "prompt"),
+    ):
+        error = post(served, status=400, **fields)["error"]
+        assert error["code"] == "unknown_field"
+        assert error["message"].endswith(f"; did you mean {meant!r}?"), error["message"]
+    error = chat(served, status=400, input="x")["error"]
+    assert error["message"].endswith("; did you mean 'messages'?")
+    error = post(served, status=400, nonsense=1)["error"]
+    assert error["message"] == "unknown or unsupported field 'nonsense'"
 
 
 def test_strict_tools_need_a_call_that_must_be_made(served):

@@ -147,8 +147,14 @@ def measure(
 def step_cost(
     *,
     dtype: Annotated[
-        str, typer.Option(help="Separated by commas.", metavar="LIST", rich_help_panel=MACHINE)
-    ] = "float32,bfloat16",
+        str,
+        typer.Option(
+            help="auto, float32, bfloat16 or float16, separated by commas; auto measures a quantized GGUF file as it "
+            "packs its weights, and other models in their own dtype.",
+            metavar="LIST",
+            rich_help_panel=MACHINE,
+        ),
+    ] = "auto",
     contexts: Annotated[
         str, typer.Option(help="Numbers of committed tokens, separated by commas.", metavar="LIST")
     ] = "128,512,1024",
@@ -165,8 +171,11 @@ def step_cost(
     draw = can_draw()
     sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
     with progress() as show:
-        for name in dtype.split(","):
-            records += cost.measure(_load(load, path, dtype=name.strip()), *sizes, show)
+        for name in map(str.strip, dtype.split(",")):
+            model = _load(load, path, dtype=name)
+            if model.gguf is not None and name != "auto":
+                note(f"--dtype {name} measures decoded weights; leave --dtype out to measure the packed ones")
+            records += cost.measure(model, *sizes, show)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"

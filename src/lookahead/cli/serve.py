@@ -15,6 +15,16 @@ from .console import note
 
 #: A command made from the settings parses the arguments after ``serve``, so no other command loads the settings.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+#: What --help shows where the packages of the extra, from which the options come, are not installed.
+WITHOUT_EXTRA = """\
+Usage: lookahead serve [OPTIONS] [MODEL]
+
+Serve a model over HTTP, compatible with OpenAI's API: /v1/chat/completions, /v1/completions, and a page at /.
+
+MODEL is a directory, a .gguf file or a hub id; the default is SmolLM2-135M-Instruct.
+
+The server needs {missing}, which is not installed. Install it with pip install '.[serve]' in the project's folder.
+Then lookahead serve --help shows the options, which docs/server.md lists, too."""
 
 
 def serve(ctx: typer.Context) -> None:
@@ -23,8 +33,11 @@ def serve(ctx: typer.Context) -> None:
         from ..server.app import serve as serve_http
         from ..server.settings import Settings
     except ImportError as error:
+        if "--help" in ctx.args:
+            typer.echo(WITHOUT_EXTRA.format(missing=error.name))
+            return
         raise SettingsError(
-            f"lookahead serve needs {error.name}; pip install '.[serve]' in the project's folder brings it"
+            f"lookahead serve needs {error.name}; install it with pip install '.[serve]' in the project's folder"
         ) from None
 
     def run(*, config: Path | None, **given: Any) -> None:

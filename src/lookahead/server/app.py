@@ -29,12 +29,26 @@ from ..llm import LLM
 from .api_errors import Refused, error_body, error_response, status_of
 from .engine_thread import Loop
 from .gate import Gate, log_to_stderr
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generating, TokenizeRequest
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generating,
+    TokenizeRequest,
+    suggestion,
+)
 from .responses import Answer, sse
 from .service import Server
 from .settings import Settings
 from .tools import messages_of
 
+#: The body of each path, to name the field that was probably meant by an unknown one.
+REQUESTS = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 PAGE = Path(__file__).with_name("page.html")
 #: Logged status of a request whose client disconnected (as in nginx).
 GONE = 499
@@ -60,7 +74,10 @@ async def _invalid(request: Request, error: Any) -> Response:
     ]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
-        return error_response(f"unknown or unsupported field {param!r}", 400, "unknown_field", param)
+        asked = REQUESTS.get(request.url.path)
+        meant = suggestion(asked, path) if asked is not None and path else None
+        hint = f"; did you mean {'.'.join([*path[:-1], meant])!r}?" if meant is not None else ""
+        return error_response(f"unknown or unsupported field {param!r}{hint}", 400, "unknown_field", param)
     return error_response(f"{param or 'the body'}: {first['msg']}", 400, "invalid_value", param)
 
 
@@ -291,7 +308,7 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
 
     Args:
         settings: the server's settings.
-        say: receives a line with the address when the server listens, and a line when the model is ready.
+        say: receives a line before the model is loaded, and one when the server answers requests.
 
     Raises:
         SettingsError: the address is not free, or the model cannot be loaded.
@@ -321,7 +338,8 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
     server.say = say
     model = settings.model or "the default model"
     address = f"http://{settings.host}:{listening.getsockname()[1]}"
-    say(f"listening on {address}; loading and compiling {model} (Ctrl-C ends the server)")
+    server.address = address
+    say(f"loading and compiling {model} for {address} (Ctrl-C ends the server)")
     http.run(sockets=[listening])
     if server.loop.error is not None:
         raise server.loop.error

@@ -15,12 +15,16 @@ from ..drafters import as_drafter
 from ..engine.prompts import encode
 from ..llm import LLM
 from ..options import Options
+from ..targets.limits import NO_LIMIT
 from .grammar import Grammars
 from .logprobs import LogProbs
 from .protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields, plain
 from .responses import Answer, ChatAnswer, CompletionAnswer
 from .settings import Settings
 from .tools import demanded, messages_of, offered, with_tools
+
+#: Tokens of the longest text, if --max-model-len is not given and the model allows more.
+DEFAULT_LENGTH = 4096
 
 
 class Preparer:
@@ -41,9 +45,19 @@ class Preparer:
         self.settings = settings
         self.name = name
         self._grammars = Grammars(llm)
-        facts, asked = llm.probe.facts, settings.max_model_len or 4096
-        boundary = facts.rope_boundary - 1 if facts is not None else asked
-        self.context = min(asked, llm.context or asked, boundary)
+        facts, asked = llm.probe.facts, settings.max_model_len
+        limits = [llm.context]
+        if facts is not None and facts.rope_boundary < NO_LIMIT:
+            limits.append(facts.rope_boundary - 1)
+        #: The longest text that the model allows here; None for any length.
+        self.longest = min((limit for limit in limits if limit is not None), default=None)
+        if asked is not None and self.longest is not None and asked > self.longest:
+            raise SettingsError(
+                f"--max-model-len must be at most {self.longest} with this model "
+                f"(its context has {llm.context} tokens), got {asked}; give a smaller value or leave it out"
+            )
+        asked = asked if asked is not None else DEFAULT_LENGTH
+        self.context = asked if self.longest is None else min(asked, self.longest)
 
     def warm_up(self) -> None:
         """Measure step times and compile, before the first request."""
@@ -58,8 +72,9 @@ class Preparer:
         llm = self.llm
         ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None)
         if len(ids) >= self.context:
-            raisable = self.settings.max_model_len is not None and self.context < (llm.context or 1 << 60)
-            more = " or start the server with a larger --max-model-len" if raisable else ""
+            raisable = self.longest is None or self.context < self.longest
+            most = "" if self.longest is None else f" (at most {self.longest} with this model)"
+            more = f" or start the server with a larger --max-model-len{most}" if raisable else ""
             raise SettingsError(
                 f"{param}: the prompt must be shorter than this server's limit of {self.context} tokens for prompt "
                 f"and answer together, got {len(ids)}; shorten it{more}"

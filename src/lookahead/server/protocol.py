@@ -5,7 +5,8 @@ Any other field is rejected by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +14,53 @@ from ..drafters import known_names
 
 Text = Annotated[str, Field(max_length=1 << 22)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+#: Names of other libraries and endpoints -> the fields that do the same here; the first that the endpoint has.
+OTHER_NAMES = {
+    "max_new_tokens": ("max_tokens",),
+    "max_length": ("max_tokens",),
+    "n_predict": ("max_tokens",),
+    "num_predict": ("max_tokens",),
+    "max_output_tokens": ("max_tokens",),
+    "num_return_sequences": ("n",),
+    "best_of": ("n",),
+    "stop_sequences": ("stop",),
+    "stop_strings": ("stop",),
+    "repeat_penalty": ("repetition_penalty",),
+    "do_sample": ("temperature",),
+    "guided_json": ("response_format",),
+    "json_schema": ("response_format",),
+    "grammar": ("response_format",),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+    "input": ("messages", "prompt"),
+    "inputs": ("messages", "prompt"),
+    "prompt": ("messages",),
+    "messages": ("prompt",),
+    "drafter": ("lookahead",),
+    "method": ("lookahead",),
+    "trace": ("lookahead",),
+}
+
+
+def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
+    """The field that was probably meant by an unknown field of a request.
+
+    Args:
+        model: the request.
+        path: the names of the fields that lead to the unknown one, which is the last.
+    """
+    *outer, name = path
+    for each in outer:
+        inner = getattr(model.model_fields.get(each), "annotation", None)
+        found = [kind for kind in get_args(inner) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return None
+        model = found[0]
+    known = list(model.model_fields)
+    meant = [other for other in OTHER_NAMES.get(name.lower(), ()) if other in known]
+    return next(iter(meant or get_close_matches(name.lower(), known, n=1)), None)
 
 
 class Strict(BaseModel):

@@ -43,6 +43,7 @@ class Server:
         name: the model's name in the API.
         failed: called when the model cannot be loaded, or the loop fails.
         say: receives a line when the model is ready.
+        address: the server's address, for that line.
     """
 
     def __init__(self, settings: Settings, load: Callable[[], LLM] | None = None) -> None:
@@ -53,6 +54,7 @@ class Server:
         self.name = settings.served_model_name or ""
         self.failed: Callable[[], None] = lambda: None
         self.say: Callable[[str], None] = lambda line: None
+        self.address = ""
         self.loop = Loop(
             self._prepare, settings, self.metrics, lambda: self.failed(), lambda: self._say_ready()
         )
@@ -67,7 +69,8 @@ class Server:
         return llm
 
     def _say_ready(self) -> None:
-        self.say(f"ready after {monotonic() - self._created:.0f} s: {self.name}, {self.ready.llm.dtype}")
+        seconds = monotonic() - self._created
+        self.say(f"listening on {self.address} after {seconds:.0f} s: {self.name}, {self.ready.llm.dtype}")
 
     @property
     def ready(self) -> Preparer:

@@ -14,6 +14,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from transformers import GenerationMixin
 
+from ...core import SettingsError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,6 +37,9 @@ class CustomGenerate(Generic[P, R]):
     ``model.generate`` removes ``tokenizer`` from its keywords, then reads the signature of the function to select its
     keywords, and then makes the stopping criteria, for which the tokenizer is now missing. So the tokenizer is put
     back when the signature is read.
+
+    Raises:
+        SettingsError: called by something other than ``model.generate``.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -42,6 +47,12 @@ class CustomGenerate(Generic[P, R]):
         self._function = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs.get("generation_config") is None:  # transformers always passes one
+            raise SettingsError(
+                "lookahead.generate must be called by transformers, got a direct call; call "
+                "model.generate(**inputs, custom_generate=lookahead.generate), or "
+                "lookahead.load(path).generate(prompt)"
+            )
         return self._function(*args, **kwargs)
 
     @property

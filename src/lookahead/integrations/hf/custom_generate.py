@@ -79,7 +79,8 @@ def generate(
     """
     given = caller_arguments()
     streamer = streamer if streamer is not None else given.get("streamer")
-    config = generation_config if generation_config is not None else model.generation_config
+    assert generation_config is not None  # CustomGenerate requires it
+    config = generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     probed = probe(model)  # rejects models other than decoder-only language models
