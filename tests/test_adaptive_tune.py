@@ -97,7 +97,8 @@ def test_a_damaged_curve_is_measured_again_with_a_notice(toy, text):
     assert curve.cost(1) == 1.0
 
 
-def test_tuned_costs_are_found_again_and_do_not_change(toy):
+def test_tuned_costs_are_found_again_and_do_not_change(toy, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
     result = call(
         toy, "--json", "--rows", "1,4,8", "--contexts", "8,100000", "--batches", "4", "--repeats", "1"
     )
@@ -200,3 +201,21 @@ def test_wrong_options_are_one_line(toy, arguments, message):
     result = call(toy, *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_tuning_while_other_work_runs_is_not_kept(toy, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", 1.0)
+    result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
+    assert result.exit_code == 1
+    assert "not kept" in result.output
+    llm = lookahead.load(toy, drafter="adaptive")
+    assert load_curve(model_key(llm.model, llm.target().path)) is None
+
+
+def test_a_curve_that_cannot_be_kept_is_one_line(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", float("inf"))
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "1")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
+    assert "Traceback" not in result.output

@@ -342,7 +342,7 @@ class LLM:
         batches: Sequence[int],
         repeats: int,
         progress: Callable[[int, int, int, float], None],
-    ) -> Path:
+    ) -> Path | None:
         """Measure the cost of steps of all these sizes, and save the curve for adaptive on this machine and model.
 
         Args:
@@ -353,7 +353,7 @@ class LLM:
             progress: called with (batch, context, rows, seconds) for each size.
 
         Returns:
-            The file with the curve.
+            The file with the curve; None if other work disturbed the measurement, so that it was not kept.
 
         Raises:
             SettingsError: no context fits the model.
@@ -364,7 +364,7 @@ class LLM:
 
         target = self.target()
         measured = measure(target, rows, contexts, batches, repeats, inf, progress)
-        return save_curve(model_key(self.model, target.path), measured.curve())
+        return save_curve(model_key(self.model, target.path), measured.curve()) if measured.steady else None
 
     def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
         """The request of one prompt, for ``engine.add``.

@@ -53,7 +53,7 @@ def demo(
     note("loading the model; its first use in a dtype compiles code, which takes half a minute")
     start = perf_counter()
     llm = load_model(load)
-    for drafter in (None, Plain()):  # compile, and measure step times, before anything is timed
+    for drafter in (None, Plain()):  # compile, and measure the cost curve, before anything is timed
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
     rows, equal = [], []

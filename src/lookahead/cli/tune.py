@@ -1,4 +1,4 @@
-"""``lookahead tune``: measure and save the step times by which the adaptive drafter chooses its rows."""
+"""``lookahead tune``: measure and save the cost curve by which the adaptive drafter chooses its rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from rich.table import Table
 from ..core import SettingsError
 from ..options import LoadOptions
 from .adapter import Json, load_model, numbers, with_options
+from .console import note
 
 
 @with_options()
 def tune(
     *,
-    rows: Annotated[str, typer.Option(help="Numbers of rows to measure.")] = "1,2,4,8,16,24,32,48,64,96,128",
-    contexts: Annotated[str, typer.Option(help="Numbers of tokens before the step.")] = "64,512,1536",
-    batches: Annotated[str, typer.Option(help="Numbers of sequences that share the step.")] = "1,2,4",
-    repeats: Annotated[int, typer.Option(help="Steps per point; the fastest counts.")] = 7,
+    rows: Annotated[
+        str, typer.Option(help="Numbers of rows of one sequence to measure.")
+    ] = "1,2,3,4,6,8,12,16,24,32,48,64",
+    contexts: Annotated[str, typer.Option(help="Numbers of tokens before the step.")] = "64,512",
+    batches: Annotated[str, typer.Option(help="Numbers of sequences of one row each.")] = "4,16,64",
+    repeats: Annotated[int, typer.Option(help="Steps per point; the faster half counts.")] = 8,
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
-    """Time steps of many sizes and keep the times, for --drafter adaptive.
+    """Measure what steps of many sizes cost, and keep the curve for --drafter adaptive.
 
-    Without this command, adaptive measures a few points when it is first used. In both cases it continues to learn.
+    Without this command, a few points are measured when a model is first used on a machine. The curve is then only
+    read.
     """
     counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     sequences = numbers(batches, "--batches")
@@ -45,16 +49,28 @@ def tune(
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
         measured[batch, context, count] = round(seconds * 1e3, 3)
 
-    path = llm.tune(counts, lengths, sequences, repeats, keep)
-    if path is None:
-        raise SettingsError(f"--contexts must have a length that fits the model, got {contexts}")
+    try:
+        path = llm.tune(counts, lengths, sequences, repeats, keep)
+    except OSError as error:
+        raise SettingsError(
+            f"the cost curve must be kept in the cache folder, which cannot be written ({error}); set XDG_CACHE_HOME"
+        ) from None
     if as_json:
         names = ("batch", "context", "rows", "ms")
         points = [dict(zip(names, (*sizes, ms), strict=True)) for sizes, ms in measured.items()]
-        typer.echo(json.dumps({"model": llm.name, "file": str(path), "points": points}))
-        return
-    table = Table("sequences", "context", *map(str, counts), title=f"{llm.name}: ms per step, by rows")
-    for batch, context in sorted({sizes[:2] for sizes in measured}):
-        table.add_row(str(batch), str(context), *(f"{measured[batch, context, n]:.2f}" for n in counts))
-    Console().print(table)
-    typer.echo(f"kept in {path}")
+        typer.echo(json.dumps({"model": llm.name, "file": str(path) if path else None, "points": points}))
+    else:
+        sizes = sorted({size[:2] for size in measured})
+        heads = [f"{batch} x {context}" for batch, context in sizes]
+        table = Table("rows", *heads, title=f"{llm.name}: ms per step, by sequences x context")
+        for n in counts:
+            found = [measured.get((*size, n)) for size in sizes]
+            table.add_row(str(n), *("" if ms is None else f"{ms:.2f}" for ms in found))
+        Console().print(table)
+    if path is None:
+        note(
+            "not kept: repeated steps took unequal times, so other work was running; run it again on an idle machine"
+        )
+        raise typer.Exit(1)
+    if not as_json:
+        typer.echo(f"kept in {path}")

@@ -60,7 +60,7 @@ class Preparer:
         self.context = asked if self.longest is None else min(asked, self.longest)
 
     def warm_up(self) -> None:
-        """Measure step times and compile, before the first request."""
+        """Measure the cost of steps and compile, before the first request."""
         self.llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, drafter=self.settings.drafting())
 
     def encode(self, prompt: Any, param: str) -> list[int]:

@@ -14,6 +14,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -136,7 +137,13 @@ def measure(
         result.of_a_prompt = (perf_counter() - begin) / context
         try:
             _time_context(
-                target, result, context, sizes[: MOST_AGAIN if index else None], rounds, discard, end
+                target,
+                result,
+                context,
+                sizes[: MOST_AGAIN if index and patience < inf else None],
+                rounds,
+                discard,
+                end,
             )
         finally:
             target.release(0)
