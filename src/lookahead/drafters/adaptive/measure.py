@@ -5,7 +5,7 @@ tokens are not the target's: after each step the first child of the root is emit
 evaluated before and has proposals.
 
 Steps of one row and of k rows alternate, and of each the faster half counts, because other work on the machine makes
-single steps slower. A curve whose rounds disagree is used by this process and measured again by the next.
+single steps slower. Where even these disagree, the process uses a typical curve, and the next one measures again.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def curve_of(
 ) -> CostCurve:
     """The cost curve of a loaded model: read from disk, or measured and written there. Also compiles all code.
 
-    Sequences of the same model share it. A curve that other work has disturbed is not written.
+    Sequences of the same model share it. A curve that other work has disturbed is neither written nor used.
 
     Args:
         model: a transformers model.
@@ -360,8 +360,9 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -
         measured = measure(target)
     except NumericalError:  # some tokens have NaN logits; the sequence says so if it meets them
         return CostCurve.guess()
+    if not measured.steady:
+        return CostCurve.typical()
     curve = measured.curve()
-    if measured.steady:
-        with suppress(OSError):  # the folder cannot be written: the next process measures again
-            save_curve(name, curve)
+    with suppress(OSError):  # the folder cannot be written: the next process measures again
+        save_curve(name, curve)
     return curve
