@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
@@ -43,7 +44,7 @@ from .settings import Settings
 from .tools import messages_of
 
 #: The body of each path, to name the field that was probably meant by an unknown one.
-REQUESTS = {
+REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
