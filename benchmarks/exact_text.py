@@ -37,7 +37,7 @@ from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
 from lookahead.records import RecordWriter, read_records
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"
 #: Greedy, and sampled with a seed.
@@ -49,7 +49,7 @@ Job = tuple[str, float, dict[str, Any]]
 
 def take(llm: LLM, exact: bool) -> None:
     """Decode on the transformers path from now on; the check at load happens here, so that it is not timed."""
-    llm.target = partial(make_target, llm.model, path="transformers", exact=exact)  # type: ignore[method-assign]
+    llm.target = partial(make_target, llm.model, path="exact" if exact else "transformers")  # type: ignore[method-assign]
     llm.target()
 
 

@@ -22,7 +22,7 @@ from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError
 from lookahead.targets.cpu.execution_plan import Segment
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 
 from .datasets import load_workload
 from .page import write_page

@@ -168,7 +168,7 @@ class Machine:
 def check_certificate(machine: Machine) -> None:
     """Which paths a model takes, and why. If captured passes are refused here, the other checks mean little."""
     from lookahead.core import SettingsError
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
     from lookahead.testing import tiny_model
 
     captured = {"path": "cuda-graph"}
@@ -412,7 +412,7 @@ def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Ca
 
 def check_step(machine: Machine) -> None:
     """t(k) on the 7B shape, with its lower bound: bytes over bandwidth, operations over rate."""
-    from lookahead.targets.factory import make_target, probe
+    from lookahead.targets.paths import make_target, probe
     from lookahead.targets.transformers import TransformersTarget
 
     model = make_model(machine)
@@ -504,7 +504,7 @@ def _times(seconds: float, floor: float, one_row: float) -> str:
 def check_text(machine: Machine) -> None:
     """The path that make_target chooses, in full precision, and exact mode in bfloat16: every token must be equal."""
     torch = machine.torch
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
     from lookahead.testing import assert_same_as_autoregressive
 
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -518,7 +518,7 @@ def check_text(machine: Machine) -> None:
             ways = {target.path: target}
             if family in FAMILIES[:4]:
                 half = tiny_model(family, initializer_range=0.1).to(machine.device, torch.bfloat16)
-                ways["exact, bfloat16"] = make_target(half, path="transformers", exact=True)
+                ways["exact, bfloat16"] = make_target(half, path="exact")
             for way, target in ways.items():
                 tokens = accepted = 0
                 for drafter in ("7,5,7", "prompt-lookup", "adaptive"):
@@ -567,7 +567,7 @@ def as_rank(machine: Machine) -> None:
     """One process of ``check_ranks``."""
     from lookahead import parallel
     from lookahead.targets.equivalence import differ
-    from lookahead.targets.factory import make_target, probe
+    from lookahead.targets.paths import make_target, probe
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()

@@ -21,7 +21,7 @@ from lookahead.drafters.adaptive.memory import BUCKET
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
 
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]

@@ -8,7 +8,7 @@ from lookahead.attention import get
 from lookahead.core import SettingsError
 from lookahead.targets.attention_hook import NAME, TreeAttention
 from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.factory import probe
+from lookahead.targets.paths import probe
 from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]

@@ -10,9 +10,9 @@ import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.integrations.hf import refusals
-from lookahead.targets import batch_rows, factory
+from lookahead.targets import batch_rows
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
-from lookahead.targets.factory import make_target, probe
+from lookahead.targets.paths import NAMES, make_target, probe
 from lookahead.testing import run
 
 DELTA = {
@@ -366,4 +366,4 @@ def test_the_probe_is_the_same_for_an_engine(tmp_path):
     ours = llm.generate([5, 6, 7] * 4, drafter=lookahead.Adaptive(rows=64), **drawn)
     assert ours.tokens == llm.generate([5, 6, 7] * 4, drafter="off", **drawn).tokens
     assert max(ours.stats.rows_per_step) > 1
-    assert factory.PATHS.index("batch-rows") < factory.PATHS.index("plain")
+    assert NAMES.index("batch-rows") < NAMES.index("plain")

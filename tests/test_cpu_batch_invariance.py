@@ -31,8 +31,8 @@ from lookahead.targets.cpu.thread_pool import (
     take,
     thread_pool,
 )
-from lookahead.targets.factory import make_target
 from lookahead.targets.logits import LogitsBatch
+from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
 

@@ -22,7 +22,7 @@ from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.cpu.cpu_target import PassLogits
 from lookahead.targets.cpu.formats import FORMATS
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97

@@ -18,7 +18,7 @@ import lookahead
 from lookahead import threads as module
 from lookahead.core import TokenTree
 from lookahead.targets.cpu.cpu_target import BufferPool, PassLogits, buffers
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 from lookahead.threads import one_thread, thread_count
 from test_cpu_target import branched, prompt, tiny

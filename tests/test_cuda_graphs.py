@@ -22,7 +22,7 @@ from lookahead.targets.cuda_graphs import (
     fill,
 )
 from lookahead.targets.equivalence import trial_tree
-from lookahead.targets.factory import make_target, probe
+from lookahead.targets.paths import make_target, probe
 from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -143,9 +143,9 @@ def test_what_a_captured_pass_would_pass_by_is_refused():
 
 
 def test_a_gpu_takes_it_without_being_asked(monkeypatch):
-    from lookahead.targets import certificate
+    from lookahead.targets import paths
 
-    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+    monkeypatch.setattr(paths, "on_gpu", lambda model: True)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     assert make_target(model).path == "cuda-graph"
     assert make_target(model, path="transformers").path == "transformers"
@@ -153,9 +153,9 @@ def test_a_gpu_takes_it_without_being_asked(monkeypatch):
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
 def test_it_falls_back_and_says_so_once(how, monkeypatch):
-    from lookahead.targets import certificate, cuda_graphs
+    from lookahead.targets import cuda_graphs, paths
 
-    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+    monkeypatch.setattr(paths, "on_gpu", lambda model: True)
     if how == "refused":
         monkeypatch.setattr(cuda_graphs.CapturedPass, "run", cannot_be_captured)
     else:

@@ -20,9 +20,9 @@ from families import tiny_model
 from lookahead.checkpoints import Checkpoint
 from lookahead.options import LoadOptions
 from lookahead.targets.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, compare, distance, in_float32
-from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts
 from lookahead.targets.fingerprint import forget, remember
+from lookahead.targets.paths import make_target, probe
 from lookahead.targets.transformers import TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
 

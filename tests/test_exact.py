@@ -16,7 +16,7 @@ from lookahead.attention import exact as attention
 from lookahead.attention import get, pack_bits
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets.exact_mode import ExactTarget
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -67,9 +67,9 @@ def test_rows_have_the_bits_of_one_row_steps(family):
     """Across page ends and the boundary, in trees of several passes, in batches of three, in a larger cache."""
     model, numbers = model_of(family, torch.bfloat16), random.Random(1)
     texts, starts, ends = [text(seed, 320) for seed in range(3)], (240, 10, 110), (320, 70, 150)
-    plain = make_target(model, 1, "transformers", exact=True)
+    plain = make_target(model, 1, "exact")
     expected = [one_by_one(plain, 0, texts[i][: ends[i]], starts[i]) for i in range(3)]
-    target = make_target(model, 600, "transformers", exact=True)
+    target = make_target(model, 600, "exact")
     assert plain.cache.capacity == 512 < target.cache.capacity  # grown, and not
     target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
     at = list(starts)
@@ -93,7 +93,7 @@ def test_rows_have_the_bits_of_one_row_steps(family):
 
 
 def test_one_flipped_ancestor_changes_bits():
-    target = make_target(model_of("llama", torch.bfloat16), 256, "transformers", exact=True)
+    target = make_target(model_of("llama", torch.bfloat16), 256, "exact")
     target.prefill([(0, text(0, 40))])
     tree = TokenTree(5)
     tree.add_candidate([6, 7, 8])
@@ -134,7 +134,7 @@ def test_it_is_the_attention_of_the_definition(options):
 
 
 def same_text(family, dtype):
-    target = make_target(model_of(family, dtype), path="transformers", exact=True)
+    target = make_target(model_of(family, dtype), path="exact")
     assert isinstance(target, ExactTarget)
     prompts = PROMPTS[:1] if family == "llama-dynamic-ntk" else PROMPTS  # one rotary base for a whole pass
     sequences = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 40)
@@ -177,8 +177,10 @@ class DependsOnPlace(nn.Linear):
 def test_a_model_whose_rows_are_not_independent_is_refused_by_name(kind):
     model = tiny_model("llama").to(torch.bfloat16)
     model.model.layers[1].mlp.up_proj.__class__ = kind
-    with pytest.raises(SettingsError, match=r"exact=True is not available.*model\.layers\.1\.mlp\.up_proj"):
-        make_target(model, path="transformers", exact=True)
+    with pytest.raises(
+        SettingsError, match=r"the exact path is not available.*model\.layers\.1\.mlp\.up_proj"
+    ):
+        make_target(model, path="exact")
 
 
 def test_what_is_not_there_is_said():
@@ -195,7 +197,7 @@ def test_what_is_not_there_is_said():
 
 
 def test_trees_stay_within_the_depth_that_the_cut_allows():
-    target = make_target(model_of("llama", torch.bfloat16), path="transformers", exact=True)
+    target = make_target(model_of("llama", torch.bfloat16), path="exact")
     target.prefill([(0, [3, 4, 5])])
     assert target.depth_limit(0) == attention.DEPTH
 
@@ -255,10 +257,10 @@ class Recorded(TorchDispatchMode):
 @pytest.fixture
 def graphs(monkeypatch):
     """Passes are captured as on a GPU; the modes that were set while waiting for the host was looked for."""
-    from lookahead.targets import certificate
+    from lookahead.targets import paths
 
     modes = []
-    monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+    monkeypatch.setattr(paths, "on_gpu", lambda model: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, *given, **named: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
@@ -271,7 +273,7 @@ def graphs(monkeypatch):
 def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_not(graphs):
     """Across B(p) at page ends, for one slot and two, in graphs that serve all steps."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
-    target, numbers = make_target(model, path="transformers", exact=True), random.Random(2)
+    target, numbers = make_target(model, path="exact"), random.Random(2)
     assert type(target).__name__ == "CapturedExactTarget"
     assert "in captured passes of 16 rows" in target.reason
     assert graphs == ["error", 0]
@@ -297,13 +299,13 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
 
 def test_captured_texts_are_those_of_plain_decoding(graphs):
     model = tiny_model("gemma2", initializer_range=0.1).to(torch.float16)
-    target = make_target(model, path="transformers", exact=True)
+    target = make_target(model, path="exact")
     sequences = assert_same_as_autoregressive(target, PROMPTS, (5, 4, 7), 40)
     assert sum(sequence.stats.accepted for sequence in sequences) > 0
     store = target.graphs
     del target
     gc.collect()
-    assert make_target(model, path="transformers", exact=True).graphs is store  # graphs outlive a text
+    assert make_target(model, path="exact").graphs is store  # graphs outlive a text
 
 
 def test_what_cannot_be_captured_runs_uncaptured_and_says_so(graphs, monkeypatch):
@@ -312,12 +314,12 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(graphs, monkeypatch
             raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", waits)
-    target = make_target(tiny_model("llama").to(torch.bfloat16), path="transformers", exact=True)
+    target = make_target(tiny_model("llama").to(torch.bfloat16), path="exact")
     assert type(target) is ExactTarget
     assert "passes are not captured" in target.reason
     assert "synchronizing" in target.reason
     hooked = tiny_model("llama").to(torch.bfloat16)
     hooked.model.layers[0].register_forward_hook(lambda *given: None)
-    target = make_target(hooked, path="transformers", exact=True)
+    target = make_target(hooked, path="exact")
     assert type(target) is ExactTarget
     assert "has hooks" in target.reason

@@ -12,7 +12,7 @@ import torch
 import lookahead.integrations.hf
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead.core import SettingsError
-from lookahead.targets.factory import probe
+from lookahead.targets.paths import probe
 
 # Models of compiled architectures with a setting that the compiled path does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")

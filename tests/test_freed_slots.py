@@ -12,7 +12,7 @@ from lookahead.targets.cpu.execution_plan import KEY_BLOCK
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.exact_mode import ExactTarget
-from lookahead.targets.factory import make_target, probe
+from lookahead.targets.paths import make_target, probe
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
 SHORT = [7 + i % 50 for i in range(40)]  # long enough that exact mode reads a page of it

@@ -22,7 +22,7 @@ from lookahead.core import SettingsError
 from lookahead.engine.progress import notice_if_slow
 from lookahead.integrations.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from lookahead.core import TokenTree
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cpu.packed_model import quantize_model
 from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.factory import make_target, probe
 from lookahead.targets.facts import ModelFacts
 from lookahead.targets.fingerprint import fingerprint
+from lookahead.targets.paths import make_target, probe
 from lookahead.targets.transformers import head_inputs
 from lookahead.testing import FakeTarget
 

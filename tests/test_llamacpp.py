@@ -21,7 +21,6 @@ from gguf_files import write_gguf
 from lookahead import Adaptive, Lookahead, Plain
 from lookahead.cli import app
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
-from lookahead.core.target import PROMISES
 from lookahead.core.verify import ChooseBy, greedy
 from lookahead.integrations.llamacpp import library
 from lookahead.integrations.llamacpp.check import check, compare
@@ -245,7 +244,7 @@ def test_quantized_files_are_checked_at_load(loaded, types):
 
 def test_the_check_refuses_a_target_that_keeps_wrong_rows(loaded, monkeypatch):
     model = loaded().model
-    found = compare(model)
+    found = compare(model.contexts)
     assert found.ok
     assert found.difference < 1e-3 < found.control
     honest = LlamaCppTarget.commit
@@ -254,14 +253,14 @@ def test_the_check_refuses_a_target_that_keeps_wrong_rows(loaded, monkeypatch):
         "commit",
         lambda self, paths: honest(self, [(slot, (0, 1, 2, 3)[: len(path)]) for slot, path in paths]),
     )
-    assert not compare(model).ok
-    ok, why, _ = check(model)
+    assert not compare(model.contexts).ok
+    ok, why, _ = check(model.contexts)
     assert not ok
     assert "a wrong ancestor shows as" in why
 
 
 def test_verify_reports_what_was_compared(loaded, files):
-    assert PROMISES["llama.cpp"] == "equal up to rounding"
+    assert LlamaCppTarget.promise == "equal up to rounding"
     command = [
         "verify",
         str(files()),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lookahead
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 
 peft = pytest.importorskip("peft")

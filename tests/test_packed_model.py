@@ -14,7 +14,7 @@ from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
 from lookahead.targets.cpu import packed_model
 from lookahead.targets.cpu.packed_model import PackedModel, read_model
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from test_cli import call, refused
 from toy import VOCABULARY, save
 
@@ -177,7 +177,7 @@ def test_what_needs_a_module_says_what_to_do(use, loaded):
 
 
 def test_other_paths_are_refused_with_what_to_do(loaded):
-    with pytest.raises(SettingsError, match=r"cpu path only, got path='transformers'.*dtype='bfloat16'"):
+    with pytest.raises(SettingsError, match=r"path 'transformers' is not available.*dtype='bfloat16'"):
         loaded("llama").target("transformers")
 
 

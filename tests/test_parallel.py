@@ -86,7 +86,7 @@ def launch(size, function, *arguments, within=240.0, hanging=-1):
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
     from lookahead.targets.equivalence import differ
-    from lookahead.targets.factory import probe
+    from lookahead.targets.paths import probe
 
     connections = parallel.start("gloo", 120.0)  # processes start slowly on a busy machine
     connections.timeout = timeout
@@ -277,7 +277,7 @@ def tiny_llama(rope=None):
 def model_cases(rank, family):
     """A real model: keys and values of rows that a rank lacks are computed again."""
     from families import tiny_model
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
 
     model = tiny_model(family, initializer_range=0.1)
     make = functools.partial(make_target, model)
@@ -360,7 +360,7 @@ def nan_rank(rank):
 
 
 def unequal_rank(rank, what, files=()):
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
@@ -397,11 +397,12 @@ def leader_ends(rank, how):
 
 def command_line(rank, arguments, dies_at):
     """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
-    import lookahead.targets.factory as factory
+
     from lookahead import llm, loading
     from lookahead.cli import app
+    from lookahead.targets import paths
 
-    make, steps = factory.make_target, []
+    make, steps = paths.make_target, []
 
     def mortal(model, *rest, **named):
         target = make(model, *rest, **named)
@@ -416,7 +417,7 @@ def command_line(rank, arguments, dies_at):
         target.forward = counted
         return target
 
-    for module in (factory, llm, loading):  # each may have been imported before, with the name
+    for module in (paths, llm, loading):  # each may have been imported before, with the name
         module.make_target = mortal
     try:
         app(arguments, prog_name="lookahead")
@@ -595,7 +596,7 @@ def split_by_tensors(rank, folder):
     from transformers import AutoModelForCausalLM
 
     from lookahead import parallel
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
 
     connections = parallel.start("gloo", 60.0)
     mesh = dist.device_mesh.init_device_mesh("cpu", (connections.size,), mesh_dim_names=("tp",))

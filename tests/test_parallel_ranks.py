@@ -7,7 +7,7 @@ from families import tiny_model
 from lookahead.core import SettingsError, TokenTree
 from lookahead.parallel import local_device, start
 from lookahead.targets.equivalence import Equivalence, differ
-from lookahead.targets.factory import probe
+from lookahead.targets.paths import probe
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
 
 def root_row(model, prompt, root, others=0, wrong=None):
     """The root's logits in a pass with other rows; ``wrong`` replaces the last token in the cache."""
-    from lookahead.targets.factory import make_target
+    from lookahead.targets.paths import make_target
 
     target = make_target(model, path="transformers")
     target.prefill([(0, [*prompt[:-1], prompt[-1] if wrong is None else wrong])])

@@ -9,7 +9,7 @@ from lookahead.cli.chat import Conversation
 from lookahead.core import NumericalError, Request
 from lookahead.drafters import Lookahead, Plain
 from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
-from lookahead.targets.factory import make_target
+from lookahead.targets.paths import make_target
 from lookahead.testing import FakeTarget, run
 from toy import VOCABULARY, tokenizer
 

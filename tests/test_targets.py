@@ -8,16 +8,18 @@ import lookahead.targets.transformers as target_module
 from families import tiny_model
 from lookahead.attention import pack_bits, unpack_bits
 from lookahead.core import Engine, OutOfMemory, Request, SettingsError, TokenTree, decode
-from lookahead.core.target import PROMISES
+from lookahead.core.target import BIT_EQUAL, CHECKED, UP_TO_ROUNDING
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
+from lookahead.integrations.llamacpp.model import LlamaCppModel
 from lookahead.targets import masks
 from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cpu.cpu_target import CpuTarget
+from lookahead.targets.cpu.packed_model import PackedModel
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.exact_mode import ExactTarget
-from lookahead.targets.factory import make_target, probe
 from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows
+from lookahead.targets.paths import PATHS, make_target, probe
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
 from lookahead.testing import assert_same_as_autoregressive, run
@@ -318,4 +320,9 @@ def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
 
 def test_every_path_of_a_target_has_its_promise():
     kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
-    assert {kind.path for kind in (*kinds, LlamaCppTarget)} == set(PROMISES)
+    promised = {kind.path: kind.promise.startswith("bit-equal") for kind in kinds}
+    assert promised == {path.name: path.bit_equal for path in PATHS}
+    for kind in (PackedModel, LlamaCppModel):
+        (target,) = [one for one in (*kinds, LlamaCppTarget) if one.path == kind.path]
+        assert target.promise.startswith("bit-equal") == kind.bit_equal
+    assert {kind.promise for kind in (*kinds, LlamaCppTarget)} == {BIT_EQUAL, CHECKED, UP_TO_ROUNDING}

@@ -24,9 +24,9 @@ from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder
 from .fields import keywords_of
 from .options import BatchOptions, Options
-from .targets.factory import make_target, probe
 from .targets.fingerprint import fingerprint
 from .targets.own_model import OwnModel
+from .targets.paths import make_target, probe
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ class LLM:
         prefix_cache: number of finished texts whose keys and values are kept for prompts with the same beginning.
 
     Attributes:
-        probe: the result of ``lookahead.targets.factory.probe``.
+        probe: the result of ``lookahead.targets.paths.probe``.
         rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
 
     Raises:
@@ -164,7 +164,7 @@ class LLM:
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
-        """A fresh target on this model; see ``lookahead.targets.factory.make_target``, which raises SettingsError."""
+        """A fresh target on this model; see ``lookahead.targets.paths.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
             from .parallel import ParallelTarget
 

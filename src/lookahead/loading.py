@@ -22,8 +22,8 @@ from .llm import LLM
 from .models.blueprint import Unsupported
 from .options import OF_LLAMA_CPP, LoadOptions
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
-from .targets.factory import make_target, probe
 from .targets.fingerprint import forget
+from .targets.paths import make_target, probe
 
 if TYPE_CHECKING:
     import torch

@@ -89,6 +89,7 @@ class FakeTarget:
     """
 
     path = "fake"
+    promise = ""
     reason = "a function of the prefix"
 
     def __init__(

@@ -36,8 +36,10 @@ def measure(
     """
     target = model.target
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
-    # A target on the plain path evaluates only one row.
-    counts = rows if target.path != "plain" else [k for k in rows if k == 1]
+    target.prefill([(0, [0])])
+    below_root = target.depth_limit(0)  # 0 if the target evaluates one row per step
+    target.release(0)
+    counts = [k for k in rows if k == 1 or below_root]
     points = [(t, k) for t in contexts for k in counts if t + k <= model.max_positions]
     records: list[Record] = []
 

@@ -104,4 +104,4 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
     """Exit status: 1 if texts differ in 32 bits or more. In 16 bits, rounding may decide near ties differently."""
-    return int(not all(equal) and llm.model.dtype.itemsize >= 4)
+    return int(not all(equal) and not llm.probe.half)

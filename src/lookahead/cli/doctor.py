@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..core.target import PROMISES
 from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
 from .adapter import Json, load_model, with_options
@@ -150,7 +149,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "probe_reason": llm.probe.reason,
         "path": target.path,
         "path_reason": target.reason,
-        "promise": PROMISES.get(target.path, ""),
+        "promise": target.promise,
         "drafters": list(DRAFTERS),
     }
 

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from .. import Adaptive, Plain
 from ..core import SettingsError
-from ..core.target import PROMISES
 from ..options import DraftOptions, LoadOptions, Options, flag_of
 from .adapter import Json, load_model, with_options
 from .console import diverged, note
@@ -81,7 +80,7 @@ def verify(
         "reference": reference,
         "probe": llm.probe.mode,
         "path": target.path,
-        "promise": PROMISES.get(target.path, ""),
+        "promise": target.promise,
         "bit_equal_rows": [same, rows],
         "equal": sum(run["equal"] for run in runs),
         "runs": len(runs),

@@ -237,6 +237,7 @@ class Engine:
                     self.target = self._make_target()
                 sequence.request = self._admit_request(sequence.request, self.target)
                 sequence.stats.path = self.target.path
+                sequence.stats.promise = self.target.promise
                 self._prefilling.append(sequence)
             if sequence.finish_reason is not None:
                 yield self._update(sequence)

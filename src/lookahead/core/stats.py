@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
-from .target import PROMISES
-
 PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
 
@@ -29,6 +27,7 @@ class Stats:
         seconds: wall time by phase. Sequences that share a forward pass each count its full time.
         drafter: statistics of the drafting method.
         path: how the target evaluates steps (``Target.path``); "" if it has no name.
+        promise: how this sequence compares with plain decoding on the same path; "" if unknown.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +41,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafter: dict[str, float] = field(default_factory=dict)
     path: str = ""
+    promise: str = ""
 
     def count_step(self, rows: int, drafted: int, emitted: int) -> None:
         """Count one step: evaluated rows, rows that could have been accepted, emitted tokens (accepted plus one)."""
@@ -71,11 +71,6 @@ class Stats:
             for depth in range(1, longest)
         ]
 
-    @property
-    def promise(self) -> str:
-        """How this text compares with plain decoding on the same path; "" if unknown."""
-        return PROMISES.get(self.path, "")
-
     def as_dict(self) -> dict[str, Any]:
         """All attributes and the figures computed from them, as values for JSON."""
         plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -83,7 +78,7 @@ class Stats:
             plain[name] = {str(size): steps for size, steps in sorted(plain[name].items())}
         for name in ("seconds", "drafter"):
             plain[name] = dict(plain[name])
-        for name in ("compression_ratio", "acceptance_rate", "acceptance_by_position", "promise"):
+        for name in ("compression_ratio", "acceptance_rate", "acceptance_by_position"):
             plain[name] = getattr(self, name)
         return plain
 

@@ -11,19 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from .tree import TokenTree
 
-#: The promise of paths on which rounding depends on the number of rows in a step, so a near tie may be resolved
-#: differently.
+#: The promises of targets: how a sequence with drafting compares with plain decoding on the same target.
+BIT_EQUAL = "bit-equal by construction"
+CHECKED = "bit-equal, as checked at load"
+#: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
 UP_TO_ROUNDING = "equal up to rounding"
-#: How a text with drafting compares with plain decoding, by the target's ``path``.
-PROMISES = {
-    "cpu": "bit-equal by construction",  # compiled forward passes; each row's bits are the same in any step
-    "plain": "bit-equal by construction",  # one row per step, so nothing is drafted
-    "exact": "bit-equal, as checked at load",  # passes of a fixed number of rows
-    "transformers": UP_TO_ROUNDING,  # the model's own forward pass with a tree mask
-    "cuda-graph": UP_TO_ROUNDING,  # the same, captured as CUDA graphs
-    "llama.cpp": UP_TO_ROUNDING,  # llama.cpp's passes, one sequence for each leaf
-    "batch-rows": UP_TO_ROUNDING,  # the paths of a tree as the rows of a batch (recurrent models)
-}
 
 
 class Scores(Protocol):
@@ -60,12 +52,14 @@ class Target(Protocol):
     """The model being accelerated.
 
     Attributes:
-        path: how steps are evaluated, a key of ``PROMISES``; "" for targets without a model.
+        path: how steps are evaluated, as in ``targets.paths``; "" for targets without a model.
+        promise: how a sequence compares with plain decoding: one of the constants above, or "" if it is not known.
         reason: why this path was chosen, in one line.
         vocabulary: V.
     """
 
     path: str
+    promise: str
     reason: str
     vocabulary: int
 

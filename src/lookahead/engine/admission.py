@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import Request, Target
 from ..drafters import Plain
-from ..targets.probe import Probe
+from ..targets.limits import Probe
 from .progress import notice_if_slow, say
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ class Admission:
 
     def __init__(self, model: Any, probed: Probe, make_target: Callable[[], Target]) -> None:
         self._model = model
-        self._drafts = probed.mode != "plain"
+        self._probed = probed
         self._make_target = make_target
 
     def __call__(self, request: Request, target: Target) -> Request:
-        if not self._drafts:
+        if self._probed.mode == "plain":
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
             request = replace(request, cost_curve=self._cost_curve(target.path))

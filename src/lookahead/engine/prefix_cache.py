@@ -43,7 +43,10 @@ class PrefixTarget:
     """
 
     def __init__(self, target: ReusingTarget, kept: int) -> None:
-        self.path, self.reason, self.vocabulary = target.path, target.reason, target.vocabulary
+        self.path = target.path
+        self.promise = target.promise
+        self.reason = target.reason
+        self.vocabulary = target.vocabulary
         self.reused: dict[int, int] = {}
         self._target, self._kept = target, kept
         self._slots: dict[int, int] = {}  # the caller's -> the target's

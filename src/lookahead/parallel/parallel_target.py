@@ -135,7 +135,10 @@ class ParallelTarget:
         self.rank_group = rank_group
         self.number = rank_group.register(self)
         inner = rank_group.make_target()
-        self.path, self.reason, self.vocabulary = inner.path, inner.reason, inner.vocabulary
+        self.path = inner.path
+        self.promise = inner.promise
+        self.reason = inner.reason
+        self.vocabulary = inner.vocabulary
         self.executor = RankExecutor(inner)
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []

@@ -37,6 +37,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
+from ..core.target import UP_TO_ROUNDING
 from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
 from .facts import PassFacts
 from .limits import memory_errors
@@ -74,6 +75,7 @@ class BatchRowsTarget(PlainTarget):
     """
 
     path = "batch-rows"
+    promise = UP_TO_ROUNDING
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         super().__init__(model, reason)

@@ -1,7 +1,6 @@
-"""Whether a model can decode in exact mode: each row has the same bits at any index of a pass, with any other rows.
+"""The check of exact mode: each row of a model has the same bits at any index of a pass, with any other rows.
 
-This is checked on passes of the model itself, with its own weights and shapes; on a GPU, on captured passes if
-possible.
+It runs passes of the model itself, with its own weights and shapes. What follows from it is decided in ``paths``.
 """
 
 from __future__ import annotations
@@ -14,83 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import Attend, exact, has_triton
-from ..core import OutOfMemory, SettingsError
-from ..core.errors import summary
 from .attention_hook import TreeAttention
-from .cuda_graphs import uncapturable
-from .equivalence import compare
-from .exact_mode import CapturedExactTarget, ExactTarget, Row
+from .exact_mode import Row, exact_target_class
 from .facts import ModelFacts
-from .fingerprint import forget, remember
 from .limits import memory_errors
 
 #: Tokens of the certificate's prefix: more than a page of ``attention.exact``.
 PREFIX = 300
-
-
-def exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
-    """The attention for exact mode on this model.
-
-    The result is remembered by model and number of threads, because operations may depend on that number.
-
-    Returns:
-        the attention, or None if exact mode is refused; and the reason, in one line.
-    """
-    return remember(model, f"exact {torch.get_num_threads()}", partial(_find_attention, model, facts))
-
-
-def exact_target_class(attention: TreeAttention) -> type[ExactTarget]:
-    """The class of target for an attention returned by ``exact_attention``."""
-    return CapturedExactTarget if attention.captured else ExactTarget
-
-
-def _find_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
-    if not on_gpu(model):
-        return _certified(model, facts, exact.attend, captured=False)
-    attention, why = None, uncapturable(model, facts)
-    functions: list[Attend] = [exact.attend]
-    if model.device.type == "cuda" and has_triton():
-        from ..attention import exact_triton
-
-        functions.insert(0, exact_triton.attend)  # it is faster
-    for attend in () if why else functions:
-        attention, reason = _certified(model, facts, attend, captured=True)
-        if attention is not None:
-            return attention, reason
-        why = why or reason
-    attention, reason = _certified(model, facts, exact.attend, captured=False)
-    return attention, f"{reason}; passes are not captured: {why}"
-
-
-def on_gpu(model: PreTrainedModel) -> bool:
-    """Whether passes should be captured if they can be."""
-    return bool(model.device.type == "cuda")
-
-
-def _certified(
-    model: PreTrainedModel, facts: ModelFacts, attend: Attend, captured: bool
-) -> tuple[TreeAttention | None, str]:
-    name = type(model).__name__
-    try:
-        attention = TreeAttention(model, attend)
-        attention.captured = captured
-        target_class = exact_target_class(attention)
-        if (differs := certificate(model, facts, attention)) is not None:
-            return None, f"{name}'s rows depend on their index in a pass or on other rows: {differs}"
-        result = compare(model, facts, lambda: target_class(model, facts, attention))
-    except SettingsError as error:
-        return None, str(error).removesuffix("; use sdpa")
-    except OutOfMemory:
-        raise
-    except Exception as error:  # a model may fail in any way on a pass that it was not designed for
-        return None, f"{name} cannot be evaluated in exact mode ({summary(error)})"
-    forget(model, "trial")
-    if not result.ok:
-        return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
-    how = f"{'captured ' if captured else ''}passes of {target_class(model, facts, attention).rows} rows"
-    how += "" if attend is exact.attend else ", its attention in one kernel"
-    return attention, f"{name} in {how}, each row with the same bits at any index ({result.reason})"
 
 
 def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention) -> str | None:

@@ -34,6 +34,7 @@ from ..attention import get
 from ..attention.bits import pack_bits, word_count
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
+from ..core.target import UP_TO_ROUNDING
 from .attention_hook import TreeAttention
 from .equivalence import compare
 from .facts import ModelFacts
@@ -217,6 +218,7 @@ class CudaGraphTarget(GraphTarget):
     """
 
     path = "cuda-graph"
+    promise = UP_TO_ROUNDING
 
     def __init__(
         self,
@@ -263,30 +265,23 @@ class CudaGraphTarget(GraphTarget):
 
 
 def captured_attention(
-    model: PreTrainedModel, facts: ModelFacts, backend: str = "auto", warn: bool = False
+    model: PreTrainedModel, facts: ModelFacts, backend: str = "auto"
 ) -> tuple[TreeAttention | None, str]:
-    """The attention for ``CudaGraphTarget`` on this model.
+    """The attention for ``CudaGraphTarget`` on this model. The result is remembered.
 
     Args:
         model: a causal language model.
         facts: from a probe with the mode "tree".
         backend: the attention backend; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
-        warn: whether to warn, once per model, if passes cannot be captured.
 
     Returns:
         the attention, or None if passes cannot be captured or compute different logits; and the reason, in one line.
     """
 
     def check() -> tuple[TreeAttention | None, str]:
-        attention, reason = _check_captures(model, facts, backend)
+        found = _check_captures(model, facts, backend)
         forget(model, "trial")
-        if attention is None and warn:
-            warnings.warn(
-                f"steps are not captured: {reason}; using the transformers path, with the same result",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        return attention, reason
+        return found
 
     return remember(model, f"cuda-graph {backend}", check)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from ..core import Target, TokenTree
 from .attention_hook import mask_compatible_attention
 from .facts import PassFacts
 from .fingerprint import remember
+from .limits import Equivalence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -239,28 +239,6 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------ the comparison
-
-
-@dataclass(frozen=True, slots=True)
-class Equivalence:
-    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own.
-
-    Attributes:
-        ok: whether the path may be used.
-        difference: the largest error of a row.
-        control: the error of the negative control (its weaker fault), which must be at least ``CONTROL_MARGIN`` times
-            ``difference``.
-        limit: the largest ``difference`` allowed.
-        noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
-        reason: these figures in words.
-    """
-
-    ok: bool
-    difference: float
-    control: float
-    limit: float
-    noise: float
-    reason: str
 
 
 def compare(

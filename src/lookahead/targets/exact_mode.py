@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import Scores, TokenTree
+from ..core.target import CHECKED
 from .attention_hook import TreeAttention, implementation
 from .cuda_graphs import CAPACITY, GraphTarget, refused_host_reads
 from .facts import ModelFacts
@@ -61,6 +62,7 @@ class ExactTarget(TransformersTarget):
     """
 
     path = "exact"
+    promise = CHECKED
 
     def __init__(
         self,
@@ -174,6 +176,11 @@ class CapturedExactTarget(GraphTarget, ExactTarget):
             captured.graph.replay()
             logits: torch.Tensor = captured.logits.clone()  # the next replay overwrites them
             return logits
+
+
+def exact_target_class(attention: TreeAttention) -> type[ExactTarget]:
+    """The class of target for an attention: with captured passes or without."""
+    return CapturedExactTarget if attention.captured else ExactTarget
 
 
 class _CapturedPass:

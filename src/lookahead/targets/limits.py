@@ -1,9 +1,13 @@
-"""Limits of a model, and memory errors of its passes. Loads no torch."""
+"""What is known of a model: its limits, comparisons of its passes, its probe; and memory errors of a pass.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ..core import OutOfMemory
@@ -28,6 +32,48 @@ class Limits:
 
     def __init__(self, config: Any, vocabulary: int, max_positions: int) -> None:
         self.config, self.vocabulary, self.max_positions = config, vocabulary, max_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalence:
+    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own.
+
+    Attributes:
+        ok: whether the path may be used.
+        difference: the largest error of a row.
+        control: the error of the negative control (its weaker fault), which must be at least ``CONTROL_MARGIN`` times
+            ``difference``.
+        limit: the largest ``difference`` allowed.
+        noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
+        reason: these figures in words.
+    """
+
+    ok: bool
+    difference: float
+    control: float
+    limit: float
+    noise: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the probe of a model found; ``paths.probe`` makes it.
+
+    Attributes:
+        mode: "tree", "batch-rows" (a tree's paths as rows of a batch), or "plain" (one row per step).
+        reason: why, in one line with the figures.
+        equivalence: the last completed comparison; None if there was none.
+        facts: the model's facts, for targets that evaluate trees; None in the other modes.
+        half: whether logits are rounded to 16 bits or less, so that near ties may be resolved either way on a path
+            that is equal up to rounding.
+    """
+
+    mode: str
+    reason: str
+    equivalence: Equivalence | None
+    facts: Limits | None
+    half: bool = False
 
 
 @contextmanager

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import prod
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from ..core import SettingsError
+from ..core import SettingsError, Target
 from ..models.gguf import GGUFFile
-from .limits import Limits
-
-if TYPE_CHECKING:
-    import torch
+from .limits import Limits, Probe
 
 
 class OwnConfig(SimpleNamespace):
@@ -57,19 +55,24 @@ class NeedsModule(SettingsError, AttributeError):
         )
 
 
-class OwnModel:
-    """A model that is used in place of a transformers model.
+class OwnModel(ABC):
+    """A model that is used instead of a transformers model. It brings its own path.
 
     Attributes:
+        path: ``Target.path`` of its targets.
+        bit_equal: whether drafting changes no bit of its logits.
+        instead: what to do if another path is wanted.
         weights: the types of its weights, for display, those with the most bytes first, as in "Q4_K + Q6_K".
         parameter_count: the number of its weights.
         config, generation_config: those of transformers, or objects with the fields that a file has.
         facts: properties that targets need.
         description: one line about the model and what computes its passes.
         device: the device of the logits.
-        rows_interact: whether the rounding of a row may depend on the other rows of its pass.
     """
 
+    path: ClassVar[str]
+    bit_equal: ClassVar[bool]
+    instead: ClassVar[str]
     weights: str
     parameter_count: int
     config: Any
@@ -77,14 +80,14 @@ class OwnModel:
     facts: Limits
     description: str
     device = "cpu"
-    rows_interact = False
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """float16 if ``rows_interact``, else float32."""
-        import torch
+    @abstractmethod
+    def probe(self) -> Probe:
+        """What its passes can evaluate."""
 
-        return torch.float16 if self.rows_interact else torch.float32
+    @abstractmethod
+    def make_target(self, capacity: int) -> Target:
+        """A fresh target with this initial capacity, in tokens per sequence."""
 
     def __getattr__(self, name: str) -> Any:
         """Called for missing attributes only, such as ``generate``, ``parameters`` and hooks.

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core import Scores, SettingsError, TokenTree
+from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
 from .facts import ModelFacts, PassFacts
@@ -86,6 +87,7 @@ class TransformersTarget(StoredTarget):
     """
 
     path = "transformers"
+    promise = UP_TO_ROUNDING
     cache: TreeCache
 
     def __init__(
@@ -221,6 +223,7 @@ class PlainTarget:
     """
 
     path = "plain"
+    promise = BIT_EQUAL
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         self.model = model

@@ -269,6 +269,7 @@ class _BlankTarget:
     """A target without a model and without torch, whose logits are all equal."""
 
     path, reason, vocabulary = "blank", "to compile the drafter's code", 512
+    promise = ""
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
         return [_BlankScores() for _ in prompts]

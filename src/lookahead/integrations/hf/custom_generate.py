@@ -20,7 +20,7 @@ from ...drafters import Adaptive, with_old_keywords
 from ...engine.admission import Admission
 from ...engine.progress import notice_if_slow
 from ...sampling import GeneratorNoise
-from ...targets.factory import make_target, probe
+from ...targets.paths import make_target, probe
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
 from .caller import CustomGenerate, caller_arguments
 from .past_key_values import KeepingTarget, fill_cache

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from ...core import SettingsError, Target
-from ...models.module_families import REGISTRY
+from ...targets.paths import shortfall
 
 #: Model inputs that transformers prepares for its own loop. They are not needed here.
 PREPARED = {
@@ -93,11 +93,7 @@ _warned: set[tuple[str, str]] = set()
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
     """Warn, once for each reason, about a model without drafts, or one that cannot use its class's compiled path."""
-    name = type(model).__name__
-    left = model.device.type == "cpu" and target.path == "transformers" and name in REGISTRY
-    if not left and target.path != "plain":
-        return
-    if (name, target.reason) not in _warned:
-        _warned.add((name, target.reason))
-        how = "on the slower transformers path" if left else "plainly, without drafts"
-        warnings.warn(f"lookahead.generate runs this model {how}: {target.reason}", UserWarning, stacklevel=3)
+    how, name = shortfall(model, target), type(model).__name__
+    if how and (name, how) not in _warned:
+        _warned.add((name, how))
+        warnings.warn(f"lookahead.generate runs this model {how}", UserWarning, stacklevel=3)

@@ -15,18 +15,17 @@ from ...targets.equivalence import (
     MAX_ROW_FACTOR,
     PROMPT_LENGTHS,
     WRONG_ANCESTOR,
-    Equivalence,
     Trial,
     distance,
 )
-from ...targets.limits import NO_LIMIT
+from ...targets.limits import NO_LIMIT, Equivalence
 from ...targets.masks import LayerKinds
+from .contexts import Contexts
 from .library import Context, EngineFailed
 from .llamacpp_target import LlamaCppTarget
-from .model import LlamaCppModel
 
 
-def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
+def check(contexts: Contexts) -> tuple[bool, str, Equivalence | None]:
     """Compare rows of token trees with llama.cpp's own causal passes.
 
     Returns:
@@ -35,11 +34,11 @@ def check(model: LlamaCppModel) -> tuple[bool, str, Equivalence | None]:
     Raises:
         SettingsError, OutOfMemory: no context can be made.
     """
-    if not model.loaded.trees:
+    if not contexts.weights.trees:
         return False, "its recurrent state cannot be cut back to a shorter text", None
     try:
         for number in range(len(PROMPT_LENGTHS)):  # in one text, the control's error may be small by chance
-            comparison = compare(model, number)
+            comparison = compare(contexts, number)
             if comparison.ok:
                 break
     except EngineFailed as error:
@@ -58,28 +57,28 @@ class AncestorTrial(Trial):
         return tree
 
 
-def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
+def compare(contexts: Contexts, number: int = 0) -> Equivalence:
     """Compare a trial's trees with causal passes over the same texts, and these passes with steps of one row.
 
     The second difference is llama.cpp's own rounding error, and a tree's rows may differ by a multiple of it.
     """
     facts: Any = SimpleNamespace(
-        vocabulary=model.facts.vocabulary,
-        max_positions=model.facts.max_positions,
+        vocabulary=contexts.weights.vocabulary,
+        max_positions=contexts.weights.positions or NO_LIMIT,
         rope_boundary=NO_LIMIT,
-        kinds=LayerKinds((), model.loaded.window, 0),
+        kinds=LayerKinds((), contexts.weights.window, 0),
     )
     trial = AncestorTrial(facts, number, "cpu")
     texts = trial.texts()
-    reference = _causal_rows(model, texts)
+    reference = _causal_rows(contexts, texts)
     longest = max(range(len(texts)), key=lambda row: len(texts[row]))
     rows = [row for row, text in enumerate(texts) if texts[longest][: len(text)] == text]
-    single = _single_rows(model, texts[longest], [len(texts[row]) for row in rows])
+    single = _single_rows(contexts, texts[longest], [len(texts[row]) for row in rows])
     own = distance(single, reference[rows])
     noise = float(own.max())
     same = sum(torch.equal(a, b) for a, b in zip(single, reference[rows], strict=True))
     limit = max(Trial.tolerance, MAX_ROW_FACTOR * noise)
-    logits, control_logits = trial.run(LlamaCppTarget(model))
+    logits, control_logits = trial.run(LlamaCppTarget(contexts))
     difference = float(distance(logits, reference).max())
     control = trial.control_error(control_logits, reference, torch.ones(len(reference)))
     ok = difference <= limit and control >= CONTROL_MARGIN * difference
@@ -90,7 +89,7 @@ def compare(model: LlamaCppModel, number: int = 0) -> Equivalence:
     return Equivalence(ok, difference, control, limit, noise, reason)
 
 
-def _causal_rows(model: LlamaCppModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Tensor:
     """The logits after each text, (texts, V), from one pass in which every row belongs to a single sequence."""
     ends = {tuple(text) for text in texts}
     prefixes = {text[:end] for text in ends for end in range(len(text))}
@@ -105,10 +104,10 @@ def _causal_rows(model: LlamaCppModel, texts: Sequence[Sequence[int]]) -> torch.
             tokens.append(text[-1])
             positions.append(end - 1)
             sequences.append([sequence])
-    lease = model.lease()
+    lease = contexts.lease()
     if len(tokens) > lease.context.cells:
         lease.context.close()
-        lease.context = Context(model.loaded, len(tokens))
+        lease.context = Context(contexts.weights, len(tokens))
     try:
         rows = torch.from_numpy(lease.context.decode(tokens, positions, sequences, wanted).copy())
     finally:
@@ -116,8 +115,8 @@ def _causal_rows(model: LlamaCppModel, texts: Sequence[Sequence[int]]) -> torch.
     return rows[[read[tuple(text)] for text in texts]]
 
 
-def _single_rows(model: LlamaCppModel, text: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    target = LlamaCppTarget(model)
+def _single_rows(contexts: Contexts, text: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    target = LlamaCppTarget(contexts)
     prompt = text[: lengths[0]]
     rows = [target.prefill([(0, prompt)])[0].row(0)]
     for token in text[lengths[0] :]:

@@ -25,16 +25,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...core import OutOfMemory, SettingsError, TokenTree
+from ...core.target import UP_TO_ROUNDING
+from ...targets.limits import NO_LIMIT
 from ...targets.logits import HostLogits, LogitsRows
+from .contexts import Contexts
 from .library import Context
-
-if TYPE_CHECKING:
-    from .model import LlamaCppModel
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Slot:
     pending: list[list[int]] | None = None
 
 
-class PassLogits(HostLogits):
+class BorrowedLogits(HostLogits):
     """The logits of one pass, (1, R, V) fp32, in llama.cpp's own memory until ``detach``."""
 
     def detach(self) -> None:
@@ -72,20 +72,23 @@ class LlamaCppTarget:
     """Any number of sequences on one llama.cpp context. Only one thread at a time may use it.
 
     Args:
-        model: the model that llama.cpp has loaded.
+        contexts: the contexts of the model that llama.cpp has loaded.
         reason: one line that says why this path was chosen.
     """
 
     path = "llama.cpp"
+    promise = UP_TO_ROUNDING
 
-    def __init__(self, model: LlamaCppModel, reason: str = "") -> None:
-        self.reason, self.vocabulary = reason, model.facts.vocabulary
-        self._weights, self._max_positions = model.loaded, model.facts.max_positions
-        self._lease = model.lease()
+    def __init__(self, contexts: Contexts, reason: str = "") -> None:
+        self.reason = reason
+        self._weights = contexts.weights
+        self.vocabulary = self._weights.vocabulary
+        self._max_positions = self._weights.positions or NO_LIMIT
+        self._lease = contexts.lease()
         weakref.finalize(self, self._lease.end)
-        self._free = list(range(model.loaded.sequences))[::-1]
+        self._free = list(range(self._weights.sequences))[::-1]
         self._slots: dict[int, Slot] = {}
-        self._last: weakref.ref[PassLogits] | None = None
+        self._last: weakref.ref[BorrowedLogits] | None = None
 
     @property
     def _context(self) -> Context:
@@ -172,7 +175,7 @@ class LlamaCppTarget:
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
         wanted: Sequence[bool],
-    ) -> PassLogits:
+    ) -> BorrowedLogits:
         self._detach()
         return self._logits(self._context.decode(tokens, positions, sequences, wanted))
 
@@ -193,8 +196,8 @@ class LlamaCppTarget:
         if last is not None:
             last.detach()
 
-    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> PassLogits:
-        logits = PassLogits(rows)
+    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> BorrowedLogits:
+        logits = BorrowedLogits(rows)
         self._last = weakref.ref(logits)
         return logits
 

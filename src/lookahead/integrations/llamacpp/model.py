@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...core import Target
 from ...models.gguf import GGUFFile
-from ...targets.limits import NO_LIMIT, Limits
+from ...targets.fingerprint import remember
+from ...targets.limits import NO_LIMIT, Limits, Probe
 from ...targets.own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from ...threads import thread_count
-from .library import Context, Settings, Weights
-
-#: Number of idle contexts that are kept for later engines on the model.
-KEPT = 2
-
-
-class Lease:
-    """A context lent to one target. The target may replace it with a larger one, and returns it at its end."""
-
-    def __init__(self, idle: list[Context], context: Context) -> None:
-        self._idle, self.context = idle, context
-
-    def end(self) -> None:
-        """Return the context."""
-        if len(self._idle) < KEPT:
-            self.context.clear()
-            self._idle.append(self.context)
-        else:
-            self.context.close()
+from .contexts import Contexts
+from .library import Settings, Weights
+from .llamacpp_target import LlamaCppTarget
 
 
 class LlamaCppModel(OwnModel):
@@ -40,13 +26,15 @@ class LlamaCppModel(OwnModel):
         SettingsError: llama.cpp is missing or cannot load the file.
     """
 
+    path = LlamaCppTarget.path
+    bit_equal = False
+    instead = "leave it out, or leave out engine"
+
     def __init__(self, file: GGUFFile, settings: Settings) -> None:
         settings = replace(settings, threads=settings.threads or thread_count())
         self.loaded = Weights(file.path, settings)
         self.weights, self.parameter_count = weights_of(file)
-        # If anything is shorter than float32, a row's rounding depends on the other rows of its pass.
-        whole = self.weights == "F32" and settings.cache_type_k == settings.cache_type_v == "f32"
-        self.rows_interact = not whole
+        self._float32 = self.weights == "F32" and settings.cache_type_k == settings.cache_type_v == "f32"
         metadata, loaded = file.metadata, self.loaded
         architecture = metadata["general.architecture"]
         self.config = OwnConfig(
@@ -65,17 +53,28 @@ class LlamaCppModel(OwnModel):
         # llama.cpp chooses one of two frequency tables by the size of the context, and a text must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
-        self._cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size
-        self._idle: list[Context] = []
+        cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size
+        self.contexts = Contexts(loaded, cells)
         self.description = (
             f"{architecture}, {self.weights} weights, llama.cpp on {loaded.device}, "
             f"{settings.cache_type_k} keys and {settings.cache_type_v} values"
         )
 
-    def lease(self) -> Lease:
-        """Lend a context without rows: an idle one, or a new one."""
-        try:
-            context = self._idle.pop()
-        except IndexError:
-            context = Context(self.loaded, self._cells)
-        return Lease(self._idle, context)
+    def probe(self) -> Probe:
+        """Compare token trees with llama.cpp's own causal passes."""
+        return remember(self, "probe", self._probe)
+
+    def _probe(self) -> Probe:
+        from .check import check  # imports torch
+
+        ok, why, found = check(self.contexts)
+        # If anything is shorter than float32, a row's rounding depends on the other rows of its pass.
+        half = not self._float32
+        if ok:
+            return Probe("tree", f"{self.description} ({why})", found, self.facts, half)
+        reason = f"{self.description}: {why}; decoding one row per step"
+        return Probe("plain", reason, found, None, half)
+
+    def make_target(self, capacity: int) -> Target:
+        """A ``LlamaCppTarget``; the settings of the model say its capacity."""
+        return LlamaCppTarget(self.contexts, self.probe().reason)

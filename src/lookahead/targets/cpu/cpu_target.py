@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core import TokenTree
+from ...core.target import BIT_EQUAL
 from ..cache import StoredTarget
 from ..limits import Limits, memory_errors
 from ..logits import HostLogits, LogitsRows, as_float32
@@ -114,6 +115,7 @@ class CpuTarget(StoredTarget):
     """
 
     path = "cpu"
+    promise = BIT_EQUAL
     cache: KVCache
     keeps_prefixes = True  # a row has the same bits wherever it is evaluated
 

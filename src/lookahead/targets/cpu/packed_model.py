@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core import SettingsError
+from ...core import SettingsError, Target
 from ...models.blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
 from ...models.gguf import GGUFFile
 from ...models.gguf_families import FREQUENCY_FACTORS, GGUFSettings, read_settings
 from ...threads import thread_count
-from ..limits import Limits
+from ..limits import Limits, Probe
 from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from . import formats
 from .compiled_model import CompiledModel, checked
+from .cpu_target import CpuTarget
 from .formats import ArrayMemory, round_up
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
@@ -356,6 +357,10 @@ class PackedModel(OwnModel):
         Unsupported: numba cannot compile here.
     """
 
+    path = CpuTarget.path
+    bit_equal = True
+    instead = "load the model with dtype='bfloat16' or 'float32' for other paths"
+
     def __init__(
         self,
         blueprint: Blueprint,
@@ -370,6 +375,14 @@ class PackedModel(OwnModel):
         self.parameter_count = parameter_count
         self.facts = Limits(config.get_text_config(decoder=True), blueprint.vocabulary, max_positions)
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
+
+    def probe(self) -> Probe:
+        """Trees, without a comparison: the only kind of pass has the same bits in any tree."""
+        return Probe("tree", self.description, None, self.facts)
+
+    def make_target(self, capacity: int) -> Target:
+        """A ``CpuTarget``."""
+        return CpuTarget(self.compiled, self.facts, capacity, self.description)
 
     def parameters(self) -> list[torch.Tensor]:
         """All weights, by which ranks see that they hold the same model.

@@ -1,0 +1,393 @@
+"""The ways to evaluate a model's steps: one ordered list, of which a model takes the first that works.
+
+Each path says for a model: a target, or why there is none; and whether its rows have the same bits in a step of any
+size, or are equal up to rounding. Models that are not transformers modules (``OwnModel``) bring their own target.
+
+Which paths suit a transformers model is probed once: a token tree is evaluated on the real model and compared with
+the model's own causal passes. If they differ, or the model cannot evaluate a tree, the tree's paths as batch rows are
+compared with plain decoding. If these differ too, the model decodes one row per step, and the reason says why.
+
+This module does not import torch before it meets a transformers model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..core import OutOfMemory, SettingsError, Target
+from ..core.errors import summary
+from .fingerprint import forget, remember
+from .limits import NO_LIMIT, Probe
+from .own_model import OwnModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..attention import Attend
+    from .attention_hook import TreeAttention
+    from .cpu.compiled_model import CompiledModel
+    from .facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way to evaluate the steps of a transformers model.
+
+    Attributes:
+        name: ``Target.path`` of its targets.
+        bit_equal: whether drafting changes no bit of the logits; else rows are equal up to rounding.
+        suits: (model, probe) -> whether ``path="auto"`` tries it.
+        make: (model, probe, capacity, reason) -> a target, or why there is none, in one line. ``reason`` says why no
+            earlier path was taken, or else what the probe found.
+        notice: a warning, once per model, if ``path="auto"`` tries it and has to take a later one; "" for none.
+    """
+
+    name: str
+    bit_equal: bool
+    suits: Callable[[PreTrainedModel, Probe], bool]
+    make: Callable[[PreTrainedModel, Probe, int, str], Target | str]
+    notice: str = ""
+
+
+def probe(model: PreTrainedModel | OwnModel) -> Probe:
+    """Probe a model. The result is remembered until the model changes (``fingerprint``).
+
+    Raises:
+        SettingsError: not a decoder-only language model, or a row's rounding depends on the other rows of its pass.
+        OutOfMemory: not even the probe fits in memory.
+    """
+    if isinstance(model, OwnModel):
+        return model.probe()
+    _check_module(model)
+    return remember(model, "probe", lambda: _probe(model))
+
+
+def make_target(
+    model: PreTrainedModel | OwnModel, capacity: int = 256, path: str = "auto", exact: bool = False
+) -> Target:
+    """A fresh target. ``target.path`` and ``target.reason`` say which kind was chosen, and why.
+
+    Args:
+        model: a causal language model.
+        capacity: initial capacity in tokens per sequence; storage grows by doubling.
+        path: the name of a path, or "auto" for the first in ``PATHS`` that suits the model and works.
+        exact: allow only paths on which drafting changes no bit of the logits.
+
+    Raises:
+        SettingsError: the path is not available for this model, or it has no exact path.
+    """
+    if isinstance(model, OwnModel):
+        asked = f"the path {path!r}" if path not in ("auto", model.path) else ""
+        asked = asked or ("exact=True" if exact and not model.bit_equal else "")
+        if asked:
+            raise SettingsError(f"{asked} is not available for {model.description}; {model.instead}")
+        return model.make_target(capacity)
+    if path not in ("auto", *NAMES):
+        raise SettingsError(f"path must be one of {', '.join(map(repr, ('auto', *NAMES)))}, got {path!r}")
+    probed = probe(model)
+    asked_for = [
+        each for each in PATHS if each.name == path or (path == "auto" and each.suits(model, probed))
+    ]
+    allowed = [each for each in asked_for if each.bit_equal or not exact]
+    if not allowed and path != "auto":
+        raise SettingsError(f"exact=True is not available on the path {path!r}; use path='auto'")
+    reason = probed.reason
+    for each in allowed:
+        made = each.make(model, probed, capacity, reason)
+        if not isinstance(made, str):
+            return made
+        reason = made
+        if path == "auto" and each.notice:
+            remember(model, f"notice {each.name}", partial(_warn, f"{each.notice.format(reason=reason)}"))
+    if exact and path == "auto":
+        raise SettingsError(f"exact=True is not available for this model: {reason}; leave exact out")
+    raise SettingsError(f"the {path} path is not available for this model: {reason}; use path='auto'")
+
+
+def shortfall(model: Any, target: Target) -> str:
+    """How a model runs if that is slower than its kind can, and why; "" if it does not."""
+    if target.path == "plain":
+        return f"plainly, without drafts: {target.reason}"
+    if target.path == "transformers" and model.device.type == "cpu":
+        from ..models.module_families import REGISTRY
+
+        if type(model).__name__ in REGISTRY:
+            return f"on the slower transformers path: {target.reason}"
+    return ""
+
+
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether passes should be captured if they can be."""
+    return bool(model.device.type == "cuda")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
+# ------------------------------------------------------------------------------- a target, or why not
+
+
+def _cpu(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """Compiled passes, whose rows have the same bits in a step of any size."""
+    from .cpu.cpu_target import CpuTarget
+    from .facts import ModelFacts
+
+    facts = probed.facts
+    if not isinstance(facts, ModelFacts):
+        return reason
+    compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
+    return CpuTarget(compiled, facts, capacity, reason) if compiled is not None else reason
+
+
+def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
+    """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
+    import torch
+
+    from ..models.blueprint import Unsupported
+    from .cpu.compiled_model import compile_model
+    from .cpu.cpu_target import CpuTarget
+    from .equivalence import compare
+
+    name = type(model).__name__
+    # ``compile_model`` gives the reason of a model with a quantization config.
+    configured = getattr(model.config, "quantization_config", None) is not None
+    for path, weight in model.named_parameters():
+        if type(weight.data) is not torch.Tensor and not configured:
+            kind = type(weight.data).__name__
+            return None, f"compiled passes need weights as they are, and {path} is of type {kind}"
+    try:
+        compiled = compile_model(model, facts)
+    except Unsupported as error:
+        return None, str(error)
+    result = compare(model, facts, lambda: CpuTarget(compiled, facts, 32))
+    forget(model, "trial")
+    if not result.ok:
+        return None, f"{name}'s compiled passes differ from its own ({result.reason})"
+    return compiled, f"{name} on CPU, {compiled.layout} ({result.reason})"
+
+
+def _cuda_graph(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """The model's own passes with a tree mask, captured as CUDA graphs."""
+    from .cuda_graphs import CAPACITY, CudaGraphTarget, captured_attention
+    from .facts import ModelFacts
+
+    facts = probed.facts
+    if not isinstance(facts, ModelFacts):
+        return reason
+    attention, reason = captured_attention(model, facts)
+    if attention is None:
+        return reason
+    return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
+
+
+def _transformers(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """The model's own passes with a tree mask."""
+    from .facts import ModelFacts
+    from .transformers import TransformersTarget
+
+    facts = probed.facts
+    return TransformersTarget(model, facts, capacity, reason) if isinstance(facts, ModelFacts) else reason
+
+
+def _exact(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """The model's own passes, of a fixed number of rows; bit-equal if its certificate holds."""
+    import torch
+
+    from .exact_mode import exact_target_class
+    from .facts import ModelFacts
+
+    facts = probed.facts
+    if not isinstance(facts, ModelFacts):
+        return reason
+    # The number of threads is part of the key, because operations may depend on it.
+    key = f"exact {torch.get_num_threads()}"
+    attention, reason = remember(model, key, lambda: _exact_attention(model, facts))
+    if attention is None:
+        return reason
+    return exact_target_class(attention)(model, facts, attention, capacity, reason)
+
+
+def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
+    """The attention of exact mode for this model: captured if possible, in a kernel if possible; (None, why)."""
+    from ..attention import exact, has_triton
+    from .cuda_graphs import uncapturable
+
+    if not on_gpu(model):
+        return _certified(model, facts, exact.attend, captured=False)
+    why = uncapturable(model, facts)
+    functions: list[Attend] = [exact.attend]
+    if model.device.type == "cuda" and has_triton():
+        from ..attention import exact_triton
+
+        functions.insert(0, exact_triton.attend)  # it is faster
+    for attend in () if why else functions:
+        attention, reason = _certified(model, facts, attend, captured=True)
+        if attention is not None:
+            return attention, reason
+        why = why or reason
+    attention, reason = _certified(model, facts, exact.attend, captured=False)
+    return attention, f"{reason}; passes are not captured: {why}"
+
+
+def _certified(
+    model: PreTrainedModel, facts: ModelFacts, attend: Attend, captured: bool
+) -> tuple[TreeAttention | None, str]:
+    """An attention whose rows were checked bit by bit and compared with the model's own passes; (None, why)."""
+    from ..attention import exact
+    from .attention_hook import TreeAttention
+    from .certificate import certificate
+    from .equivalence import compare
+    from .exact_mode import exact_target_class
+
+    name = type(model).__name__
+    try:
+        attention = TreeAttention(model, attend)
+        attention.captured = captured
+        target_class = exact_target_class(attention)
+        if (differs := certificate(model, facts, attention)) is not None:
+            return None, f"{name}'s rows depend on their index in a pass or on other rows: {differs}"
+        result = compare(model, facts, lambda: target_class(model, facts, attention))
+    except SettingsError as error:
+        return None, str(error).removesuffix("; use sdpa")
+    except OutOfMemory:
+        raise
+    except Exception as error:  # a model may fail in any way on a pass that it was not designed for
+        return None, f"{name} cannot be evaluated in exact mode ({summary(error)})"
+    forget(model, "trial")
+    if not result.ok:
+        return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
+    how = f"{'captured ' if captured else ''}passes of {target_class(model, facts, attention).rows} rows"
+    how += "" if attend is exact.attend else ", its attention in one kernel"
+    return attention, f"{name} in {how}, each row with the same bits at any index ({result.reason})"
+
+
+def _batch_rows(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """The paths of a tree as the rows of a batch, for recurrent models."""
+    from .batch_rows import BatchRowsTarget
+
+    return BatchRowsTarget(model, reason) if probed.mode == "batch-rows" else reason
+
+
+def _plain(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+    """One row per step, so nothing is drafted."""
+    from .transformers import PlainTarget
+
+    return PlainTarget(model, reason)
+
+
+#: All paths of transformers models. ``path="auto"`` takes the first that suits a model and works.
+PATHS = (
+    Path("cpu", True, lambda model, probed: probed.mode == "tree" and not on_gpu(model), _cpu),
+    Path(
+        "cuda-graph",
+        False,
+        lambda model, probed: probed.mode == "tree" and on_gpu(model),
+        _cuda_graph,
+        "steps are not captured: {reason}; using the transformers path, with the same result",
+    ),
+    Path("transformers", False, lambda model, probed: probed.mode == "tree", _transformers),
+    Path("exact", True, lambda model, probed: probed.mode == "tree", _exact),
+    Path("batch-rows", False, lambda model, probed: probed.mode == "batch-rows", _batch_rows),
+    Path("plain", True, lambda model, probed: probed.mode != "tree", _plain),
+)
+NAMES = tuple(path.name for path in PATHS)
+
+# ------------------------------------------------------------------------------- the probe
+
+#: The module of the layers that torch's ``quantize_dynamic`` makes. They use one scale for all rows of their input.
+DYNAMIC = "torch.ao.nn.quantized.dynamic"
+
+
+def _check_module(model: PreTrainedModel) -> None:
+    """Raise SettingsError unless this is a decoder-only transformers model, outside of ``torch.autocast``."""
+    import torch
+
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise SettingsError(f"a transformers causal language model is needed, got {type(model).__name__}")
+    if config.is_encoder_decoder:
+        raise SettingsError(
+            f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
+            "use model.generate without custom_generate"
+        )
+    if torch.is_autocast_enabled(model.device.type):
+        raise SettingsError(
+            "torch.autocast must be off, because no path here rounds as it does; load the model in the dtype "
+            'wanted (dtype="bfloat16"), or use model.generate without custom_generate'
+        )
+
+
+def _probe(model: PreTrainedModel) -> Probe:
+    """Compare token trees with the model's own causal passes."""
+    import torch
+
+    from .attention_hook import mask_compatible_attention
+    from .equivalence import HALF_DTYPES, compare, in_float32
+    from .facts import ModelFacts
+    from .transformers import TransformersTarget
+
+    name, half = type(model).__name__, model.dtype in HALF_DTYPES
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(DYNAMIC):
+            raise SettingsError(
+                f"{name} must not be quantized dynamically, and {path} is: it rounds each row by all rows of a pass, "
+                "so that drafts would change the text; quantize its weights alone, or use model.generate without "
+                "custom_generate"
+            )
+    try:
+        with mask_compatible_attention(model):
+            facts = ModelFacts(model)
+        result = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
+        if not result.ok and result.difference <= result.limit and half:
+            # In 16 bits rounding may hide the negative control; then masks, positions and commits are also compared
+            # in float32.
+            wide = copy(facts)
+            wide.dtype = torch.float32
+            with in_float32(model):
+                structure = compare(model, wide, lambda: TransformersTarget(model, wide, 32), widened=True)
+            reason = f"{result.reason}; widened to float32: {structure.reason}"
+            result = replace(result, ok=structure.ok, reason=reason)
+    except OutOfMemory:
+        raise
+    except Exception as error:  # a model may fail in any way on inputs that it was not designed for
+        return _probe_batch_rows(model, f"{name} cannot evaluate a token tree ({summary(error)})")
+    if not result.ok:
+        reason = f"{name} scores a token tree differently from causal passes ({result.reason})"
+        return _probe_batch_rows(model, reason)
+    return Probe(
+        "tree", f"{name} scores a token tree like causal passes ({result.reason})", result, facts, half
+    )
+
+
+def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
+    """Compare a tree's paths, as rows of a batch, with plain decoding.
+
+    Args:
+        model: a causal language model.
+        reason: why the model does not evaluate trees.
+    """
+    from .batch_rows import BatchRowsTarget, NoSteps, StepTrial
+    from .equivalence import HALF_DTYPES, compare
+    from .facts import PassFacts
+
+    facts, result, half = PassFacts(model), None, model.dtype in HALF_DTYPES
+    try:
+        if facts.rope_boundary < NO_LIMIT:
+            raise SettingsError(f"its rotary positions ({facts.rope_type}) change with the length")
+        result = compare(model, facts, lambda: BatchRowsTarget(model), kind=StepTrial)
+        why = result.reason
+    except (OutOfMemory, NoSteps):
+        raise
+    except Exception as error:  # as above
+        why = summary(error)
+    if result is not None and result.ok:
+        reason += f"; paths as batch rows agree with plain steps ({why})"
+        return Probe("batch-rows", reason, result, None, half)
+    reason += f", nor can it evaluate its paths as batch rows ({why}); decoding one row per step"
+    return Probe("plain", reason, result, None, half)
