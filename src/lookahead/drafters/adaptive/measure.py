@@ -359,7 +359,8 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -
         if curve is not None:
             return curve
         measured = measure(target)
-    except NumericalError:  # some tokens have NaN logits; the sequence says so if it meets them
+    except (NumericalError, SettingsError):
+        # Some tokens have NaN logits, which a sequence reports if it meets them; or the model is too short to measure.
         return CostCurve.guess()
     if not measured.steady:
         return CostCurve.typical()
