@@ -1,6 +1,7 @@
 """The drop-in: whatever model.generate returns, this returns; what cannot work is refused by name."""
 
 import functools
+import re
 import time
 
 import pytest
@@ -234,6 +235,13 @@ def test_a_direct_call_says_what_to_call():
     for call in (lambda: generate(model_of(), **inputs), lambda: generate("a prompt", max_new_tokens=5)):
         with pytest.raises(SettingsError, match=r"model\.generate\(\*\*inputs, custom_generate="):
             call()
+
+
+@pytest.mark.parametrize(("name", "meant"), refusals.OTHER_NAMES.items())
+def test_names_of_other_libraries_say_what_was_meant(name, meant):
+    message = f"does not support {name}; use {meant}"
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        model_of().generate(**prompts(), custom_generate=generate, max_new_tokens=4, **{name: 5})
 
 
 def test_autocast_is_refused_and_leaves_nothing_behind():

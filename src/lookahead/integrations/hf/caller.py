@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -38,13 +38,18 @@ class CustomGenerate(Generic[P, R]):
     keywords, and then makes the stopping criteria, for which the tokenizer is now missing. So the tokenizer is put
     back when the signature is read.
 
+    Args:
+        function: its last parameter takes other keywords.
+        others: names of keywords that ``function`` is to receive instead of transformers' error about them.
+
     Raises:
         SettingsError: called by something other than ``model.generate``.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[P, R], others: Iterable[str] = ()) -> None:
         functools.update_wrapper(self, function)
         self._function = function
+        self._others = tuple(others)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if kwargs.get("generation_config") is None:  # transformers always passes one
@@ -62,7 +67,10 @@ class CustomGenerate(Generic[P, R]):
             taken, keywords = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
             if isinstance(taken, dict) and isinstance(keywords, dict) and "tokenizer" in taken:
                 keywords["tokenizer"] = taken["tokenizer"]
-        return inspect.signature(self._function)
+        own = inspect.signature(self._function)
+        *named, rest = own.parameters.values()
+        others = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._others]
+        return own.replace(parameters=[*named, *others, rest])
 
 
 def _frame_of(method: str) -> FrameType | None:

@@ -9,6 +9,7 @@ rejected by name. ``lookahead.core.Engine`` decodes the rows of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,14 +25,14 @@ from ...targets.paths import make_target, probe
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
 from .caller import CustomGenerate, caller_arguments
 from .past_key_values import KeepingTarget, fill_cache
-from .refusals import refuse, warn_about_slow_path
+from .refusals import OTHER_NAMES, refuse, warn_about_slow_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
 
-@CustomGenerate
+@partial(CustomGenerate, others=OTHER_NAMES)
 def generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,

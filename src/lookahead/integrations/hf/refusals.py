@@ -34,6 +34,22 @@ UNSUPPORTED = (
     "output_hidden_states",
 )
 
+#: Names of other libraries -> what does the same here. transformers hands them on (``CustomGenerate``), and they are
+#: rejected with the name that was meant.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "stop": "stop_strings, with tokenizer",
+    "stop_sequences": "stop_strings, with tokenizer",
+    "n": "num_return_sequences",
+    "repeat_penalty": "repetition_penalty",
+    "seed": "torch.manual_seed(...) before the call",
+    "lookahead": 'drafter, as in drafter="15,5,15"',
+    "window": 'drafter, as in drafter="15,5,15"',
+    "num_speculative_tokens": "drafter=lookahead.Adaptive(max_rows=...)",
+}
+
 
 def refuse(
     config: GenerationConfig,
@@ -80,6 +96,7 @@ def refuse(
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
         ]
     supported = "only input_ids and attention_mask are supported"
+    refused += [(key in OTHER_NAMES, key, f"use {OTHER_NAMES.get(key)}") for key in model_kwargs]
     for key, value in model_kwargs.items():
         refused.append((key not in PREPARED and value is not None, f"the model input {key}", supported))
     for condition, what, cure in refused:
