@@ -1,6 +1,7 @@
 """Every attention backend against the definition in float64; the kernel runs in triton's interpreter here.
 
-Outputs are filled with NaN before each run, and so is all of the cache that no row may see.
+Outputs are filled with NaN before each run, and so is all of the cache that no row may see; for sdpa, which
+multiplies it by 0, it is filled with large numbers.
 """
 
 import functools
@@ -30,7 +31,12 @@ def attend(request, monkeypatch):
             lambda shape, **named: torch.full(shape, torch.nan, **named),
         )
         return module.attend
-    return attention.get("sdpa")
+    return sdpa
+
+
+def sdpa(key, value, **given):
+    finite = {"key": key.nan_to_num(1e4), "value": value.nan_to_num(1e4)}
+    return attention.get("sdpa")(**given, **finite)
 
 
 def problem(
@@ -170,6 +176,20 @@ def test_other_value_sizes_and_strides(attend):
     wide = torch.full((3, *given["key"].shape), torch.nan, device=DEVICE)
     wide[1] = given["key"]
     given["key"] = wide[1]
+    assert_matches(attend, given)
+
+
+@pytest.mark.parametrize("slots", [(2, 0), (3, 3)], ids=str)
+def test_sequences_in_any_slot_of_the_cache(attend, slots):
+    given = problem(rows=5, lengths=(50, 9))
+    for name in ("key", "value"):
+        cache = torch.full((4, *given[name].shape[1:]), torch.nan, device=DEVICE)
+        cache[list(slots)] = given[name]
+        given[name] = cache
+    given["slots"] = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    if slots[0] == slots[1]:  # as in a step that is padded with copies of a sequence
+        for name in ("query", "lengths", "words", "depths"):
+            given[name][0] = given[name][1]
     assert_matches(attend, given)
 
 

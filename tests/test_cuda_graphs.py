@@ -1,25 +1,31 @@
-"""The step in buckets of rows over a static cache: the same text; capture itself needs a GPU."""
+"""Captured passes: the same text, on the CPU without capture and on a device that the CPU plays."""
 
 import gc
 import importlib
-from contextlib import nullcontext
-from types import SimpleNamespace
+import threading
+import warnings
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
 from lookahead import attention
 from lookahead.core import SettingsError, TokenTree
+from lookahead.targets import cuda
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import (
+    BATCHES,
     BUCKETS,
+    MOST_ROWS,
     CudaGraphTarget,
+    Parts,
+    Step,
     bucket_of,
     buffer_size,
     captured_attention,
-    fill,
+    division,
 )
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.paths import make_target, probe
@@ -48,41 +54,276 @@ def test_a_step_in_one_buffer():
     tree = TokenTree(7)
     tree.add_candidate([8, 9])
     tree.add_candidate([5])
-    buffer = torch.full((buffer_size(8),), -1, dtype=torch.int32)
-    fill(buffer, tree, 33, 8)
+    buffer = torch.full((buffer_size(2, 8),), -1, dtype=torch.int32)
+    Parts.of(buffer, 2, 8).fill([Step(3, 33, tree), Step(1, 5, TokenTree(6))])
     assert buffer.tolist() == [
-        33,
+        *[3, 1, -1, -1],
+        *[33, 5, -1, -1],
         *[7, 8, 9, 5, 7, 7, 7, 7],
+        *[6] * 8,
         *[0, 1, 2, 1, 0, 0, 0, 0],
+        *[0] * 8,
         *[0b1, 0b11, 0b111, 0b1001, 1, 1, 1, 1],
+        *[1] * 8,
     ]
+    Parts.of(buffer, 2, 8).fill([Step(3, 33, tree)])  # padded with a copy of the sequence
+    assert Parts.of(buffer, 2, 8).slots.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "several"])
+def test_all_parts_of_the_buffer_are_aligned_as_separate_tensors_are():
+    """Triton compiles a kernel again for pointers that 16 bytes do not divide."""
+    for sequences in BATCHES:
+        for rows in BUCKETS:
+            parts = Parts.of(torch.zeros(buffer_size(sequences, rows), dtype=torch.int32), sequences, rows)
+            assert all(part.storage_offset() % 4 == 0 for part in parts)
+            assert all(part.is_contiguous() for part in parts)
+
+
+def test_a_large_step_is_divided_and_similar_sequences_share_a_pass():
+    assert division([1]) == [[0]]
+    assert division([4, 1, 4, 2]) == [[0, 2, 3, 1]]
+    assert division([64, 1, 1, 1, 1]) == [[0, 1, 2, 3], [4]]
+    assert division([300, 2]) == [[0], [1]]
+    assert sorted(len(members) for members in division([1] * 70)) == [6, 64]
+    for rows in ([64] * 9, [1, 256, 3, 120, 17, 8, 8, 40], [5] * 33):
+        passes = division(rows)
+        assert sorted(i for members in passes for i in members) == list(range(len(rows)))
+        for members in passes:
+            padded = bucket_of(len(members), BATCHES) * bucket_of(max(rows[i] for i in members))
+            assert padded <= MOST_ROWS
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, 3 * PROMPTS], ids=["one", "two", "six"])
 def test_captured_passes_give_the_text_of_plain_decoding(model, prompts):
     target = captured(model, 16)  # so that it grows several times
     generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 60)
     assert sum(g.stats.accepted for g in generations) > 0
     assert target.cache.capacity >= 64
-    assert {bucket for _, bucket in target.passes} <= set(BUCKETS)
-    assert target.passes
+    assert all(rows in BUCKETS for _, rows, _ in target.passes)
+    assert bucket_of(len(prompts), BATCHES) in {sequences for sequences, _, _ in target.passes}
 
 
 def test_same_logits_as_the_ordinary_pass(model):
+    """For one sequence, for several, and with the best tokens that the host reads in one piece."""
     ordinary = make_target(model, path="transformers")
     target = captured(model)
-    tree = TokenTree(3)
+    tree, other = TokenTree(3), TokenTree(9)
     tree.add_candidate([4, 5, 6])
     tree.add_candidate([4, 9])
+    slots = {0: tree, 2: other, 5: tree}
     for step in range(3):
         both = []
         for one in (ordinary, target):
             if not step:
-                one.prefill([(0, PROMPTS[0])])
-            (scores,) = one.forward([(0, tree)])
-            both.append(torch.stack([scores.row(node) for node in range(len(tree))]))
-            one.commit([(0, [0, 1, 4])])
-        assert (both[0] - both[1]).abs().max() < 1e-4
+                one.prefill([(slot, [*PROMPTS[0], slot]) for slot in slots])
+            found = one.forward(list(slots.items())) + one.forward([(0, tree)])
+            both.append(
+                torch.stack([s.row(n) for s in found for n in ((0, 4) if s is not found[1] else (0,))])
+            )
+            best, tops = [s.best(0) for s in found], [s.top([0], 8) for s in found]
+            both.append(
+                (
+                    best,
+                    [ids.tolist() for ids, _ in tops],
+                    torch.cat([torch.from_numpy(odds) for _, odds in tops]),
+                )
+            )
+            one.commit([(slot, [0, 1, 4][: len(tree)]) for slot, tree in slots.items()])
+        assert (both[0] - both[2]).abs().max() < 1e-4
+        assert both[1][:2] == both[3][:2]
+        assert (both[1][2] - both[3][2]).abs().max() < 1e-4
+
+
+def test_more_best_tokens_than_are_read_at_once(model):
+    ordinary, target = make_target(model, path="transformers"), captured(model)
+    for one in (ordinary, target):
+        one.prefill([(0, PROMPTS[0])])
+    scores = [one.forward([(0, TokenTree(3))])[0] for one in (ordinary, target)]
+    for k in (1, 8, 20, 500):
+        (ids, odds), (other_ids, other_odds) = (one.top([0], k) for one in scores)
+        assert ids.tolist() == other_ids.tolist()
+        assert ids.shape == (1, min(k, 96))
+        assert abs(odds - other_odds).max() < 1e-4
+
+
+def test_attention_that_reads_all_columns_gets_the_used_length_rounded_up(model, monkeypatch):
+    target = captured(model, 4096)
+    widths, honest = set(), target.attention.attend
+    if target.attention.backend == "triton":
+        pytest.skip("it reads no further than a sequence's rows")
+
+    def attend(query, key, *given, **named):
+        widths.add(key.shape[2])
+        return honest(query, key, *given, **named)
+
+    monkeypatch.setattr(target.attention, "attend", attend)
+    attend.__module__ = honest.__module__
+    assert_same_as_autoregressive(target, [PROMPTS[0] * 20], (5, 4, 7), 120)
+    assert target.cache.capacity == 4096
+    assert widths == {256, 512}  # 160 to 292 tokens
+
+
+# ---- on a device that the CPU plays
+
+
+@pytest.fixture
+def device(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    return FakeCuda(monkeypatch)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, 3 * PROMPTS], ids=["one", "two", "six"])
+def test_replays_give_the_text_of_plain_decoding(model, device, prompts):
+    target = captured(model, 64)
+    generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 60)
+    assert sum(g.stats.accepted for g in generations) > 0
+    replays = sum(what == "replay" for what, *_ in device.log)
+    captures = sum(what == "capture" for what, *_ in device.log)
+    assert replays > 20
+    assert 0 < captures <= 12
+
+
+def test_one_graph_serves_all_sequences(model, device):
+    target = captured(model, 64)
+    target.prefill([(slot, PROMPTS[0]) for slot in range(5)])
+    for slots in ([0], [3], [1], [2, 4], [3, 0], [1, 2]):
+        target.forward([(slot, TokenTree(3)) for slot in slots])
+    assert sum(what == "capture" for what, *_ in device.log) == 2
+    assert sum(what == "replay" for what, *_ in device.log) == 4  # each size ran once uncaptured
+
+
+def test_a_step_of_a_batch_is_read_once(model, device):
+    target = captured(model, 64)
+    target.prefill([(slot, PROMPTS[0]) for slot in range(3)])
+    for _ in range(3):
+        device.log.clear()
+        for scores in target.forward([(slot, trial_tree(3, 96)) for slot in range(3)]):
+            scores.best(0)
+            scores.best(1)
+            scores.top([0, 1], 8)
+        assert [what for what, *_ in device.log].count("read") == 1
+
+
+def test_all_work_on_a_store_is_on_its_stream_after_the_callers(model, device):
+    """Two streams of callers in turn: replays share memory, so they must not overlap on the device."""
+    target, moves = captured(model, 64), []
+    honest = target.cache.move
+    target.cache.move = lambda paths: (moves.append(device.current.name), honest(paths))
+    target.prefill([(0, PROMPTS[0])])
+    own = target.graphs.stream.cuda.name
+    for caller in ("A", "B", "A", "B"):
+        device.caller(caller)
+        device.log.clear()
+        target.forward([(0, TokenTree(3))])
+        target.commit([(0, [0])])
+        assert device.log[0] == ("wait", own, caller)
+        assert device.log[-1] == ("wait", caller, own)
+        assert {stream for what, stream, *_ in device.log if what != "wait"} <= {own}
+        assert device.current.name == caller
+    assert set(moves) == {own}
+    assert captured(model, 64).graphs.stream.cuda.name != own
+
+
+def test_a_first_pass_on_the_stream_of_the_capture_precedes_it(model, device, monkeypatch):
+    """Libraries are set up in it, among them the workspace of matrix products, which belongs to a stream."""
+    target, ran = captured(model, 64), []
+    honest = model.forward
+
+    def forward(*given, **named):
+        ran.append(("pass", device.current.name))
+        device.log.append(ran[-1])
+        return honest(*given, **named)
+
+    monkeypatch.setattr(model, "forward", forward)
+    target.prefill([(0, PROMPTS[0])])
+    device.log.clear()
+    for _ in range(3):
+        target.forward([(0, TokenTree(3))])
+    own = target.graphs.stream.cuda.name
+    kinds = [entry[:2] for entry in device.log if entry[0] in ("pass", "capture", "replay")]
+    assert kinds == [("pass", own), ("capture", own), ("pass", own), ("replay", own), ("replay", own)]
+
+
+def test_the_least_recently_used_graphs_make_room(model, device):
+    device.cost = 30  # of the 100 that a tenth of the device is
+    target = captured(model, 512)
+    target.prefill([(0, PROMPTS[0])])
+    sizes = [TokenTree.of([3] * rows, range(-1, rows - 1)) for rows in (1, 4, 8, 16, 32)]
+    for tree in sizes:
+        for _ in range(2):
+            target.forward([(0, tree)])
+    assert [rows for _, rows, _ in target.passes] == [8, 16, 32]
+    target.forward([(0, sizes[2])])
+    for _ in range(2):
+        target.forward([(0, sizes[0])])
+    assert [rows for _, rows, _ in target.passes] == [32, 8, 1]
+
+
+def test_passes_with_as_many_rows_share_the_memory_of_their_logits(model, device):
+    target = captured(model, 512)
+    target.prefill([(slot, PROMPTS[0]) for slot in range(4)])
+    for _ in range(2):
+        target.forward([(0, trial_tree(3, 96))])
+        target.forward([(slot, TokenTree(3)) for slot in range(2)])
+        target.forward([(slot, TokenTree.of([3, 4], [-1, 0])) for slot in range(2)])
+    one, _, both = target.passes.values()
+    assert (one.results[0].shape[:2], both.results[0].shape[:2]) == ((1, 8), (2, 4))
+    assert one.results[0].data_ptr() == both.results[0].data_ptr()
+
+
+def test_without_memory_for_a_graph_its_steps_run_uncaptured(model, device):
+    device.cost = TOTAL + 1
+    target = captured(model, 64)
+    with pytest.warns(
+        RuntimeWarning, match="no memory is left to capture steps of 1 x 1 rows; they run uncap"
+    ):
+        assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 20)
+    assert sum(what == "capture" for what, *_ in device.log) == 1
+    assert not any(what == "replay" for what, *_ in device.log)
+
+
+def test_a_store_that_nobody_uses_keeps_no_large_cache(model, device):
+    shared = TreeAttention(model, attention.get("sdpa"))
+    target = captured(model, 64, shared)
+    target.graphs.limit = target.cache.bytes
+    assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 20)
+    del target
+    gc.collect()
+    assert shared.idle[0].passes  # small enough
+    target = captured(model, 64, shared)
+    assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 100)
+    assert target.cache.capacity == 128
+    del target
+    gc.collect()
+    assert (shared.idle[0].cache.bytes, shared.idle[0].passes) == (0, {})
+    assert_same_as_autoregressive(captured(model, 64, shared), PROMPTS[:1], (5, 4, 7), 20)
+
+
+def test_what_waits_in_this_thread_is_found_and_no_other_thread_fails(device):
+    """torch reports such operations for the whole process or not at all."""
+    failed, started, done = [], threading.Event(), threading.Event()
+
+    def other():
+        started.wait()
+        try:
+            device.wait()
+        except (RuntimeError, UserWarning) as error:
+            failed.append(error)
+        done.set()
+
+    threading.Thread(target=other).start()
+    with cuda.noticed_waits(torch.device("cpu")) as found:
+        started.set()
+        done.wait()
+        assert not found
+        device.wait()
+        with pytest.raises(RuntimeWarning):  # other warnings are as before, here errors
+            warnings.warn("something else", RuntimeWarning, stacklevel=1)
+    assert not failed
+    assert device.mode == 0
+    (where,) = found
+    assert where.startswith(f"{__file__}:")
 
 
 def cannot_be_captured(self, target, tree, length):
@@ -159,13 +400,13 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
     if how == "refused":
         monkeypatch.setattr(cuda_graphs.CapturedPass, "run", cannot_be_captured)
     else:
-        honest = cuda_graphs.fill
+        honest = cuda_graphs.Parts.fill
 
-        def wrong(buffer, tree, length, bucket):
-            honest(buffer, tree, length, bucket)
-            buffer[1 + bucket] += len(tree) > 1  # the root's depth
+        def wrong(parts, steps):
+            honest(parts, steps)
+            parts.depths[0, 0] += len(steps[0].tree) > 1
 
-        monkeypatch.setattr(cuda_graphs, "fill", wrong)
+        monkeypatch.setattr(cuda_graphs.Parts, "fill", wrong)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     named = "cannot be captured" if how == "refused" else "logits there differ"
     with pytest.warns(RuntimeWarning, match=f"steps are not captured: .*{named}"):
@@ -223,13 +464,16 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
         pytest.skip(reason)
     tree_attention.attend = attention.get("sdpa")
     target = CudaGraphTarget(model, facts, tree_attention, 64)
-    target.prefill([(0, PROMPTS[0])])
+    target.prefill([(slot, prompt) for slot, prompt in enumerate(PROMPTS)])
+    target.graphs.drop_passes()
     tree = trial_tree(3, 96)
     target.forward([(0, tree)])
-    one = target.passes[0, bucket_of(len(tree))]
+    target.forward([(0, tree), (1, tree)])
     with HostReads() as watch:
-        one.evaluate(target)
+        for one in target.passes.values():
+            one.evaluate(target)
     assert not watch.found
+    assert [one.sequences for one in target.passes.values()] == [1, 2]
     with HostReads() as watch:  # the watch works
         int(torch.ones(1, device=DEVICE))
         torch.ones(2, device=DEVICE).nonzero()
@@ -237,45 +481,30 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
     assert watch.found == ["_local_scalar_dense", "nonzero", "copy_"]
 
 
-def test_a_pass_that_reads_on_the_host_is_not_captured(monkeypatch):
+@pytest.mark.parametrize("waits", [None, (2, 4), (1, 64)])
+def test_a_pass_that_reads_on_the_host_is_not_captured(waits, device, monkeypatch):
+    """What waits inside a custom operator is found too, because it is the device that reports it."""
     from lookahead.targets import cuda_graphs as module
 
-    watch = module.host_reads
-    monkeypatch.setattr(module, "host_reads", lambda target: watch(target) or "_local_scalar_dense")
-    with pytest.raises(SettingsError, match="reads values on the host in its pass"):
-        make_target(tiny_model("llama"), path="cuda-graph")
-
-
-class FakePass:
-    """A pass as a device would see it: whether it waits for the host while that is an error."""
-
-    def __init__(self, slot, bucket, device):
-        self.bucket = bucket
+    seen, honest = [], module.CapturedPass.evaluate
 
     def evaluate(self, target):
-        target.seen.append((self.bucket, target.mode))
-        if target.mode == "error" and self.bucket == target.waits:
-            raise RuntimeError("called a synchronizing CUDA operation")
+        size = self.sequences, self.rows
+        seen.append((size, device.mode))
+        if size == waits:
+            device.wait()
+        return honest(self, target)
 
-
-@pytest.mark.parametrize("waits", [None, 32])
-def test_every_bucket_is_compiled_and_then_watched_for_waiting(waits, monkeypatch):
-    """A fake device; what waits inside a custom operator is seen too, since it is the device that tells."""
-    from lookahead.targets import cuda_graphs as module
-
-    target = SimpleNamespace(
-        mode=0, waits=waits, seen=[], model=SimpleNamespace(device=torch.device("cuda:0"))
-    )
-    target.with_room = lambda *given: nullcontext()
-    monkeypatch.setattr(module, "CapturedPass", FakePass)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(target, "mode", mode))
-    found = module.host_reads(target)
-    assert target.mode == 0  # as it was
-    assert target.seen[: len(BUCKETS)] == [(bucket, 0) for bucket in BUCKETS]
-    assert ("synchronizing" in found) == (waits is not None)
-    if waits is None:
-        assert target.seen[len(BUCKETS) :] == [(bucket, "error") for bucket in BUCKETS]
+    monkeypatch.setattr(module.CapturedPass, "evaluate", evaluate)
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512)
+    attention, reason = captured_attention(model, probe(model).facts, "sdpa")
+    sizes = [*((1, rows) for rows in BUCKETS), (2, 4)]
+    # Every bucket is compiled first, and then watched.
+    assert seen[: 2 * len(sizes)] == [*((size, 0) for size in sizes), *((size, "warn") for size in sizes)]
+    assert device.mode == 0
+    assert (attention is None) == (waits is not None)
+    if waits:
+        assert f"reads values on the host in its pass ({__file__}:" in reason
 
 
 @pytest.mark.parametrize("dead", [True, False])
@@ -296,16 +525,20 @@ def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
         assert "cannot be captured (AcceleratorError" in captured_attention(model, facts, "sdpa")[1]
 
 
-def test_graphs_of_a_cache_that_moved_leave_their_pool_to_nobody(model, monkeypatch):
+def test_graphs_of_a_cache_that_moves_are_dropped_first_with_their_pool(model, device):
     """An allocator's pool must not be used again once all its graphs are gone."""
-    handles = iter(range(1, 9))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    store = captured(model, 16).graphs
-    store.on_gpu, store.memory_pool = True, 0
-    store.reserve(1, 10)
-    assert store.memory_pool == 0
-    store.reserve(1, 100)
-    assert (store.memory_pool, store.passes) == (1, {})
+    target = captured(model, 16)
+    target.prefill([(0, PROMPTS[0])])
+    for _ in range(2):
+        target.forward([(0, TokenTree(3))])
+    held, honest = [], target.cache.reserve
+    target.cache.reserve = lambda *room: (held.append(dict(target.passes)), honest(*room))
+    target.forward([(0, trial_tree(3, 96))])  # it has room for 16 tokens
+    assert not held
+    for _ in range(2):
+        target.forward([(0, TokenTree.of([3] * 10, range(-1, 9)))])
+    assert held == [{}]
+    assert [entry[2] for entry in device.log if entry[0] == "capture"] == [1, 2]
 
 
 def test_cache_and_passes_are_taken_over_by_the_next_target(model):

@@ -104,8 +104,8 @@ def wrong_position(monkeypatch):
 def wrong_commit(monkeypatch):
     honest = TreeCache.move
 
-    def wrong(self, slot, length, path):
-        honest(self, slot, length, [0, 1, 6, 5] if list(path) == PATH else path)
+    def wrong(self, moves):
+        honest(self, [(*move, [0, 1, 6, 5] if list(path) == PATH else path) for *move, path in moves])
 
     monkeypatch.setattr(TreeCache, "move", wrong)
 

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fake_cuda import FakeCuda
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead import LLM
 from lookahead.attention import exact as attention
@@ -229,54 +228,18 @@ def test_the_option_exact_works_on_every_surface():
 # ---- captured, on a device that is played by the CPU
 
 
-class Recorded(TorchDispatchMode):
-    """A graph as a device keeps one: operations on fixed memory, all else constant, and nothing read on the host."""
-
-    replays = 0
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func)
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    @torch.no_grad()
-    def replay(self):
-        Recorded.replays += 1
-        for func, args, kwargs, out in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():  # no view and not in place
-                    old.copy_(new)
-
-
 @pytest.fixture
-def graphs(monkeypatch):
-    """Passes are captured as on a GPU; the modes that were set while waiting for the host was looked for."""
-    from lookahead.targets import paths
-
-    modes = []
-    monkeypatch.setattr(paths, "on_gpu", lambda model: True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *given, **named: graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    return modes
+def device(monkeypatch):
+    return FakeCuda(monkeypatch)
 
 
-def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_not(graphs):
+def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_not(device):
     """Across B(p) at page ends, for one slot and two, in graphs that serve all steps."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
     target, numbers = make_target(model, path="exact"), random.Random(2)
     assert type(target).__name__ == "CapturedExactTarget"
     assert "in captured passes of 16 rows" in target.reason
-    assert graphs == ["error", 0]
+    assert device.mode == 0
     texts, starts, end = [text(seed, 310) for seed in range(2)], (270, 20), 20
     plain = ExactTarget(model, target.facts, target.attention)
     expected = [one_by_one(plain, 0, texts[i][: starts[i] + end], starts[i])[0] for i in range(2)]
@@ -284,7 +247,7 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
     assert all(torch.equal(a, b) for a, b in zip(alone, expected[0], strict=True))
     target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
     at = list(starts)
-    before = Recorded.replays
+    before = len(device.log)
     while active := [slot for slot in range(2) if at[slot] < starts[slot] + end]:
         trees = [tree_along(texts[slot][: starts[slot] + end], at[slot], numbers) for slot in active]
         found = target.forward([(slot, tree) for slot, (tree, _) in zip(active, trees, strict=True)])
@@ -294,10 +257,10 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
             at[slot] += len(path)
         target.commit([(slot, path) for slot, (_, path) in zip(active, trees, strict=True)])
     assert set(target.graphs.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, and pages of each
-    assert Recorded.replays - before > 10
+    assert sum(what == "replay" for what, *_ in device.log[before:]) > 10
 
 
-def test_captured_texts_are_those_of_plain_decoding(graphs):
+def test_captured_texts_are_those_of_plain_decoding(device):
     model = tiny_model("gemma2", initializer_range=0.1).to(torch.float16)
     target = make_target(model, path="exact")
     sequences = assert_same_as_autoregressive(target, PROMPTS, (5, 4, 7), 40)
@@ -308,16 +271,18 @@ def test_captured_texts_are_those_of_plain_decoding(graphs):
     assert make_target(model, path="exact").graphs is store  # graphs outlive a text
 
 
-def test_what_cannot_be_captured_runs_uncaptured_and_says_so(graphs, monkeypatch):
-    def waits(mode):
-        if mode == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
+def test_what_cannot_be_captured_runs_uncaptured_and_says_so(device, monkeypatch):
+    honest = ExactTarget.evaluate
 
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", waits)
+    def waits(self, *given):
+        device.wait()
+        return honest(self, *given)
+
+    monkeypatch.setattr(ExactTarget, "evaluate", waits)
     target = make_target(tiny_model("llama").to(torch.bfloat16), path="exact")
     assert type(target) is ExactTarget
     assert "passes are not captured" in target.reason
-    assert "synchronizing" in target.reason
+    assert f"a pass waits for the device in {__file__}" in target.reason
     hooked = tiny_model("llama").to(torch.bfloat16)
     hooked.model.layers[0].register_forward_hook(lambda *given: None)
     target = make_target(hooked, path="exact")

@@ -1,5 +1,7 @@
 """The cache that commits in place, the masks, and a probe that catches silent errors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from lookahead.core.target import BIT_EQUAL, CHECKED, UP_TO_ROUNDING
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from lookahead.integrations.llamacpp.model import LlamaCppModel
-from lookahead.targets import masks
+from lookahead.targets import masks, tree_cache
 from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.cpu.packed_model import PackedModel
@@ -86,6 +88,7 @@ def test_masks_follow_logical_positions(kind):
 
 
 def fill(cache, slots, lengths, rows, base):
+    cache.lengths.update(zip(slots, lengths, strict=True))
     cache.place(slots, lengths, rows)
     states = base + torch.arange(len(slots) * rows).float().view(len(slots), 1, rows, 1).expand(-1, 2, -1, 4)
     seen = cache.layers[0].update(states, states + 0.5)
@@ -100,7 +103,7 @@ def test_rows_are_written_moved_and_kept_while_storage_grows():
     assert torch.equal(values, states + 0.5)
     fill(cache, [0], [5], 6, 100.0)
     assert cache.capacity == 16
-    cache.move(0, 5, [0, 2, 5])
+    cache.move([(0, 5, [0, 2, 5])])
     for layer, extra in ((0, 0), (1, 1000)):
         keys, values = cache.read(0, 8)[layer]
         assert keys[0, 0, :, 0].tolist() == [x + extra for x in (0, 1, 2, 3, 4, 100, 102, 105)]
@@ -121,10 +124,64 @@ def test_sequences_of_different_length_share_a_pass():
 def test_nothing_is_moved_where_the_path_lies_in_place(monkeypatch):
     cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"))
     fill(cache, [0], [0], 5, 0.0)
-    monkeypatch.setattr(torch.Tensor, "index_select", None)
-    cache.move(0, 0, [0, 1, 2])
+    monkeypatch.setattr(tree_cache, "to_device", None)
+    cache.move([(0, 0, [0, 1, 2])])
     with pytest.raises(TypeError):
-        cache.move(0, 0, [0, 2])
+        cache.move([(0, 0, [0, 2])])
+
+
+def test_rows_of_all_sequences_are_moved_at_once():
+    cache = TreeCache([(2, 4, 4), (2, 4, 4)], torch.float32, torch.device("cpu"), capacity=8)
+    fill(cache, [0], [0], 5, 0.0)
+    fill(cache, [1], [0], 5, 100.0)
+    cache.move([(0, 0, [0, 3]), (1, 1, [1, 2, 3])])
+    assert cache.read(0, 3)[0][0][0, 0, :, 0].tolist() == [0, 3, 2]
+    assert cache.read(1, 5)[1][0][0, 0, :, 0].tolist() == [1100, 1102, 1103, 1104, 1104]
+
+
+def test_growing_keeps_what_is_in_use_and_frees_the_old_memory_first_if_nothing_is(monkeypatch):
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=8)
+    fill(cache, [0], [0], 6, 0.0)
+    cache.lengths[0] = 4
+    cache.reserve(2, 20)
+    assert (cache.slots, cache.capacity) == (2, 32)
+    assert cache.read(0, 7)[0][0][0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 0]  # pending rows too
+    held, honest = [], torch.zeros
+
+    def zeros(*given, **named):
+        held.append(list(cache._storage))
+        return honest(*given, **named)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    cache.reserve(4, 20)
+    cache.lengths.clear()
+    cache.reserve(8, 20)
+    assert held == [[(2, 4)], []]
+    cache.free()
+    assert cache.bytes == 0
+    cache.reserve(3, 20)
+    assert (cache.slots, cache.capacity, cache.bytes) == (4, 256, 4 * 4 * 2 * 256 * 4 * 4)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_without_room_for_two_caches_sequences_wait_on_the_host(room, monkeypatch):
+    """A device that refuses the first allocations: both caches, the doubled one, the one that is needed."""
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=256)
+    fill(cache, [0], [0], 4, 0.0)
+    cache.lengths[0] = 4
+    honest, refused = torch.zeros, []
+
+    def zeros(*given, **named):
+        if len(refused) < room:
+            refused.append(given)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return honest(*given, **named)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.OutOfMemoryError) if room == 3 else nullcontext():
+        cache.reserve(1, 514)
+    assert cache.capacity == (1024, 1024, 768, 256)[room]
+    assert cache.read(0, 5)[0][0][0, 0, :, 0].tolist() == [0, 1, 2, 3, 0]
 
 
 @pytest.mark.parametrize("drafter", ["4,4,4", "jacobi:block_size=4", "prompt-lookup"])

@@ -3,14 +3,15 @@
 Row i of a step sees the committed prefix, its ancestors among the step's rows, and itself (paper, section 3.3; drawn
 in ``lookahead.targets.masks``). Every backend computes the same function:
 
-    attend(query, key, value, lengths, words, depths, *, scale, window, softcap, sinks) -> out
+    attend(query, key, value, lengths, words, depths, slots, *, scale, window, softcap, sinks) -> out
 
     query    (B, H, Q, D)      rows of the step
-    key      (B, Hkv, C, D)    cache; columns T_b .. T_b + Q - 1 of sequence b hold the step's own rows
-    value    (B, Hkv, C, Dv)   likewise; H is a multiple of Hkv (grouped heads)
+    key      (S, Hkv, C, D)    cache; columns T_b .. T_b + Q - 1 of sequence b hold the step's own rows
+    value    (S, Hkv, C, Dv)   likewise; H is a multiple of Hkv (grouped heads); later columns hold finite numbers
     lengths  (B,) int32        T_b, the committed tokens
     words    (B, Q, W) int32   ancestor bits: bit c % 32 of word c // 32 says whether the row sees row c
     depths   (B, Q) int32      the row's position is T_b + depth
+    slots    (B,) int32        sequence b is entry slots[b] of the cache; None if it is entry b
     scale    factor of the scores; None for 1 / sqrt(D)
     window   keys ``window`` or more positions before the row are not seen; 0 for no limit
     softcap  scores s become softcap * tanh(s / softcap); 0 for none
@@ -18,7 +19,7 @@ in ``lookahead.targets.masks``). Every backend computes the same function:
     out      (B, H, Q, Dv)     in the query's dtype
 
     reference  the definition, sequence by sequence; any dtype, float64 included
-    sdpa       one mask over the whole cache, computed on the device; any device
+    sdpa       one mask over all columns that it is given, computed on the device; any device
     triton     no mask: the prefix in parts, the tree by its ancestor bits, in one kernel; NVIDIA GPUs
 
 Example of ``words``: a tree of 4 rows, root 0 with children 1 and 2, and 3 below 1. Each row has one word, because
@@ -40,10 +41,13 @@ from ..core.errors import SettingsError
 from . import reference, sdpa
 from .bits import pack_bits, unpack_bits
 
-__all__ = ["BACKENDS", "Attend", "get", "has_triton", "pack_bits", "unpack_bits"]
+__all__ = ["BACKENDS", "IN_PLACE", "Attend", "get", "has_triton", "pack_bits", "unpack_bits"]
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("reference", "sdpa", "triton")
+#: Backends that read a sequence in its slot and no further than its rows. The others copy the slots that they are
+#: asked for, and read all columns that they are given.
+IN_PLACE = frozenset(("triton",))
 
 
 def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:

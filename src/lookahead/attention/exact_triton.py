@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .exact import DEPTH
-from .triton import _absorb, _dots, blocks
+from .triton import _absorb, _dots, blocks, has_small_memory
 
 
 @triton.jit(do_not_specialize=["group", "window"])
@@ -161,7 +161,7 @@ def attend(
     group = heads // kv_heads
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     out = query.new_empty(1, heads, rows, value_size)
-    block = blocks(group, size, value_size, query.element_size())
+    block = blocks(group, size, value_size, query.element_size(), has_small_memory(query.device))
     _rows[(rows, kv_heads)](
         query,
         key,

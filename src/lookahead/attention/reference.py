@@ -16,6 +16,7 @@ def attend(
     lengths: torch.Tensor | Sequence[int],
     words: torch.Tensor,
     depths: torch.Tensor,
+    slots: torch.Tensor | None = None,
     *,
     scale: float | None = None,
     window: int = 0,
@@ -29,9 +30,9 @@ def attend(
     seen_rows = unpack_bits(words)
     outputs = []
     for b, length in enumerate(map(int, lengths)):
-        width = length + rows
-        keys = key[b, :, :width].repeat_interleave(group, 0)  # (H, width, D)
-        values = value[b, :, :width].repeat_interleave(group, 0)
+        width, slot = length + rows, b if slots is None else int(slots[b])
+        keys = key[slot, :, :width].repeat_interleave(group, 0)  # (H, width, D)
+        values = value[slot, :, :width].repeat_interleave(group, 0)
         scores = query[b] @ keys.transpose(1, 2) * scale  # (H, Q, width)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

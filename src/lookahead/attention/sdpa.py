@@ -1,7 +1,7 @@
-"""Attention with one mask over the whole cache, computed on the device from lengths and ancestor bits; any device.
+"""Attention with one mask over all given columns, computed on the device from lengths and ancestor bits; any device.
 
 Nothing is read on the host, because a captured graph cannot wait for the host. Lengths enter only through the mask,
-so the cost depends on the cache's capacity.
+so the cost depends on the number of columns that the caller gives.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def attend(
     lengths: torch.Tensor | Sequence[int],
     words: torch.Tensor,
     depths: torch.Tensor,
+    slots: torch.Tensor | None = None,
     *,
     scale: float | None = None,
     window: int = 0,
@@ -28,6 +29,9 @@ def attend(
 ) -> torch.Tensor:
     """See the package for arguments and shapes."""
     check(query, key, value, words)
+    if slots is not None:
+        index = slots.long()
+        key, value = key[index], value[index]
     batch, heads, rows, size = query.shape
     kv_heads, group = key.shape[1], heads // key.shape[1]
     lengths = torch.as_tensor(lengths, device=query.device).long()
@@ -50,6 +54,4 @@ def attend(
         extra = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, rows)
         scores = torch.cat([scores, extra.reshape(batch, kv_heads, -1, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
-    # Columns after the rows were not written and may hold NaN, and 0 times NaN is NaN.
-    out = weights @ value.masked_fill(~live[:, None, :, None], 0)
-    return out.reshape(batch, heads, rows, -1)
+    return (weights @ value).reshape(batch, heads, rows, -1)

@@ -81,6 +81,7 @@ def _parts(  # type: ignore[no-untyped-def]
     lengths,
     words,
     depths,
+    slots,
     partial,
     totals,
     q_b,
@@ -123,8 +124,9 @@ def _parts(  # type: ignore[no-untyped-def]
     if UPCAST:
         q = q.to(tl.float32)
     depth = tl.load(depths + b * rows + row, mask=live, other=0)
-    key += b.to(tl.int64) * k_b + h.to(tl.int64) * k_h
-    value += b.to(tl.int64) * v_b + h.to(tl.int64) * v_h
+    slot = tl.load(slots + b).to(tl.int64)
+    key += slot * k_b + h.to(tl.int64) * k_h
+    value += slot * v_b + h.to(tl.int64) * v_h
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -227,23 +229,29 @@ def _merge(  # type: ignore[no-untyped-def]
     member, pair = tl.program_id(0), tl.program_id(1)
     b, h = pair // kv_heads, pair % kv_heads
     head, row = h * group + member // rows, member % rows
-    part, dv = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
-    place = (pair * parts + part) * group * rows + member
-    totals_here = tl.load(totals + place, mask=part < parts, other=float("-inf"))
-    best = tl.max(totals_here, 0)
+    dv = tl.arange(0, BLOCK_DV)
+    best, whole, acc = float("-inf"), 0.0, tl.zeros((BLOCK_DV,), tl.float32)
+    # In blocks, so that the kernel does not depend on the number of parts, which changes with capacity and batch.
+    for first in range(0, parts, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)
+        place = (pair * parts + part) * group * rows + member
+        totals_here = tl.load(totals + place, mask=part < parts, other=float("-inf"))
+        new = tl.maximum(best, tl.max(totals_here, 0))
+        at_most = tl.where(new == float("-inf"), 0.0, new)
+        weights, shrink = tl.exp2(totals_here - at_most), tl.exp2(best - at_most)
+        # Parts that saw nothing were not written. Their weight is 0, but 0 times garbage may be NaN.
+        mask = (totals_here > float("-inf"))[:, None] & (dv < DV)[None, :]
+        values = tl.load(partial + place.to(tl.int64)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+        whole = whole * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        best = new
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        best = tl.maximum(best, sink)
-    weights = tl.exp2(totals_here - best)
-    whole = tl.sum(weights, 0)
-    if SINKS:
-        whole += tl.exp2(sink - best)
-    # Parts that saw nothing were not written. Their weight is 0, but 0 times garbage may be NaN.
-    mask = (totals_here > float("-inf"))[:, None] & (dv < DV)[None, :]
-    values = tl.load(partial + place.to(tl.int64)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-    result = tl.sum(values * weights[:, None], 0) / whole
+        new = tl.maximum(best, sink)
+        whole = whole * tl.exp2(best - new) + tl.exp2(sink - new)
+        acc = acc * tl.exp2(best - new)
     at = out + b * o_b + head * o_h + row * o_r + dv
-    tl.store(at, result.to(out.dtype.element_ty), mask=dv < DV)
+    tl.store(at, (acc / whole).to(out.dtype.element_ty), mask=dv < DV)
 
 
 def attend(
@@ -253,6 +261,7 @@ def attend(
     lengths: torch.Tensor | Sequence[int],
     words: torch.Tensor,
     depths: torch.Tensor,
+    slots: torch.Tensor | None = None,
     *,
     scale: float | None = None,
     window: int = 0,
@@ -272,7 +281,8 @@ def attend(
     (batch, heads, rows, size), value_size = query.shape, value.shape[-1]
     kv_heads, columns = key.shape[1], key.shape[2]
     group, pairs = heads // kv_heads, batch * kv_heads
-    block = blocks(group * rows, size, value_size, query.element_size()) | dict(tuning or {})
+    block = blocks(group * rows, size, value_size, query.element_size(), has_small_memory(device))
+    block |= dict(tuning or {})
     tiles = triton.cdiv(group * rows, block["BLOCK_M"])
     processors = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 8
     wanted = split(columns - rows, pairs * tiles, block["BLOCK_N"], processors)
@@ -282,6 +292,7 @@ def attend(
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     words, depths = (t.to(device, torch.int32).contiguous() for t in (words, depths))
     lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device)
+    slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots
     # Every part's output and base-2 log-sum-exp.
     partial = _empty((pairs, parts + 1, group * rows, value_size), dtype=torch.float32, device=device)
     totals = _empty((pairs, parts + 1, group * rows), dtype=torch.float32, device=device)
@@ -294,6 +305,7 @@ def attend(
         lengths,
         words,
         depths,
+        slots,
         partial,
         totals,
         *query.stride()[:3],
@@ -328,26 +340,43 @@ def attend(
         rows,
         *out.stride()[:3],
         **values,
-        BLOCK_P=triton.next_power_of_2(parts + 1),
+        BLOCK_P=MERGED,
         SINKS=sinks is not None,
     )
     return out
 
 
-def blocks(members: int, size: int, value_size: int, item_bytes: int) -> dict[str, Any]:
-    """Tile sizes: rows per tile, keys per block, warps and stages. ``members`` is groups times rows."""
+#: Parts that are merged at a time.
+MERGED = 16
+
+
+def blocks(
+    members: int, size: int, value_size: int, item_bytes: int, small_memory: bool = False
+) -> dict[str, Any]:
+    """Tile sizes: rows per tile, keys per block, warps and stages.
+
+    Args:
+        members: groups times rows.
+        size, value_size, item_bytes: head sizes, and bytes of a number.
+        small_memory: whether a program has only 64 KB of shared memory.
+    """
     wide, full = max(size, value_size) > 128, item_bytes == 4
-    most = 128 >> (wide + full)
+    most = 128 >> (wide + full + small_memory)
     block_m = max(16, min(most, triton.next_power_of_2(members)))
-    block_n = 32 if wide or full else 64
+    block_n = 32 if wide or full or small_memory else 64
     # Keys and values of every stage are in shared memory, of which an A100 has 163 KB per program.
     stages = 3 if not full else 1 if wide else 2
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": 8 if block_m == 128 else 4,
-        "num_stages": stages,
+        "num_stages": stages - (stages == 3 and small_memory),
     }
+
+
+def has_small_memory(device: torch.device) -> bool:
+    """Whether a program on the device has only 64 KB of shared memory: before compute capability 8.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def split(longest: int, programs: int, block_n: int, processors: int) -> int:

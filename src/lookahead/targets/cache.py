@@ -31,9 +31,9 @@ class KVStorage(ABC):
         """Copy the first ``length`` tokens of slot ``source`` to ``slot``, which has room for them."""
 
     @abstractmethod
-    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Move the accepted rows ``path`` (increasing) of a slot's last step to the columns after its ``length``
-        committed tokens."""
+    def move(self, moves: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """For each (slot, length, path), move the accepted rows ``path`` (increasing) of the slot's last step to the
+        columns after its ``length`` committed tokens."""
 
 
 class StoredTarget:
@@ -56,8 +56,8 @@ class StoredTarget:
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the rows of each slot's path. The cost does not depend on the length of the context."""
+        self.cache.move([(slot, self.lengths[slot], path) for slot, path in paths])
         for slot, path in paths:
-            self.cache.move(slot, self.lengths[slot], path)
             self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:

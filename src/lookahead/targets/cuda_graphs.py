@@ -1,71 +1,128 @@
-"""The step on a GPU: one captured CUDA graph per bucket of rows, and whether a model's passes can be captured.
+"""The step on a GPU: one captured CUDA graph per size of a step, and whether a model's passes can be captured.
 
 A pass of one row through a 7B model is a few hundred small kernels, and launching them from Python takes longer than
-running them. So the pass is captured once per bucket of rows and replayed. Everything that changes from step to step
-(the number of committed tokens, token ids, depths, ancestor bits) is in an int32 buffer that is copied to the device
-once per step. A step with fewer rows than its bucket is padded with rows that see only the root. Attention gets the
-whole cache and reads the number of committed tokens on the device.
+running them. So the pass is captured once per size, which is a bucket of sequences and a bucket of rows for each, and
+replayed. Everything that changes from step to step (slots, numbers of committed tokens, token ids, depths, ancestor
+bits) is in an int32 buffer that is copied to the device once per step, and what the host reads of most rows comes
+back in one copy. A step that is smaller than its buckets is padded: with rows that see only their root, and with
+copies of the first sequence, which write the same keys and values to the same place. Attention gets the whole cache
+and reads slots and numbers of committed tokens on the device, so that a graph serves all sequences.
 
-Example, a step of 3 rows (root 7, its chain 9, 4) after T = 20 tokens in the bucket of 4:
+Example, a step of one sequence in slot 2, with 3 rows (root 7, its chain 9, 4) after T = 20 tokens, in the buckets 1
+and 4; each part begins at a multiple of four numbers, so that kernels see the same alignment in all buckets:
 
-    length | token ids | depths  | ancestor bits, one word per row
-    20     | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
+    slots    | lengths  | token ids | depths  | ancestor bits, one word per row
+    2 - - -  | 20 - - - | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
 
-A bucket's first step runs uncaptured, because it sets up libraries and compiles kernels; its second step is captured.
-Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the same model takes it
-over, so a short text does not wait for captures. Each model keeps at most one unused store.
+The first step of a size runs uncaptured, because it sets up libraries and compiles kernels, on the stream on which
+the second one is captured. Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of
+the same model takes it over, so a short text does not wait for captures. Each model keeps at most one unused store.
 
-Only steps of one sequence are captured; several sequences share an uncaptured pass. On a CPU, the same code runs
-without captures, for tests.
+On a CPU, the same code runs without captures, for tests.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from itertools import accumulate
+from math import inf, prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import get
+from ..attention import IN_PLACE, get
 from ..attention.bits import pack_bits, word_count
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
 from ..core.target import UP_TO_ROUNDING
 from .attention_hook import TreeAttention
+from .cuda import HostCopy, Stream, is_gpu, memory, noticed_waits, pinned, to_device
 from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .limits import memory_errors
-from .logits import LogitsBatch, LogitsRows, best_tokens
+from .logits import CopiedLogits, LogitsRows, packed
 from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
 
 #: Numbers of rows of captured passes. Padding costs little while reading the weights takes most of a step.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
+#: Numbers of sequences of captured passes.
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+#: The most rows of a pass of several sequences; a larger step is divided into several passes.
+MOST_ROWS = 256
 #: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
+#: The fewest columns that attention reads if it reads all that it is given; numbers of columns are powers of two.
+NARROWEST = 256
+#: The share of a device's memory that captured passes may take, and the cache of a store that is not in use.
+MEMORY_SHARE = 0.1
+#: Held during a capture: torch allows one at a time in a process.
+capturing = threading.Lock()
+_Pass = TypeVar("_Pass")
 
 
-def bucket_of(rows: int) -> int | None:
-    """The smallest bucket for ``rows`` rows; None if there is none."""
-    return next((bucket for bucket in BUCKETS if bucket >= rows), None)
+def bucket_of(number: int, buckets: Sequence[int] = BUCKETS) -> int | None:
+    """The smallest bucket for ``number`` rows or sequences; None if there is none."""
+    return next((bucket for bucket in buckets if bucket >= number), None)
 
 
-def fill(buffer: torch.Tensor, tree: TokenTree, length: int, bucket: int) -> None:
-    """Write a step into a host buffer of ``buffer_size(bucket)`` int32; the example above shows the layout."""
-    missing = bucket - len(tree)
-    head = [length, *tree.tokens, *([tree.tokens[0]] * missing), *tree.depths, *([0] * missing)]
-    buffer[: len(head)] = torch.tensor(head, dtype=torch.int32)
-    buffer[len(head) :] = pack_bits([tree.ancestors], bucket).flatten()
+class Step(NamedTuple):
+    """One sequence's part of a step: its slot, its number of committed tokens T, and its tree."""
+
+    slot: int
+    length: int
+    tree: TokenTree
 
 
-def buffer_size(bucket: int) -> int:
-    """The number of integers that describe a step of ``bucket`` rows."""
-    return 1 + 2 * bucket + bucket * word_count(bucket)
+class Parts(NamedTuple):
+    """The parts of a pass's buffer, for B sequences of Q rows; the example above shows them."""
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    ids: torch.Tensor
+    depths: torch.Tensor
+    words: torch.Tensor
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor, sequences: int, rows: int) -> Parts:
+        """Views of a buffer of ``buffer_size`` numbers: (B,), (B,), (B, Q), (B, Q), (B, Q, W)."""
+        shapes = _shapes(sequences, rows)
+        starts = accumulate((_aligned(prod(shape)) for shape in shapes), initial=0)
+        return cls(
+            *(buffer[at : at + prod(shape)].view(shape) for at, shape in zip(starts, shapes, strict=False))
+        )
+
+    def fill(self, steps: Sequence[Step]) -> None:
+        """Write a step, padded to the size of the parts."""
+        sequences, rows = self.ids.shape
+        steps = [*steps, *[steps[0]] * (sequences - len(steps))]
+        trees = [step.tree for step in steps]
+        ids = [[*tree.tokens, *[tree.tokens[0]] * (rows - len(tree))] for tree in trees]
+        depths = [[*tree.depths, *[0] * (rows - len(tree))] for tree in trees]
+        numbers = [[step.slot for step in steps], [step.length for step in steps], ids, depths]
+        for part, values in zip(self, numbers, strict=False):
+            part[:] = torch.tensor(values, dtype=torch.int32)
+        self.words[:] = pack_bits([tree.ancestors for tree in trees], rows)
+
+
+def _shapes(sequences: int, rows: int) -> list[tuple[int, ...]]:
+    each = sequences, rows
+    return [(sequences,), (sequences,), each, each, (*each, word_count(rows))]
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // 4) * 4
+
+
+def buffer_size(sequences: int, rows: int) -> int:
+    """The number of integers that describe a step of ``rows`` rows for each of ``sequences`` sequences."""
+    return sum(_aligned(prod(shape)) for shape in _shapes(sequences, rows))
 
 
 def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
@@ -83,89 +140,160 @@ def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
 
 
 class CapturedPass:
-    """The forward pass of one bucket in one slot; captured on a GPU."""
+    """The forward pass of one size; captured on a GPU.
 
-    def __init__(self, slot: int, bucket: int, device: torch.device) -> None:
-        self.bucket = bucket
-        on_gpu = device.type == "cuda"
-        self.host = torch.zeros(buffer_size(bucket), dtype=torch.int32, pin_memory=on_gpu)
-        self.numbers = torch.zeros(buffer_size(bucket), dtype=torch.int32, device=device)
-        self.columns = torch.arange(bucket, device=device)
-        self.slots = torch.tensor([[slot]], device=device)
-        self.read_slots = slice(slot, slot + 1)
-        self.copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+    Args:
+        sequences, rows: the buckets of the size.
+        width: the number of columns of the cache that attention gets.
+        device: the model's device.
+
+    Attributes:
+        bytes: memory that the captured pass took.
+    """
+
+    def __init__(self, sequences: int, rows: int, width: int, device: torch.device) -> None:
+        self.sequences, self.rows, self.width, self.device = sequences, rows, width, device
+        self.numbers = torch.zeros(buffer_size(sequences, rows), dtype=torch.int32, device=device)
+        self.columns = torch.arange(rows, device=device)
         self.graph: Any = None
         self.results: list[torch.Tensor] = []
+        self.bytes = 0
+        self._warm = self._refused = False
 
-    def run(self, target: CudaGraphTarget, tree: TokenTree, length: int) -> LogitsBatch:
-        """The tree's logits (1, Q, V), argmaxes (1, Q), and hidden states (1, Q, hidden) if it needs them, in memory
-        that the next step does not overwrite."""
-        if self.copied is not None:
-            self.copied.synchronize()  # if no result of the last step was read, its copy may still be running
-        fill(self.host, tree, length, self.bucket)
-        self.numbers.copy_(self.host, non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
-        if self.copied is None or not self.results:
-            self.results = self.evaluate(target)
+    def describe(self, steps: Sequence[Step]) -> None:
+        """Copy a step to the device."""
+        numbers = torch.zeros(len(self.numbers), dtype=torch.int32)
+        Parts.of(numbers, self.sequences, self.rows).fill(steps)
+        self.numbers.copy_(pinned(numbers, torch.int32, self.device), non_blocking=True)
+
+    def run(self, target: CudaGraphTarget, steps: Sequence[Step]) -> CopiedLogits:
+        """The logits (B, Q, V) of the steps' trees, and the hidden states if one needs them, in memory that the next
+        step does not overwrite."""
+        self.describe(steps)
+        if target.graphs.on_gpu and self._warm and not self._refused and self.graph is None:
+            self._capture(target)
+        self._warm = True
+        if self.graph is None:
+            logits, best, *states = self.evaluate(target)
         else:
-            if self.graph is None:
-                self._capture(target)
             self.graph.replay()
-        wanted = self.results if tree.needs_hidden else self.results[:2]
+            logits, best, *states = self.results
+        sequences, rows = len(steps), max(len(step.tree) for step in steps)
+        hidden = states[0] if states and any(step.tree.needs_hidden for step in steps) else None
         # Cloned, because the next replay overwrites the results.
-        return LogitsBatch(*(result[:, : len(tree)].clone() for result in wanted))
+        kept = [None if x is None else x[:sequences, :rows].clone() for x in (logits, hidden)]
+        assert kept[0] is not None
+        return CopiedLogits(kept[0], HostCopy(best), kept[1])
 
     def _capture(self, target: CudaGraphTarget) -> None:
-        self.graph, self.results = target.graphs.capture(lambda: self.evaluate(target))
+        try:
+            captured = target.graphs.capture(lambda: self.evaluate(target))
+        except torch.OutOfMemoryError:
+            # A graph keeps its memory, so a pass may fit where its graph does not.
+            target.graphs.drop_passes(kept=self)
+            self._refused = True
+            warnings.warn(
+                f"no memory is left to capture steps of {self.sequences} x {self.rows} rows; they run uncaptured and "
+                "slower, with the same result",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self.graph, self.results, self.bytes = captured
 
     def evaluate(self, target: CudaGraphTarget) -> list[torch.Tensor]:
-        """The captured part of the pass, from the buffer to the logits, the argmaxes and, if the model has an output
-        matrix, its inputs, which exist anyway. It neither reads nor makes values on the host."""
-        rows, cache = self.bucket, target.cache
-        length, ids, depths, words = torch.split(self.numbers, [1, rows, rows, rows * word_count(rows)])
-        write_columns = (length + self.columns)[None].long()
-        cache.placement = Placement(self.slots, write_columns, self.read_slots, cache.capacity)
-        visible = target.attention.installed(target.model, length, words.view(1, rows, -1), depths[None])
+        """The captured part of the pass, from the buffer to the logits (B, Q, V), what the host reads of them
+        (``logits.packed``) and, if the model has an output matrix, its inputs, which exist anyway. It neither reads
+        nor makes values on the host."""
+        parts, cache = Parts.of(self.numbers, self.sequences, self.rows), target.cache
+        lengths = parts.lengths[:, None]
+        cache.placement = Placement(
+            parts.slots[:, None].long(), (lengths + self.columns).long(), slice(None), self.width
+        )
+        visible = target.attention.installed(
+            target.model, parts.lengths, parts.words, parts.depths, parts.slots
+        )
         with visible, head_inputs(target.model, True) as states:
-            positions = (length + depths)[None].long()
-            logits = run_model(target.model, target.facts, cache, ids[None].long(), positions)
-        return [logits, best_tokens(logits), *states]
+            positions = (lengths + parts.depths).long()
+            logits = run_model(target.model, target.facts, cache, parts.ids.long(), positions)
+        return [target.graphs.shared(logits), packed(logits), *states]
 
 
 class GraphStore:
-    """A KV cache and the passes captured over it, which outlive a target. Holds no reference to the model."""
+    """A KV cache and the passes captured over it, which outlive a target. Holds no reference to the model.
+
+    Attributes:
+        cache: the cache.
+        passes: passes by size, the least recently used first.
+        stream: the stream of all work on the cache and in the passes. Replays share memory, so they must not overlap,
+            and so does the workspace of matrix products, which is made in the first pass on the stream.
+        limit: bytes that the passes may take, and the cache when no target uses it.
+    """
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
-        self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity)
+        self.device, self.on_gpu = model.device, is_gpu(model.device)
+        self.stream = Stream(self.device)
+        self.limit = MEMORY_SHARE * memory(self.device)[1]
+        with self.stream.use():
+            self.cache = TreeCache(facts.shapes, facts.dtype, self.device, capacity)
         self.passes: dict[Any, Any] = {}
-        self.on_gpu = model.device.type == "cuda"
-        self.memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.stream = torch.cuda.Stream(model.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
+        self._memory_pool: Any = None
+        self._logits: dict[int, torch.Tensor] = {}
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room in the cache. If that moves the cache, captured passes are dropped."""
-        before = self.cache.slots, self.cache.capacity
-        self.cache.reserve(slots, capacity)
-        if (self.cache.slots, self.cache.capacity) != before:
-            self.passes.clear()
-            if self.on_gpu:  # a memory pool must not be reused after its last graph is gone
-                self.memory_pool = torch.cuda.graph_pool_handle()
+        """Ensure room in the cache. If that moves the cache, captured passes are dropped first."""
+        if self.cache.grown(slots, capacity) != (self.cache.slots, self.cache.capacity):
+            self.drop_passes()
+            self.cache.reserve(slots, capacity)
 
-    def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
-        """Capture ``evaluate``. Returns the graph, and the tensors to which each replay writes its results."""
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            # One stream for all captures, because each stream gets its own cuBLAS workspace. Other threads may
-            # allocate memory during the capture.
-            with torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"):
-                return graph, evaluate()
-        finally:
-            torch.cuda.set_stream(before)  # a failed capture leaves its stream current
+    def drop_passes(self, kept: Any = None) -> None:
+        """Drop all passes but ``kept``."""
+        self.passes = {key: one for key, one in self.passes.items() if one is kept}
+        self._memory_pool = None  # a memory pool must not be reused after its last graph is gone
+        self._logits = {}
+
+    def shared(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of a pass's logits, in memory that all passes with as many rows share."""
+        if logits.numel() not in self._logits:  # in the pass that runs uncaptured
+            self._logits[logits.numel()] = torch.empty_like(logits)
+        return self._logits[logits.numel()].view(logits.shape).copy_(logits)
+
+    def find(self, key: Any, make: Callable[[], _Pass]) -> _Pass:
+        """The pass of a size, made if there is none."""
+        found: _Pass = self.passes.pop(key) if key in self.passes else make()
+        self.passes[key] = found
+        return found
+
+    def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any, int]:
+        """Capture ``evaluate``; drop the least recently used passes if all together take more than ``limit``.
+
+        Returns:
+            the graph, the tensors to which each replay writes its results, and the bytes that both took.
+        """
+        if self._memory_pool is None:
+            self._memory_pool = torch.cuda.graph_pool_handle()
+        with capturing:
+            torch.cuda.empty_cache()  # torch does so as well when a capture begins
+            graph, (before, _) = torch.cuda.CUDAGraph(), memory(self.device)
+            # Other threads may allocate memory during the capture.
+            with torch.cuda.graph(
+                graph, self._memory_pool, self.stream.cuda, capture_error_mode="thread_local"
+            ):
+                results = evaluate()
+        taken = max(0, int(before - memory(self.device)[0]))
+        total = taken + sum(one.bytes for one in self.passes.values())
+        for key, one in list(self.passes.items()):
+            if total > self.limit and one.graph is not None:
+                total -= one.bytes
+                del self.passes[key]
+        return graph, results, taken
 
     def leave(self, idle: list[GraphStore]) -> None:
         """Keep the store for the next target with this attention, unless another store is already kept."""
         if not idle:
+            if self.cache.bytes > self.limit:
+                self.drop_passes()
+                self.cache.free()
             idle.append(self)
 
 
@@ -179,11 +307,12 @@ class GraphTarget(TransformersTarget):
     ) -> TreeCache:
         """Take over an earlier target's store and empty its cache, or make a new store. Returns the cache."""
         # Tensors made in inference mode cannot be written to outside of it, where a later target may run.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), attention.lock:
             if attention.idle:
                 self.graphs: GraphStore = attention.idle.pop()
-                self.graphs.cache.clear()
-                self.graphs.reserve(1, capacity)
+                with self.graphs.stream.use():
+                    self.graphs.cache.clear()
+                    self.graphs.reserve(1, capacity)
             else:
                 self.graphs = GraphStore(model, facts, capacity)
         weakref.finalize(self, self.graphs.leave, attention.idle)
@@ -193,12 +322,18 @@ class GraphTarget(TransformersTarget):
         with self.with_room("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):
             return super().prefill(prompts)
 
+    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        with torch.inference_mode(False), self.graphs.stream.use():
+            super().commit(paths)
+
+    def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        with self.graphs.stream.use():
+            return super().read(slot)
+
     @contextmanager
     def with_room(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Ensure room in the cache for each (slot, tokens). In the block, the model's GPU is the current device."""
-        device = self.model.device
-        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with torch.inference_mode(False), self.attention.lock, current:
+        """Ensure room in the cache for each (slot, tokens). In the block, work goes to the store's stream."""
+        with torch.inference_mode(False), self.attention.lock, self.graphs.stream.use():
             with memory_errors(what):
                 for slot, tokens in room:
                     self.graphs.reserve(slot + 1, tokens)
@@ -232,25 +367,40 @@ class CudaGraphTarget(GraphTarget):
         self.attention = attention
 
     @property
-    def passes(self) -> dict[tuple[int, int], CapturedPass]:
-        """Captured passes by slot and bucket."""
+    def passes(self) -> dict[tuple[int, int, int], CapturedPass]:
+        """Captured passes by sequences, rows and columns that attention gets."""
         return self.graphs.passes
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        rows = max(len(tree) for _, tree in trees)
-        bucket = bucket_of(rows)
+        """Evaluate all trees in one pass, or in several if there are many."""
+        most = max(len(tree) for _, tree in trees)
         # Padding rows are written too, so there must be room for the whole bucket.
-        room = [(slot, self.lengths[slot] + (bucket or rows)) for slot, _ in trees]
-        with self.with_room(f"a step of {rows} rows for {len(trees)} sequences", room):
-            if len(trees) > 1 or bucket is None:
-                return super().forward(trees)
-            ((slot, tree),) = trees
-            self.cache.occupy(slot, self.lengths[slot] + bucket)
-            if (slot, bucket) not in self.passes:
-                self.passes[slot, bucket] = CapturedPass(slot, bucket, self.model.device)
-            with memory_errors(f"a step of {bucket} rows"):
-                logits = self.passes[slot, bucket].run(self, tree, self.lengths[slot])
-            return [LogitsRows(logits, 0)]
+        room = [(slot, self.lengths[slot] + (bucket_of(most) or most)) for slot, _ in trees]
+        scores: dict[int, Scores] = {}
+        with self.with_room(f"a step of {most} rows for {len(trees)} sequences", room):
+            for members in division([len(tree) for _, tree in trees]):
+                scores.update(zip(members, self._evaluate([trees[i] for i in members]), strict=True))
+        return [scores[index] for index in range(len(trees))]
+
+    def _evaluate(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
+        """Evaluate trees in one pass."""
+        steps = [Step(slot, self.lengths[slot], tree) for slot, tree in trees]
+        sequences, rows = bucket_of(len(trees), BATCHES), bucket_of(max(len(tree) for _, tree in trees))
+        if sequences is None or rows is None:
+            return super().forward(trees)
+        for step in steps:
+            self.cache.occupy(step.slot, step.length + rows)
+        size = sequences, rows, self._width(max(step.length for step in steps) + rows)
+        with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
+            one = self.graphs.find(size, lambda: CapturedPass(*size, self.model.device))
+            logits = one.run(self, steps)
+        return [LogitsRows(logits, b) for b in range(len(trees))]
+
+    def _width(self, longest: int) -> int:
+        """The number of columns that attention gets for sequences that end at column ``longest``."""
+        if self.attention.backend in IN_PLACE:
+            return self.cache.capacity
+        return min(self.cache.capacity, max(NARROWEST, 1 << (longest - 1).bit_length()))
 
     @contextmanager
     def _visibility(
@@ -259,9 +409,26 @@ class CudaGraphTarget(GraphTarget):
         """Install the tree attention, which reads ancestor bits, so the model gets no mask."""
         committed = torch.tensor(lengths)
         words = pack_bits([tree.ancestors for tree in trees], positions.shape[1])
-        arguments = (committed.int(), words, (positions - committed[:, None]).int())
-        with self.attention.installed(self.model, *(tensor.to(self.model.device) for tensor in arguments)):
+        arguments = (committed, words, positions - committed[:, None])
+        on_device = [to_device(numbers, torch.int32, self.model.device) for numbers in arguments]
+        with self.attention.installed(self.model, *on_device):
             yield None
+
+
+def division(rows: Sequence[int]) -> list[list[int]]:
+    """The sequences of each pass of a step, by index, given the rows of each sequence.
+
+    Every sequence of a pass is padded to the same number of rows, so sequences of similar size share a pass.
+    """
+    passes: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: -rows[index]):
+        if passes:
+            largest, sequences = rows[passes[-1][0]], len(passes[-1]) + 1
+            if (bucket_of(sequences, BATCHES) or inf) * (bucket_of(largest) or inf) <= MOST_ROWS:
+                passes[-1].append(index)
+                continue
+        passes.append([index])
+    return passes
 
 
 def captured_attention(
@@ -298,7 +465,7 @@ def _check_captures(
         return None, str(error)
     try:
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
-            return None, f"{name} reads values on the host in its pass ({reads})"
+            return None, f"{name} reads values on the host in its pass ({reads[0]})"
         result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
     except OutOfMemory:
         raise
@@ -317,43 +484,27 @@ def _check_captures(
         return None, f"{name} cannot be captured ({summary(error)})"
     if not result.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
-    how = "captured passes" if model.device.type == "cuda" else "passes in buckets of rows, without capture"
+    how = "captured passes" if is_gpu(model.device) else "passes in buckets of rows, without capture"
     where = f"{name} on {model.device.type}: {how}, attention by {attention.backend}"
     return attention, f"{where} ({result.reason})"
 
 
-def host_reads(target: CudaGraphTarget) -> str:
-    """The first operation of a pass that reads a value on the host, which a graph cannot contain; "" if there is
-    none, and on a CPU.
+def host_reads(target: CudaGraphTarget) -> list[str]:
+    """File and line of what reads a value on the host in a pass, which a graph cannot contain; [] on a CPU.
 
     Call it before anything is captured, because a failed capture leaves the device's random generator unusable.
-    Every bucket is evaluated once before the check, so kernels are compiled, or fail to compile, before the first
-    text.
+    Every bucket of rows is evaluated once before the check, so kernels are compiled, or fail to compile, before the
+    first text.
     """
-    device = target.model.device
-    if device.type == "cpu":
-        return ""
+    device, sizes = target.model.device, [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
+    if not target.graphs.on_gpu:
+        return []
     with target.with_room("a step", [(0, BUCKETS[-1])]):
-        passes = [CapturedPass(0, bucket, device) for bucket in BUCKETS]
-        for captured_pass in passes:
-            captured_pass.evaluate(target)
-        try:
-            with refused_host_reads():
-                for captured_pass in passes:
-                    captured_pass.evaluate(target)
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
-                raise
-            return summary(error)
-    return ""
-
-
-@contextmanager
-def refused_host_reads() -> Iterator[None]:
-    """A context in which an operation that waits for the GPU to read a value on the host raises RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        passes = [CapturedPass(*size, target.cache.capacity, device) for size in sizes]
+        for one in passes:
+            one.describe([Step(0, 0, TokenTree(0))])
+            one.evaluate(target)
+        with noticed_waits(device) as found:
+            for one in passes:
+                one.evaluate(target)
+    return found

@@ -32,7 +32,8 @@ from ..attention.exact import DEPTH, PAGE, WINDOW, boundary
 from ..core import Scores, TokenTree
 from ..core.target import CHECKED
 from .attention_hook import TreeAttention, implementation
-from .cuda_graphs import CAPACITY, GraphTarget, refused_host_reads
+from .cuda import noticed_waits, pinned
+from .cuda_graphs import CAPACITY, GraphTarget
 from .facts import ModelFacts
 from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
@@ -169,12 +170,10 @@ class CapturedExactTarget(GraphTarget, ExactTarget):
         last = max((slot for slot, number in pages if number), default=0)
         key = (min(1 << last.bit_length(), self.cache.slots), count)
         with self.with_room("a pass", ()):
-            if key not in self.graphs.passes:
-                self.graphs.passes[key] = _CapturedPass(self, numbers, *key)
-            captured: _CapturedPass = self.graphs.passes[key]
-            captured.numbers.copy_(numbers)
-            captured.graph.replay()
-            logits: torch.Tensor = captured.logits.clone()  # the next replay overwrites them
+            one = self.graphs.find(key, lambda: _CapturedPass(self, numbers, *key))
+            one.numbers.copy_(pinned(numbers, numbers.dtype, self.model.device), non_blocking=True)
+            one.graph.replay()
+            logits: torch.Tensor = one.logits.clone()  # the next replay overwrites them
             return logits
 
 
@@ -187,13 +186,16 @@ class _CapturedPass:
     """A captured pass whose attention reads ``count`` pages of each of the first ``slots`` slots."""
 
     def __init__(self, target: CapturedExactTarget, numbers: torch.Tensor, slots: int, count: int) -> None:
-        self.numbers = numbers.to(target.model.device, copy=True)
+        device = target.model.device
+        self.numbers = numbers.to(device, copy=True)
         pages = [(slot, count) for slot in range(slots if count else 0)]
         target.evaluate(self.numbers, pages)  # libraries are set up in the first pass
         # A failed capture would leave the device's random generator unusable, so the first pass is checked before it.
         if not target.attention.checked_for_host_reads:
-            with refused_host_reads():
+            with noticed_waits(device) as found:
                 target.evaluate(self.numbers, pages)
+            if found:
+                raise RuntimeError(f"a pass waits for the device in {found[0]}")
             target.attention.checked_for_host_reads = True
         captured: Any = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
-        self.graph, self.logits = captured
+        self.graph, self.logits, self.bytes = captured

@@ -14,6 +14,8 @@ from .top import top_of_rows
 if TYPE_CHECKING:
     import torch
 
+    from .cuda import HostCopy
+
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -79,15 +81,12 @@ class LogitsBatch(Logits):
 
     Args:
         logits: (B, R, V).
-        tokens: their ``best_tokens`` (B, R), if known.
         hidden: their hidden states (B, R, hidden), if they were kept.
     """
 
-    def __init__(
-        self, logits: torch.Tensor, tokens: torch.Tensor | None = None, hidden: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
         self.logits = logits
-        self._tokens, self._hidden = tokens, hidden
+        self._hidden = hidden
         self._best: list[list[int]] | None = None
 
     def row(self, b: int, r: int) -> torch.Tensor:
@@ -100,7 +99,7 @@ class LogitsBatch(Logits):
 
     def argmax(self, b: int, r: int) -> int:
         if self._best is None:
-            self._best = (best_tokens(self.logits) if self._tokens is None else self._tokens).tolist()
+            self._best = best_tokens(self.logits).tolist()
         return self._best[b][r]
 
     def hidden(self, b: int, r: int) -> Numbers | None:
@@ -118,13 +117,55 @@ class LogitsBatch(Logits):
         values, tokens = logits.topk(k, dim=-1)
         # One copy for both. float32 represents integers exactly only up to 2 ** 24, so the ids keep their own bits.
         log_odds = values.float() - values[..., :1].float()
-        packed = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
-        return packed[0].view(np.int32), packed[1]
+        both = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
+        return both[0].view(np.int32), both[1]
 
 
 def as_float32(numbers: Numbers) -> Numbers:
     """Logits as float32, from float32 or from the bits of bf16."""
     return (numbers.astype(np.int32) << 16).view(np.float32) if numbers.dtype == np.int16 else numbers
+
+
+#: Best tokens of a row that ``packed`` holds: as many as drafters ask for.
+PACKED_TOP = 8
+
+
+def packed(logits: torch.Tensor) -> torch.Tensor:
+    """What is read of most rows, in one tensor: (B, R, 1 + 2k) int32 from logits (B, R, V).
+
+    A row's ``best_tokens``, its k best tokens, and the bits of their float32 log-odds against the best one.
+    """
+    import torch
+
+    values, tokens = logits.topk(min(PACKED_TOP, logits.shape[-1]), dim=-1)
+    log_odds = values.float() - values[..., :1].float()
+    best = best_tokens(logits).int()[..., None]
+    return torch.cat((best, tokens.int(), log_odds.view(torch.int32)), dim=-1)
+
+
+class CopiedLogits(LogitsBatch):
+    """Logits on a device, of which ``packed`` is being copied to the host.
+
+    Args:
+        logits: (B, R, V).
+        copy: the copy of ``packed(logits)``, and possibly of further rows and sequences.
+        hidden: their hidden states (B, R, hidden), if they were kept.
+    """
+
+    def __init__(self, logits: torch.Tensor, copy: HostCopy, hidden: torch.Tensor | None = None) -> None:
+        super().__init__(logits, hidden)
+        self._copy = copy
+
+    def argmax(self, b: int, r: int) -> int:
+        return int(self._copy.numpy()[b, r, 0])
+
+    def _search(self, k: int) -> tuple[Numbers, Numbers]:
+        batch, rows, vocabulary = self.logits.shape
+        numbers = self._copy.numpy()[:batch, :rows, 1:]
+        known = numbers.shape[-1] // 2
+        if min(k, vocabulary) > known:
+            return super()._search(k)
+        return numbers[..., :known], numbers[..., known:].view(np.float32)
 
 
 def _as_numpy(logits: torch.Tensor) -> Numbers:

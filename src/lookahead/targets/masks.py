@@ -42,6 +42,7 @@ from torch import nn
 
 from ..attention.bits import pack_bits, unpack_bits
 from ..core import TokenTree
+from .cuda import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def attention_masks(
         elif kind == "chunked_attention" and kinds.chunk:
             allowed = seen & (query // kinds.chunk == keys // kinds.chunk)
         mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
-        masks[kind] = mask.masked_fill_(allowed.to(device), 0)[:, None]
+        masks[kind] = mask.masked_fill_(to_device(allowed, torch.bool, device), 0)[:, None]
     return masks if len(masks) > 1 else masks[kinds.kinds[0]]
 
 

@@ -19,6 +19,7 @@ from ..core import Scores, SettingsError, TokenTree
 from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
+from .cuda import to_device
 from .facts import ModelFacts, PassFacts
 from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
@@ -103,7 +104,7 @@ class TransformersTarget(StoredTarget):
         self.facts = facts
         self.vocabulary = facts.vocabulary
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity) if cache is None else cache
-        self.lengths: dict[int, int] = {}
+        self.lengths = self.cache.lengths
 
     def depth_limit(self, slot: int) -> int:
         """Room up to the model's last position, or up to the position at which its rotary frequencies change."""
@@ -198,12 +199,12 @@ class TransformersTarget(StoredTarget):
         """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if asked for."""
         device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
         keep = None
-        if len(nodes) < ids.shape[1]:  # otherwise, avoid a copy to the device, which would wait for it
-            keep = torch.tensor(nodes, device=device)
+        if len(nodes) < ids.shape[1]:
+            keep = to_device(nodes, torch.long, device)
             if self.facts.accepts_logits_to_keep:
                 named["logits_to_keep"] = keep
         with mask_compatible_attention(self.model), head_inputs(self.model, hidden) as states:
-            ids, positions = ids.to(device), positions.to(device)
+            ids, positions = (to_device(numbers, torch.long, device) for numbers in (ids, positions))
             logits = run_model(self.model, self.facts, self.cache, ids, positions, **named)
         results = [logits, *states]
         if keep is not None and not self.facts.accepts_logits_to_keep:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache import KVStorage
+from .cuda import to_device
+
+#: Capacities that are not doubled are multiples of this.
+STEP = 256
+#: ((heads, head size), slot) -> keys or values (count, heads, T, head size).
+Contents = dict[tuple[tuple[int, int], int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     """The KV cache of the transformers target.
 
     All keys and values of one shape share one tensor (count, S slots, heads, C capacity, head size), so a commit is
-    one gather and one scatter for any number of layers, and a batch is a view of the tensor. Slots and capacity grow
-    by doubling. Layers with a sliding window keep all columns; the mask limits what they see.
+    one gather and one scatter for any number of layers and sequences, and a batch is a view of the tensor. Slots and
+    capacity grow by doubling. Layers with a sliding window keep all columns; the mask limits what they see.
 
     Args:
         shapes: per layer (heads, key head size, value head size); None for a layer without keys and values.
@@ -76,6 +83,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     Attributes:
         slots: number of sequences that fit.
         capacity: tokens per slot.
+        lengths: by slot in use, T, the number of committed tokens; kept by the target.
     """
 
     def __init__(
@@ -86,47 +94,107 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         capacity: int = 256,
     ) -> None:
         Cache.__init__(self, layers=[TreeLayer(self, i) for i in range(len(shapes))])
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.capacity = capacity
         self.slots = 1
+        self.lengths: dict[int, int] = {}
         self.placement = Placement(0, slice(0), slice(1), 0)
         self._used: dict[int, int] = {}  # slot -> end of the columns that passes wrote; the others are 0
         # (layer, 0 for keys or 1 for values) -> ((heads, head size), index in the tensor of that shape)
         self._index: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-        counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, int], int] = {}
         for layer, shape in enumerate(shapes):
             for which, size in enumerate(shape[1:] if shape is not None else ()):
                 group = (shape[0], size)  # type: ignore[index]
-                self._index[layer, which] = group, counts.get(group, 0)
-                counts[group] = counts.get(group, 0) + 1
-        self._storage = {
-            (heads, size): torch.zeros(count, 1, heads, capacity, size, dtype=dtype, device=device)
-            for (heads, size), count in counts.items()
-        }
+                self._index[layer, which] = group, self._counts.get(group, 0)
+                self._counts[group] = self._counts.get(group, 0) + 1
+        self._storage = self._filled(1, capacity, {})
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(storage.nbytes for storage in self._storage.values())
 
     def make_room(self, slot: int, length: int) -> None:
         self.reserve(slot + 1, length)
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room for at least ``slots`` slots of ``capacity`` tokens, by doubling what is too small."""
-        new_slots, new_capacity = self.slots, self.capacity
+    def grown(self, slots: int, capacity: int) -> tuple[int, int]:
+        """Slots and capacity with room for ``slots`` slots of ``capacity`` tokens, by doubling what is too small."""
+        new_slots, new_capacity = self.slots, self.capacity or STEP
         while new_slots < slots:
             new_slots *= 2
         while new_capacity < capacity:
             new_capacity *= 2
-        if (new_slots, new_capacity) == (self.slots, self.capacity):
+        return new_slots, new_capacity
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Ensure room for at least ``slots`` slots of ``capacity`` tokens.
+
+        If no slot is in use, the old memory is freed before new memory is taken. Otherwise both exist while sequences
+        are copied. If there is no room for both, the sequences are kept in the host's memory in between; if there is
+        no room for the doubled size, only what is needed is taken.
+
+        Raises:
+            RuntimeError: out of memory; the cache is as before.
+        """
+        before, wanted = (self.slots, self.capacity), self.grown(slots, capacity)
+        if wanted == before:
             return
-        for group, old in self._storage.items():
-            count, _, heads, _, size = old.shape
-            self._storage[group] = new = old.new_zeros(count, new_slots, heads, new_capacity, size)
-            new[:, : self.slots, :, : self.capacity] = old
-        self.slots, self.capacity = new_slots, new_capacity
+        least = max(slots, self.slots), max(-(-capacity // STEP) * STEP, self.capacity)
+        if self.lengths:
+            try:
+                self._replace(wanted, self._filled(*wanted, self._contents()))
+                return
+            except torch.OutOfMemoryError:
+                pass
+        contents = self._contents(on_host=True)
+        self._storage, error = {}, None
+        for size in (wanted, least, before):
+            try:
+                self._replace(size, self._filled(*size, contents))
+                break
+            except RuntimeError as raised:
+                error = raised
+        if error is not None and (not self._storage or (self.slots, self.capacity) == before):
+            raise error
+
+    def _contents(self, on_host: bool = False) -> Contents:
+        """The keys and values of all slots in use, with those of pending rows."""
+        return {
+            (group, slot): storage[:, slot, :, :end].to("cpu" if on_host else self.device)
+            for group, storage in self._storage.items()
+            for slot, end in self._used.items()
+            if slot in self.lengths
+        }
+
+    def _filled(self, slots: int, capacity: int, contents: Contents) -> dict[tuple[int, int], torch.Tensor]:
+        """New memory with these contents, and 0 elsewhere."""
+        options: Any = {"dtype": self.dtype, "device": self.device}
+        storage = {
+            (heads, size): torch.zeros(count, slots, heads, capacity, size, **options)
+            for (heads, size), count in self._counts.items()
+        }
+        for (group, slot), states in contents.items():
+            storage[group][:, slot, :, : states.shape[2]] = states
+        return storage
+
+    def _replace(self, size: tuple[int, int], storage: dict[tuple[int, int], torch.Tensor]) -> None:
+        self.slots, self.capacity = size
+        self._storage = storage
+        self._used = {slot: end for slot, end in self._used.items() if slot in self.lengths}
 
     def clear(self) -> None:
-        """Set all keys and values to 0, in the same memory."""
+        """Set all keys and values to 0, in the same memory, and forget the slots in use."""
         for storage in self._storage.values():
             storage.zero_()
         self._used.clear()
+        self.lengths.clear()
+
+    def free(self) -> None:
+        """Give the memory back. ``reserve`` takes new memory."""
+        self._storage, self.slots, self.capacity = {}, 1, 0
+        self._used.clear()
+        self.lengths.clear()
 
     def occupy(self, slot: int, end: int) -> None:
         """Prepare a pass that writes a slot's columns up to ``end``: set what lies behind them to 0.
@@ -150,12 +218,11 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             slot, columns = slots[0], slice(longest, longest + rows)
             self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
             return
-        index = torch.tensor(slots, device=self.device)
-        starts = torch.tensor(lengths, device=self.device)[:, None]
+        index, starts = to_device([list(slots), list(lengths)], torch.long, self.device)
         # Adjacent slots are read as a view; other slots are gathered, which copies their whole context.
         adjacent = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         read_slots = slice(slots[0], slots[0] + len(slots)) if adjacent else index
-        write_columns = starts + torch.arange(rows, device=self.device)
+        write_columns = starts[:, None] + torch.arange(rows, device=self.device)
         self.placement = Placement(index[:, None], write_columns, read_slots, longest + rows, longest)
 
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
@@ -173,15 +240,18 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             storage[:, slot, :, :length] = storage[:, source, :, :length]
         self._used[slot] = max(length, self._used.get(slot, 0))
 
-    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        # The first rows are often in place already. The path increases, so one gather before the scatter suffices.
-        start = next((i for i, row in enumerate(path) if row != i), len(path))
-        if start == len(path):
-            return
-        source = torch.tensor([length + row for row in path[start:]], device=self.device)
-        for storage in self._storage.values():
-            rows = storage[:, slot].index_select(2, source)
-            storage[:, slot, :, length + start : length + len(path)] = rows
+    def move(self, moves: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        # The first rows are often in place already. A gather before the scatter keeps rows from overwriting others.
+        rows = [
+            (slot, length + row, length + i)
+            for slot, length, path in moves
+            for i, row in enumerate(path)
+            if row != i
+        ]
+        if rows:
+            slots, sources, targets = to_device(rows, torch.long, self.device).T
+            for storage in self._storage.values():
+                storage[:, slots, :, targets] = storage[:, slots, :, sources]
 
     def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Copies of the keys and values of a slot's first ``length`` tokens: per layer, each (1, heads, length,

@@ -259,11 +259,11 @@ class KVCache(KVStorage):
 
         return [(copied(keys[i]), copied(array[i, heads:])) for i in range(layers)]
 
-    def move(self, slot: int, length: int, path: Sequence[int]) -> None:
-        if list(path) == list(range(len(path))):  # they are in place already
-            return
-        array = self.storage[slot]
-        layers, heads, capacity, _ = array.shape
-        _move(
-            array.reshape(layers, heads, -1), capacity, self.key_heads, self._key_pair, length, np.array(path)
-        )
+    def move(self, moves: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        for slot, length, path in moves:
+            if list(path) == list(range(len(path))):  # the rows are in place already
+                continue
+            array = self.storage[slot]
+            layers, heads, capacity, _ = array.shape
+            numbers = array.reshape(layers, heads, -1)
+            _move(numbers, capacity, self.key_heads, self._key_pair, length, np.array(path))

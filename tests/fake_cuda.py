@@ -1,0 +1,127 @@
+"""A CUDA device that the CPU plays: streams, graphs, memory and waiting operations, with a log of what ran where.
+
+``FakeCuda(monkeypatch)`` replaces what ``lookahead.targets`` calls of ``torch.cuda``. Tensors stay on the CPU and are
+computed at once, so results are right; the log shows in which order a device would have been asked for them. A graph
+keeps the operations of its capture with their tensors, and a replay runs them again, so whatever Python decided
+during the capture stays as it was, as on a device.
+"""
+
+import warnings
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lookahead.targets import certificate, cuda
+
+TOTAL = 1000
+
+
+class Graph(TorchDispatchMode):
+    """The operations of a capture. Nothing may be read on the host in it."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.calls = device, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func)
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        self.device.note("replay")
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():  # no view and not in place
+                    old.copy_(new)
+
+
+class FakeCuda:
+    """The device.
+
+    Attributes:
+        log: (what, stream) in the order of the calls; for a wait, (what, waiting stream, awaited stream).
+        current: the current stream; a test may set it to another caller's.
+        free: bytes that are free of ``TOTAL``.
+        cost: bytes that a capture takes; more than ``free`` is out of memory.
+        mode: the sync-debug mode.
+    """
+
+    def __init__(self, monkeypatch):
+        self.log, self.streams, self.handles = [], 0, 0
+        self.caller("caller")
+        self.free, self.cost, self.mode = TOTAL, 1, 0
+        replaced = {
+            "Stream": lambda device: self.stream(),
+            "Event": self.event,
+            "device": lambda device: nullcontext(),
+            "stream": self.on,
+            "current_stream": lambda device=None: self.current,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self.capture,
+            "graph_pool_handle": self.pool,
+            "mem_get_info": lambda device=None: (self.free, TOTAL),
+            "empty_cache": lambda: None,
+            "get_sync_debug_mode": lambda: self.mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+        # Every module that asks by that name.
+        for module in ("cuda", "cuda_graphs"):
+            monkeypatch.setattr(f"lookahead.targets.{module}.is_gpu", lambda device: True)
+
+    def note(self, what, *others):
+        self.log.append((what, self.current.name, *others))
+
+    def stream(self):
+        self.streams += 1
+        made = SimpleNamespace(name=f"stream {self.streams}")
+        made.wait_stream = lambda other: self.log.append(("wait", made.name, other.name))
+        return made
+
+    def caller(self, name):
+        """A stream of a caller, now the current one."""
+        self.current = self.stream()
+        self.current.name = name
+
+    def event(self):
+        return SimpleNamespace(record=lambda: self.note("record"), synchronize=lambda: self.note("read"))
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(self, graph, pool, stream, capture_error_mode):
+        assert stream is self.current
+        assert capture_error_mode == "thread_local"
+        self.note("capture", pool)
+        if self.cost > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        self.free -= self.cost
+        with graph:
+            yield
+
+    def pool(self):
+        self.handles += 1
+        return self.handles
+
+    def wait(self):
+        """An operation that waits for the device."""
+        if self.mode == "error":
+            raise RuntimeError(cuda.WAITS)
+        if self.mode == "warn":
+            warnings.warn(cuda.WAITS, stacklevel=2)
