@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead.targets import certificate, cuda
+from lookahead.targets import cuda, paths
 
 TOTAL = 1000
 
@@ -74,7 +74,7 @@ class FakeCuda:
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        monkeypatch.setattr(certificate, "on_gpu", lambda model: True)
+        monkeypatch.setattr(paths, "on_gpu", lambda model: True)
         # Every module that asks by that name.
         for module in ("cuda", "cuda_graphs"):
             monkeypatch.setattr(f"lookahead.targets.{module}.is_gpu", lambda device: True)
