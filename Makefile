@@ -23,7 +23,7 @@ help:
 	@echo "make dist       wheel and sdist in dist/, checked"
 	@echo "make test-wheel that wheel with [serve] in empty environments, for every Python that is found"
 	@echo "make licences   the licences of all that is installed, and of the data sets"
-	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills; writes docs/results/soak.md"
+	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills, damaged files; writes docs/results/soak.md"
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
@@ -93,6 +93,7 @@ soak: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py texts --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py server --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py files --report $(SOAK)
 
 # What builds the site and the packages lies beside the tests' packages: pip installs it when it is first asked for.
 $(VENV)/.docs: $(READY)

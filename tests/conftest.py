@@ -52,6 +52,7 @@ SLOW = [
     "test_server_[ps]*",
     "test_adaptive_t*",
     "test_soak*",
+    "test_gguf_damage*",
     "test_contributing*",
     "test_examples*",
     "test_hub::test_the_model_cards*",

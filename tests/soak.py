@@ -4,10 +4,11 @@
     python tests/soak.py texts --count 4000      texts of so many tokens against plain decoding
     python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
     python tests/soak.py server --count 600      so many seconds of 64 clients, then SIGTERM and kill -9 under load
+    python tests/soak.py files --count 2000      damaged GGUF files, in a process with limited memory
 
 Each takes ``--report PAGE`` and adds a section to that page; the status is 1 where something was found. The short
-forms are in test_soak.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only: memory and open
-files are read from /proc.
+forms are in test_soak.py and test_gguf_damage.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux
+only: memory and open files are read from /proc.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import transformers
 
+import gguf_damage
 import lookahead
 import toy
 from crowd import Crowd
@@ -395,16 +397,39 @@ def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Cro
     return crowd
 
 
+# ---------------------------------------------------------------- damaged files
+
+
+def files(count: int) -> Findings:
+    """So many damaged GGUF files (``gguf_damage``): each is refused in one line, or decodes."""
+    report = gguf_damage.fuzz(count)
+    names = ", ".join(architecture for architecture, _ in gguf_damage.FILES)
+    outcomes, counts = report.outcomes, report.counts
+    facts = [
+        f"{count} files of {names}; limit of memory: {gguf_damage.ALLOWANCE >> 20} MiB more than whole files take",
+        f"{outcomes['refused']} refused in one line, {outcomes['decoded']} decoded",
+        f"only counts were wrong in {counts.total()} of them: {counts['refused']} refused, "
+        f"{counts['decoded']} decoded (which must give the tokens of the whole file)",
+    ]
+    return Findings(report.found, facts)
+
+
 # ---------------------------------------------------------------- the command
 
 
-FORMS = {"memory": (memory, 1000), "texts": (texts, 4000), "kills": (kills, 50), "server": (server, 600)}
+FORMS = {
+    "memory": (memory, 1000),
+    "texts": (texts, 4000),
+    "kills": (kills, 50),
+    "server": (server, 600),
+    "files": (files, 2000),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("form", choices=FORMS)
-    parser.add_argument("--count", type=int, help="generations, tokens of a text, signals, or seconds")
+    parser.add_argument("--count", type=int, help="generations, tokens of a text, signals, seconds or files")
     parser.add_argument("--report", type=Path, help="add a section to this page")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -412,12 +437,13 @@ def main() -> None:
     form, usual = FORMS[given.form]
     count = given.count if given.count is not None else usual
     found = form(count)
+    dtype = "packed weights and float32" if form is files else "float32"
     lines = [
         f"## {given.form.capitalize()}",
         "",
         f"`python tests/soak.py {given.form} --count {count}`: **{len(found.wrong)} findings**",
         "",
-        f"{describe(environment() | {'model': 'tiny random models', 'dtype': 'float32'})}.",
+        f"{describe(environment() | {'model': 'tiny random models', 'dtype': dtype})}.",
         "",
         *(f"- {line}" for line in found.facts),
         *(f"- **wrong**: {line}" for line in found.wrong),

@@ -180,7 +180,7 @@ def test_a_file_that_ends_early(plain, tmp_path, left):
 
 def test_what_is_no_gguf(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"PK\3\4" * 100)
-    refused("must be complete.*magic", tmp_path / "x.gguf")
+    refused(r"x.gguf is not a GGUF file: its first bytes must be b'GGUF'", tmp_path / "x.gguf")
     refused(r"a \.gguf file or a hub id, got .*none.gguf", tmp_path / "none.gguf")
     refused(r"a \.gguf file or a hub id, got 'none.gguf'", "none.gguf")
 

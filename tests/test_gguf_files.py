@@ -17,7 +17,8 @@ from gguf_files import (
     write_gguf,
 )
 from lookahead.models.gguf import GGUFFile
-from lookahead.models.gguf_families import GGUF_NAMES, read_settings
+from lookahead.models.gguf_families import GGUF_NAMES
+from lookahead.models.gguf_settings import read_settings
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]

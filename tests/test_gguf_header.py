@@ -136,8 +136,8 @@ U32, TEXT, ARRAY = 4, 8, 9
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"", "magic bytes GGUF, got b''"),
-        (b"PK\3\4" * 100, "magic bytes GGUF, got b'PK"),
+        (b"", "must be complete.*it ends at byte 0"),
+        (b"PK\3\4" * 100, "is not a GGUF file: its first bytes must be b'GGUF', got b'PK"),
         (header(version=1) + bytes(64), "version must be 2 or 3, got 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(64), "little-endian"),
         (
@@ -165,6 +165,23 @@ U32, TEXT, ARRAY = 4, 8, 9
         ),
         (header(tensors=line(b"t", (4,), 0, 2**62) + bytes(64), tensor_count=1), "must end within the file"),
         (header(tensors=line(b"t", (2**40, 2**40), 0, 0) + bytes(64), tensor_count=1), "end within the file"),
+        (header(tensors=line(b"t", (4, 0), 0, 0) + bytes(64), tensor_count=1), "'t' must not be empty"),
+        (
+            header(tensors=line(b"t", (4,), 0, 4) + bytes(64), tensor_count=1),
+            "'t' must begin at byte 64.*got 68",
+        ),
+        (
+            header(tensors=line(b"t", (4,), 0, 0) + bytes(99), tensor_count=1),
+            "must end the file, but 60 bytes",
+        ),
+        (
+            header(tensors=line(b"t", (8,), 0, 0) + line(b"u", (8,), 0, 0) + bytes(99), tensor_count=2),
+            "'u' must begin at byte 128, where the one before it ends .*, got 96",
+        ),
+        (
+            header(tensors=line(b"t", (8,), 0, 0) + line(b"u", (8,), 0, 64) + bytes(160), tensor_count=2),
+            "'u' must begin at byte 128, where the one before it ends .*, got 160",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, data, match):

@@ -12,6 +12,7 @@ from gguf_files import ARCHITECTURES, reference_model, unpermuted, write_gguf
 from lookahead.core import SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
+from lookahead.models.gguf_families import GGUF_NAMES
 from lookahead.targets.cpu import packed_model
 from lookahead.targets.cpu.packed_model import PackedModel, read_model
 from lookahead.targets.paths import make_target
@@ -228,7 +229,7 @@ def test_a_file_that_changes_while_it_is_read(files, tmp_path, monkeypatch):
 
 
 def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
-    monkeypatch.delitem(packed_model.read_settings.__globals__["GGUF_NAMES"], "qwen2")
+    monkeypatch.delitem(GGUF_NAMES, "qwen2")
     with pytest.warns(UserWarning, match="the architecture must be one of .*, got 'qwen2'") as warned:
         llm = lookahead.load(files("qwen2", ("Q8_0",)))
     assert len(warned) == 1

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from .core import SettingsError
 from .core.errors import first_line
 from .models.gguf_decoded import GGUFCheckpoint, missing_packages
+from .models.gguf_settings import check_file
 from .models.tokenizer import GGUFTokenizer, build_tokenizer
 from .options import LoadOptions
 
@@ -81,6 +82,9 @@ class Checkpoint:
         """
         import torch
         import transformers
+
+        if self.gguf is not None:
+            check_file(self.gguf.file)
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -120,14 +124,23 @@ class Checkpoint:
         return (model if "device_map" in how else model.to(device)).eval()
 
     def read_tokenizer(self) -> tuple[Any, str]:
-        """(tokenizer, ""), or (None, why there is none); token ids need no tokenizer."""
+        """(tokenizer, ""), or (None, why there is none); token ids need no tokenizer.
+
+        Raises:
+            SettingsError: the tokenizer of a GGUF file is damaged.
+        """
         if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
             return None, f"{self.name} has no tokenizer files"
         if self.gguf is not None:
             metadata = self.gguf.file.metadata
             if "tokenizer.ggml.tokens" not in metadata:
                 return None, f"{self.name} holds none"
-            backend = build_tokenizer(metadata)
+            try:
+                backend = build_tokenizer(metadata)
+            except SettingsError as error:
+                raise SettingsError(
+                    f"the tokenizer of {self.name} is damaged: {error}; download or convert the file again"
+                ) from None
             if backend is not None:
                 return GGUFTokenizer(backend, metadata), ""
         from transformers import AutoTokenizer
@@ -143,13 +156,13 @@ class Checkpoint:
 
         try:
             return self._from_pretrained(auto, **keywords)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise SettingsError(f"{self.name} did not fit in memory; take a smaller dtype or model") from None
         except ImportError as error:
             raise SettingsError(
                 f"{self.name} needs a package that is not installed: {first_line(error)}"
             ) from None
-        except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # transformers and what it calls have no common class
             if self.gguf is not None:
                 raise SettingsError(f"transformers cannot read {self.name}: {first_line(error)}") from None
             if self.folder is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core import SettingsError
+from ..core.errors import first_line
 
 #: A text, chat messages or token ids.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -99,9 +100,9 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
             "chat messages need a chat template, and this model's tokenizer has none; "
             "give the prompt as a text, or use an instruction-tuned model"
         )
-    from jinja2 import TemplateError
-
     try:
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-    except (TemplateError, TypeError, ValueError) as error:
-        raise SettingsError(f"the model's chat template refuses these messages: {error}") from None
+    except Exception as error:  # a template is code of the model's, and may raise anything
+        raise SettingsError(
+            f"the model's chat template refuses these messages: {first_line(error)}"
+        ) from None

@@ -11,7 +11,8 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
 
 Every count and length is compared with the remaining bytes before it is used, so a wrong number in a header causes an
-error and never a large allocation.
+error and never a large allocation. Tensors lie one after the other and fill the file, as in every file that llama.cpp
+reads, so a wrong shape, block type or offset causes an error too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +80,8 @@ NUMBERS = {
     12: "<f8",
 }
 STRING, ARRAY = 8, 9
+#: The first bytes of every file.
+MAGIC = b"GGUF"
 #: Largest number of dimensions of a tensor in ggml.
 MOST_DIMENSIONS = 4
 #: Bytes of the smallest entry of each table: an empty name and one value or dimension.
@@ -112,7 +116,7 @@ class GGUFFile:
         tensors: name -> ``Tensor``, in the file's order.
 
     Raises:
-        SettingsError: the file cannot be read, is incomplete, or violates the format.
+        SettingsError: the file cannot be read, is not a GGUF file, is incomplete, or violates the format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -123,6 +127,11 @@ class GGUFFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._state[-1] else b""
         except OSError as error:
             raise SettingsError(f"{self.path} cannot be read ({error.strerror or error})") from None
+        if not MAGIC.startswith(magic := self._map[: len(MAGIC)]):
+            raise SettingsError(
+                f"{self.path} is not a GGUF file: its first bytes must be {MAGIC!r}, got {magic!r}; "
+                "give a model in GGUF or a directory of safetensors"
+            )
         try:
             self.metadata, self.tensors = _Reader(self._map).read()
         except _Damaged as error:
@@ -173,9 +182,7 @@ class _Reader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(metadata, tensors)."""
-        if self.data[:4] != b"GGUF":
-            raise _Damaged(f"it must begin with the magic bytes GGUF, got {self.data[:4]!r}")
-        self.at = 4
+        self.at = len(MAGIC)
         version = self.number("<I")
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
@@ -191,19 +198,40 @@ class _Reader:
         for _ in range(entry_count):
             key = self.string()
             if key in metadata:
-                raise _Damaged(f"the key {key!r} must occur once, but occurs again at byte {self.at:,}")
+                raise _Damaged(f"the key {key!r:.80} must occur once, but occurs again at byte {self.at:,}")
             metadata[key] = self.value(self.number("<I"), key)
-        table = [self.tensor_entry() for _ in range(tensor_count)]
+        # Offsets count from the end of the table, so that they are known when the whole table is read.
+        table: dict[str, Tensor] = {}
+        for _ in range(tensor_count):
+            name, tensor = self.tensor_entry()
+            if name in table:
+                raise _Damaged(f"the tensor {name!r:.80} must occur once, but occurs twice")
+            table[name] = tensor
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise _Damaged(f"general.alignment must be a power of two, got {alignment}")
-        start = (self.at + alignment - 1) // alignment * alignment
-        tensors: dict[str, Tensor] = {}
-        for name, kind, shape, offset in table:
-            if name in tensors:
-                raise _Damaged(f"the tensor {name!r} must occur once, but occurs twice")
-            tensors[name] = self.tensor(name, kind, shape, start + offset)
+            raise _Damaged(f"general.alignment must be a power of two, got {alignment!r:.60}")
+        start = _aligned(self.at, alignment)
+        tensors = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in table.items()}
+        self.check_positions(tensors, start, alignment)
         return metadata, tensors
+
+    def check_positions(self, tensors: dict[str, Tensor], start: int, alignment: int) -> None:
+        """Check that the tensors lie in the file one after the other, and that nothing follows the last one."""
+        end = start
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            last = tensor.offset + tensor.nbytes
+            if last > self.size:
+                raise _Damaged(
+                    f"the tensor {name!r:.80} must end within the file, but it ends at byte {last:,}"
+                )
+            if tensor.offset != end:
+                raise _Damaged(
+                    f"the tensor {name!r:.80} must begin at byte {end:,}, where the one before it ends (rounded "
+                    f"up to {alignment} bytes), got {tensor.offset:,}"
+                )
+            end = _aligned(last, alignment)
+        if self.size > end:
+            raise _Damaged(f"its last tensor must end the file, but {self.size - end:,} bytes follow it")
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
         """Check that ``count`` items of at least ``smallest`` bytes fit into the rest of the file."""
@@ -257,7 +285,7 @@ class _Reader:
         """An array of an entry: strings as a list, numbers as a numpy array."""
         kind, count = self.number("<I"), self.number("<Q")
         if kind == STRING:
-            self.check_count(count, 8, f"strings in {key!r}")
+            self.check_count(count, 8, f"strings in {key!r:.80}")
             return self.strings(count)
         return self.numbers(kind, count, key)
 
@@ -265,38 +293,37 @@ class _Reader:
         """Consecutive numbers of one type, (count,)."""
         if kind not in NUMBERS:
             nested = " (an array of arrays)" if kind == ARRAY else ""
-            raise _Damaged(f"the value of {key!r} has type {kind}{nested}, which cannot be read")
+            raise _Damaged(f"the value of {key!r:.80} has type {kind}{nested}, which cannot be read")
         dtype = np.dtype(NUMBERS[kind])
-        self.check_count(count, dtype.itemsize, f"numbers in {key!r}")
+        self.check_count(count, dtype.itemsize, f"numbers in {key!r:.80}")
         values = np.frombuffer(self.data[self.at : self.at + count * dtype.itemsize], dtype)
         self.at += count * dtype.itemsize
         return values
 
-    def tensor_entry(self) -> tuple[str, int, tuple[int, ...], int]:
-        """An entry of the table: name, block type, shape with rows first, offset from the first tensor."""
+    def tensor_entry(self) -> tuple[str, Tensor]:
+        """An entry of the table: a tensor's name, and the tensor with its offset from the first one."""
         name, dimensions = self.string(), self.number("<I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise _Damaged(
-                f"the tensor {name!r} must have 1 to {MOST_DIMENSIONS} dimensions, got {dimensions}"
+                f"the tensor {name!r:.80} must have 1 to {MOST_DIMENSIONS} dimensions, got {dimensions}"
             )
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
-        return name, self.number("<I"), shape, self.number("<Q")
-
-    def tensor(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> Tensor:
-        """A tensor; checks that it lies within the file."""
+        kind, offset = self.number("<I"), self.number("<Q")
         if kind not in BLOCK_TYPES:
-            raise _Damaged(f"the tensor {name!r} has block type {kind}, which this version does not support")
+            raise _Damaged(
+                f"the tensor {name!r:.80} has block type {kind}, which this version does not support"
+            )
         type_name, elements, size = BLOCK_TYPES[kind]
+        if 0 in shape:
+            raise _Damaged(f"the tensor {name!r:.80} must not be empty, got the shape {shape}")
         if shape[-1] % elements:
             raise _Damaged(
-                f"the rows of {name!r} must be a whole number of blocks of {elements} elements for {type_name}, "
+                f"the rows of {name!r:.80} must be a whole number of blocks of {elements} elements for {type_name}, "
                 f"got {shape[-1]:,} elements"
             )
-        nbytes = shape[-1] // elements * size
-        for length in shape[:-1]:
-            nbytes *= length
-        if offset + nbytes > self.size:
-            raise _Damaged(
-                f"the tensor {name!r} must end within the file, but it ends at byte {offset + nbytes:,}"
-            )
-        return Tensor(type_name, shape, offset, nbytes)
+        return name, Tensor(type_name, shape, offset, prod(shape) // elements * size)
+
+
+def _aligned(position: int, alignment: int) -> int:
+    """The first position from this one on that is a multiple of the alignment."""
+    return -(-position // alignment) * alignment

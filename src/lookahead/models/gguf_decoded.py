@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -41,7 +42,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.file = GGUFFile(path)
         parts = self.file.metadata.get("split.count", 1)
-        if parts > 1:
+        if isinstance(parts, int) and parts > 1:
             raise SettingsError(
                 f"a GGUF model must be one file, and {path.name} is one of {parts} parts; "
                 "merge them with llama-gguf-split --merge"
@@ -103,7 +104,8 @@ class GGUFCheckpoint:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
-            with bar:
+            # What damaged blocks decode to is seen in the logits.
+            with bar, np.errstate(all="ignore"):
                 yield
         finally:
             for (module, name, _), value in zip(replacements, before, strict=True):
@@ -115,7 +117,6 @@ class GGUFCheckpoint:
 
 def _parse(path: str) -> Any:
     """Read a file with gguf's reader, on a plain array: slices of a memmap take ten times as long."""
-    import numpy as np
     from gguf.gguf_reader import GGUFReader
 
     class Reader(GGUFReader):

@@ -15,10 +15,15 @@ Two kinds of vocabulary are supported. For others, ``build_tokenizer`` returns N
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import SettingsError
+from ..core.errors import first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,39 +68,90 @@ def byte_alphabet() -> dict[int, str]:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a file; None if its kind is not supported here."""
+    """The tokenizer of a file; None if its kind is not supported here.
+
+    Raises:
+        SettingsError: the vocabulary contradicts itself.
+    """
+    for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "general.architecture"):
+        if not isinstance(metadata.get(key, ""), str):
+            raise SettingsError(f"{key} must be a text, got {metadata[key]!r:.60}")
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
     architecture = metadata.get("general.architecture", "")
+    make: Callable[[Mapping[str, Any]], Tokenizer]
     if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
-        tokenizer = _byte_level(metadata, pre)
+        make = _byte_level
     elif kind == "llama" and architecture in ("gemma", "gemma2", "gemma3"):
-        tokenizer = _gemma(metadata)
+        make = _gemma
     elif kind == "llama" and architecture == "llama":
-        tokenizer = _sentencepiece(metadata)
+        make = _sentencepiece
     else:
         return None
-    _add_whole_tokens(tokenizer, metadata, byte_level=kind == "gpt2")
-    _begin_with_bos(tokenizer, metadata)
+    _check_vocabulary(metadata)
+    try:
+        tokenizer = make(metadata)
+        _add_whole_tokens(tokenizer, metadata, byte_level=kind == "gpt2")
+        _begin_with_bos(tokenizer, metadata)
+    except SettingsError:
+        raise
+    except Exception as error:  # the library tokenizers has no class for its errors
+        raise SettingsError(
+            f"its vocabulary must make a tokenizer, and does not: {first_line(error)}"
+        ) from None
     return tokenizer
 
 
-def _byte_level(metadata: Mapping[str, Any], pre: str) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def _check_vocabulary(metadata: Mapping[str, Any]) -> None:
+    """Check the types and lengths of the entries of a vocabulary."""
+    tokens, merges, template = (
+        metadata.get(key)
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template")
+    )
+    if not isinstance(tokens, list):
+        raise SettingsError(f"tokenizer.ggml.tokens must be a list of texts, got {tokens!r:.60}")
+    if not isinstance(merges, list | None):
+        raise SettingsError(f"tokenizer.ggml.merges must be a list of texts, got {merges!r:.60}")
+    if not isinstance(template, str | None):
+        raise SettingsError(f"tokenizer.chat_template must be a text, got {template!r:.60}")
+    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
+        numbers = np.asarray(metadata.get(key, [0] * len(tokens)))
+        if numbers.shape != (len(tokens),) or numbers.dtype.kind not in "iuf":
+            raise SettingsError(
+                f"{key} must have a number for each of the {len(tokens)} tokens, got {numbers!r:.60}"
+            )
 
+
+def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    """A tokenizer that merges pairs of tokens, the first pair of the list first."""
+    from tokenizers import Tokenizer, models
+
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception:  # the library tokenizers has no class for its errors
+        for pair in merges:
+            if not {*pair, "".join(pair)} <= vocabulary.keys():
+                raise SettingsError(
+                    f"each of its merges must join two tokens of the vocabulary to a third, got {pair!r:.80}"
+                ) from None
+        raise
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    pre = metadata.get("tokenizer.ggml.pre", "")
     alphabet = byte_alphabet()
     spelled = re.compile("[" + re.escape("".join(alphabet.values())) + "]*").fullmatch
     vocabulary = {
         token if spelled(token) else "".join(alphabet[byte] for byte in token.encode()): index
         for index, token in enumerate(metadata["tokenizer.ggml.tokens"])
     }
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_given_merges(metadata),
-            continuing_subword_prefix="",
-            end_of_word_suffix="",
-            fuse_unk=False,
-        )
+    tokenizer = _bpe(
+        vocabulary,
+        _given_merges(metadata),
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+        fuse_unk=False,
     )
     tokenizer.decoder = decoders.ByteLevel()
     if PIECES[pre]:
@@ -110,7 +166,7 @@ def _byte_level(metadata: Mapping[str, Any], pre: str) -> Tokenizer:
 
 def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
     """Gemma's vocabulary: tokens that consist of spaces are stored as real spaces, and its order gives the merges."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
     tokens = [
         "▁" * len(token) if token.isspace() and " " in token else token
@@ -118,10 +174,8 @@ def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
     ]
     merges = merges_of(tokens, range(0, -len(tokens), -1))
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 3)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    unknown = _token({"tokenizer.ggml.unknown_token_id": 3, **metadata}, "unknown")
+    tokenizer = _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Sequence(
@@ -131,15 +185,17 @@ def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
 
     tokens = metadata["tokenizer.ggml.tokens"]
     if "tokenizer.ggml.merges" in metadata:
         merges = _given_merges(metadata)
-    else:
+    elif "tokenizer.ggml.scores" in metadata:
         merges = merges_of(tokens, metadata["tokenizer.ggml.scores"].tolist())
+    else:
+        raise SettingsError("a vocabulary of SentencePiece must have merges or scores, and has none")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -214,7 +270,7 @@ def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos}:1 $B:1",
-            special_tokens=[(bos, tokenizer.token_to_id(bos))],
+            special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])],
         )
 
 
@@ -222,7 +278,8 @@ def _token(metadata: Mapping[str, Any], name: str) -> str | None:
     """The token of a role: "bos", "eos", "unknown" or "padding"."""
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = metadata["tokenizer.ggml.tokens"]
-    return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+    # Some files have -1 as an unsigned number where there is no such token.
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
 
 class GGUFTokenizer:

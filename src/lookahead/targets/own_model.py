@@ -37,7 +37,7 @@ def weights_of(file: GGUFFile) -> tuple[str, int]:
 def generation_config_of(file: GGUFFile) -> SimpleNamespace:
     """The end tokens of a GGUF file, as in a generation config of transformers."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = {int(file.metadata[key]) for key in keys if key in file.metadata}
+    ends = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
     return SimpleNamespace(eos_token_id=sorted(ends) or None)
 
 

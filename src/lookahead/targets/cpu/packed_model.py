@@ -20,7 +20,8 @@ import numpy as np
 from ...core import SettingsError, Target
 from ...models.blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, Unsupported, head_norm_of
 from ...models.gguf import GGUFFile
-from ...models.gguf_families import FREQUENCY_FACTORS, GGUFSettings, read_settings
+from ...models.gguf_families import FREQUENCY_FACTORS
+from ...models.gguf_settings import GGUFSettings, read_settings
 from ...threads import thread_count
 from ..limits import Limits, Probe
 from ..own_model import OwnConfig, OwnModel, generation_config_of, weights_of
@@ -114,7 +115,8 @@ class _Reader:
             try:
                 import gguf
 
-                values = gguf.dequantize(raw.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind])
+                with np.errstate(all="ignore"):  # what damaged blocks decode to is seen in the logits
+                    values = gguf.dequantize(raw.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind])
             except (ImportError, KeyError, NotImplementedError) as error:
                 raise Unsupported(
                     f"{name} is stored as {kind}, which this library reads through the package gguf; "
