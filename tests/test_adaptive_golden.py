@@ -283,17 +283,3 @@ def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monke
 
     assert double(3) == 6
     assert double(4) == 8
-
-
-def test_a_newer_numba_is_called_the_public_way(monkeypatch):
-    from lookahead import jit as compiling
-
-    assert compiling.numba_version() <= compiling.CHECKED
-    monkeypatch.setattr(compiling, "CHECKED", (0, 1))
-
-    @compiling.entry
-    def double(value):
-        return 2 * value
-
-    assert double(3) == 6
-    assert type(double).__module__.startswith("numba")

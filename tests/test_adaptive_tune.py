@@ -1,6 +1,10 @@
 """The cost curve: measured once, kept where the drafter finds it, read only."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +13,9 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli import app
 from lookahead.core import SettingsError
-from lookahead.drafters.adaptive import cost, grow, hashing, learn, measure
+from lookahead.drafters.adaptive import cost, measure
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, save_curve
 from lookahead.drafters.adaptive.measure import Measurement, curve_of, model_key
-from lookahead.drafters.adaptive.sources import suffix
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.testing import FakeTarget
 from toy import save
@@ -171,14 +174,25 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
 
 
-def test_no_text_pays_for_compilation(toy, monkeypatch):
+ENTRIES_BEFORE_THE_FIRST_TEXT = """
+import sys, lookahead
+from lookahead.drafters.adaptive import grow, hashing, learn
+from lookahead.drafters.adaptive.measure import curve_of
+from lookahead.drafters.adaptive.sources import suffix
+llm = lookahead.load(sys.argv[1], drafter="adaptive")
+curve_of(llm.model, llm.target().path, llm.target, print)
+print(*(len(entry.signatures) for entry in (grow.grow, learn.learn, learn.append, suffix.read, hashing.rehash)))
+"""
+
+
+def test_no_text_pays_for_compilation(toy):
     """What is compiled for a text, however long, is compiled before the first one."""
-    entries = (grow.grow, learn.learn, learn.append, suffix.read, hashing.rehash)
-    for function in entries:
-        monkeypatch.setattr(function, "_machine_code", None)
-    llm = lookahead.load(toy, drafter="adaptive")
-    curve_for(llm)
-    assert all(function._machine_code is not None for function in entries)
+    source = str(Path(lookahead.__file__).parents[1])
+    command = [sys.executable, "-c", ENTRIES_BEFORE_THE_FIRST_TEXT, toy]
+    environment = os.environ | {"PYTHONPATH": source}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 1 1 1 1"
 
 
 def test_where_nothing_can_be_kept_the_curve_lives_in_memory(toy, tmp_path, monkeypatch):

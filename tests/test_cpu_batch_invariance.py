@@ -21,12 +21,13 @@ from lookahead.sampling import SeededNoise, make_choose
 from lookahead.targets.cpu import CompiledModel, CpuTarget
 from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
-from lookahead.targets.cpu.llvm import PAIRS, TILES
+from lookahead.targets.cpu.processor import PAIRS, TILES
 from lookahead.targets.cpu.thread_pool import (
-    RANK_BYTES,
-    RANKS,
     ThreadPool,
     Worker,
+    _post,
+    _serve,
+    control_block,
     restart,
     take,
     thread_pool,
@@ -259,7 +260,7 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
     # As after an interrupt between posting a job and leading it.
     state = model._idle.pop()
     pool._owner = state
-    pool._post(pool._control, model._job, state.address)
+    _post(pool.address, model._job, state.address)
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
 
 
@@ -282,7 +283,7 @@ def test_a_helper_of_a_large_pool_is_woken() -> None:
     for rank in range(1, pool.size):
         wait_until(lambda rank=rank: is_asleep(pool, rank))
     for rank in range(1, pool.size - 1):  # as if only the last one slept
-        pool._words[(RANKS + RANK_BYTES * rank) // 8] = 0
+        pool.ranks["asleep"][rank] = 0
     pool._wake_locks = [CountedLock(lock, rank, released) for rank, lock in enumerate(pool._wake_locks)]
     pool.run(job.address, 0, None)
     assert released == [pool.size - 1]
@@ -290,8 +291,7 @@ def test_a_helper_of_a_large_pool_is_woken() -> None:
 
 def is_asleep(pool: ThreadPool, rank: int) -> bool:
     """Whether a helper sleeps, as its word in the pool's memory says."""
-    word = pool._control + RANKS + RANK_BYTES * rank - pool._memory.ctypes.data
-    return bool(pool._memory[word : word + 8].view(np.int64)[0])
+    return bool(pool.ranks["asleep"][rank])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -306,16 +306,13 @@ def test_a_helper_stays_awake_between_steps_and_sleeps_without_them() -> None:
     The helper's loop runs here without any job. It waits by the clock: at least 20 ms, and on no processor does the
     wait cost much more than 20 ms of processor time (a loop of a fixed number of turns cost 85 ms on AMD's Zen 3).
     """
-    pool = ThreadPool(1)  # its compiled loop is that of any pool
-    memory = np.zeros(RANKS + RANK_BYTES * 2 + 64, np.uint8)
-    control = memory.ctypes.data + -memory.ctypes.data % 64
-    pool._serve(control, 1)  # compiled in the first call; returns when the helper would go to sleep
+    _, ranks, address = control_block(2)
+    _serve(address, 1)  # compiled in the first call; returns when the helper would go to sleep
     began, used = perf_counter(), thread_time()
-    pool._serve(control, 1)
+    _serve(address, 1)
     assert perf_counter() - began > 0.019
-    assert thread_time() - used < 0.035
-    word = control + RANKS + RANK_BYTES - memory.ctypes.data
-    assert memory[word : word + 8].view(np.int64)[0] == 1  # which says that it sleeps
+    assert thread_time() - used < 0.010
+    assert ranks["asleep"][1] == 1
 
 
 begin_again = njit(restart)
@@ -335,8 +332,7 @@ def take_all(control: int, stage: int, rank: int, size: int, count: int, taken: 
 def test_every_item_of_a_stage_is_taken_once_by_whoever_is_free(ranks: tuple[int, ...]) -> None:
     """Also where the other threads never come: who is done with a share takes from theirs."""
     size, count = 3, 5000
-    memory = np.zeros(RANKS + RANK_BYTES * size + 64, np.uint8)
-    control = memory.ctypes.data + -memory.ctypes.data % 64
+    _, _ranks, control = control_block(size)
     for begun_again in range(2):
         taken = np.zeros(size * count, np.int64)
         arguments = [(control, 3, rank, size, count, taken) for rank in ranks]

@@ -7,15 +7,18 @@ import sys
 
 import pytest
 
-from lookahead.targets.cpu.llvm import HALVES, LANES, VNNI
+from lookahead.targets.cpu.processor import HALVES, VNNI, WIDTH
 from width_and_text import text
 
 AVX2 = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512cd"
 #: Numbers in a vector -> the processor that stands for this width, and its features for numba.
 PROCESSORS = {4: ("generic", None), 8: ("haswell", AVX2), 16: ("skylake-avx512", AVX512)}
-#: What runs at each width: a text, and the tests of the kernels of packed weights.
-FILES = [os.path.join(os.path.dirname(__file__), name) for name in ("width_and_text.py", "test_packed.py")]
+#: What runs at each width: a text, and the tests of the kernels of packed weights and of their vocabulary.
+FILES = [
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("width_and_text.py", "test_packed.py", "test_cpu_vectors.py")
+]
 
 
 def permitted(features):
@@ -29,7 +32,7 @@ def permitted(features):
 @pytest.mark.parametrize("lanes", PROCESSORS)
 def test_each_width_gives_the_same_text_and_passes_the_tests_of_packed_weights(lanes):
     """One process for each width, whose start takes seconds. 4 and 8 numbers have no VNNI, and 4 no F16C."""
-    if lanes == LANES and (lanes == 16 or (not VNNI and HALVES)):
+    if lanes == WIDTH and (lanes == 16 or (not VNNI and HALVES)):
         pytest.skip("all other tests run the same code on this processor")
     name, features = PROCESSORS[lanes]
     if not permitted(features):

@@ -8,7 +8,8 @@ from numba import njit
 
 from lookahead.targets.cpu import packed
 from lookahead.targets.cpu.formats import ROW_BLOCK
-from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, pack_panels
+from lookahead.targets.cpu.operations import call
+from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decoder_address, pack_panels
 from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
 
 #: 40 outputs: the last panel of the second group has none, the one before is half full.
@@ -16,7 +17,9 @@ INNER, OUTPUTS = 512, 40
 NAMES = [kind.name for kind in KINDS]
 
 
-decode_output = njit(packed.decode_output, error_model="numpy")
+@njit
+def decode(address, panel, lane, inner, out):
+    call(address, panel, lane, inner, out)
 
 
 @njit
@@ -66,7 +69,7 @@ def panels_of(name, raw, inner):
     order[: len(raw)] = np.arange(len(raw))
     size = KINDS[KIND_INDEX[name]].panel_bytes(inner)
     memory = aligned(len(order) // PANEL * size).reshape(-1, size)
-    pack_panels(KIND_INDEX[name], raw, order.reshape(-1, PANEL), inner, memory)
+    pack_panels(KINDS[KIND_INDEX[name]], raw, order.reshape(-1, PANEL), inner, memory)
     table = np.stack(
         [memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), KIND_INDEX[name])], -1
     )
@@ -89,7 +92,7 @@ def rows_of(x):
 def times(table, memory, count, inner):
     groups = len(table) // 2
     table = table.copy()
-    table[:, 1] = [kernel_address(place) for place in table[:, 1]]
+    table[:, 1] = [kernel_address(KINDS[place]) for place in table[:, 1]]
     out = np.full((groups, count, packed.GROUP), np.nan, np.float32)
     blocks = inner // packed.BLOCK
     product(table.ctypes.data, groups, memory.ctypes.data, memory.shape[1], blocks, count, out.ctypes.data)
@@ -101,15 +104,10 @@ def test_a_panel_decodes_to_what_gguf_decodes(name):
     raw = file_bytes(name, OUTPUTS, INNER)
     table, memory = panels_of(name, raw, INNER)
     got = np.zeros((OUTPUTS, INNER), np.float32)
+    address = decoder_address(KINDS[KIND_INDEX[name]])
     for output in range(OUTPUTS):
-        decode_output(
-            KIND_INDEX[name],
-            int(table[output // PANEL, 0]),
-            output % PANEL,
-            INNER,
-            got[output],
-            np.float32(1),
-        )
+        panel = int(table[output // PANEL, 0])
+        decode(address, panel, output % PANEL, INNER, got[output].ctypes.data)
     np.testing.assert_array_equal(got, decoded(name, raw))
     assert memory.nbytes < 1.04 * raw.nbytes * (64 / OUTPUTS)
 
@@ -149,7 +147,7 @@ def test_the_largest_integer_sums_do_not_overflow(name):
     memory.reshape(-1)[first : first + INNER // packed.BLOCK * kind.quant_bytes] = 255
     weights = np.zeros((PANEL, INNER), np.float32)
     for output in range(PANEL):
-        decode_output(table[0, 1], int(table[0, 0]), output, INNER, weights[output], np.float32(1))
+        decode(decoder_address(kind), int(table[0, 0]), output, INNER, weights[output].ctypes.data)
     rows, quantized = rows_of(np.stack([np.ones(INNER, np.float32), np.full(INNER, -1, np.float32)]))
     wanted = quantized.astype(np.float64) @ weights.T.astype(np.float64)
     sizes = np.abs(quantized).astype(np.float64) @ np.abs(weights).T.astype(np.float64)

@@ -4,7 +4,7 @@ import json
 import os
 
 import lookahead
-from lookahead.targets.cpu.llvm import LANES
+from lookahead.targets.cpu.processor import WIDTH
 
 PROMPT = "def is_prime(n):\n"
 
@@ -16,6 +16,6 @@ def text(drafter):
 
 def test_the_width_is_the_one_asked_for_and_the_text_is_the_same():
     expected = json.loads(os.environ["EXPECTED"])
-    assert expected["lanes"] == LANES
+    assert expected["lanes"] == WIDTH
     for drafter in ("prompt-lookup", "off"):
         assert text(drafter) == ("cpu", expected["tokens"])

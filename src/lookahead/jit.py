@@ -1,103 +1,188 @@
-"""Compiles the functions of this package with numba. They are plain Python, and can be read and debugged as such.
+"""Compiles functions with numba, and keeps their machine code on disk. No other module does either.
 
-``NUMBA_DISABLE_JIT=1`` in the environment leaves them uncompiled, with the same results.
+    @compiled               a function that other compiled functions call
+    @entry                  a function that Python calls; numba takes its types from the arguments of a call
+    MachineCode(f, n)       a function of n 64-bit integers, called by its address
+    compile_ahead(f)        calls f in another process, which leaves the machine code on disk
+
+The functions are plain Python, and can be read and debugged as such: ``NUMBA_DISABLE_JIT=1`` in the environment
+leaves them uncompiled, with the same results.
+
+Numba's own cache on disk takes code as new if the file of the function has not changed. These functions call others,
+in other files and by closures. So here the key of a function's code has a digest of all files of its part of the
+library.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding
 import numba
 import numpy as np
+from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: The newest version of numba whose private attributes (``_cache`` of a dispatcher, ``entry_point`` of an overload)
-#: are known to work as used here. With a newer version, each process compiles the functions and calls them through
-#: the public interface, which takes longer and gives the same results.
-CHECKED = (0, 68)
 #: An integer as in compiled code. In uncompiled code it widens fields of records, so that sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
-#: Numba's type annotations lack some of the settings. No function here makes or returns an array, so none needs
-#: numba's reference counting, which would take ten times as long as the computation for a node.
-_njit, _register = (
-    partial(cast(Callable[..., Any], decorator), error_model="numpy", _nrt=False)
-    for decorator in (numba.njit, register_jitable)
-)
+#: Division as in numpy. No function here makes an array, so none needs numba's reference counting, which would take
+#: ten times as long as the computation for a node. Nobody calls these functions from C, and the code for that would
+#: take a tenth of the compilation time.
+_OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+#: The longest wait for another process, in seconds; the compilation takes less even on a slow machine.
+LONGEST = 120.0
 
 
-def numba_version() -> tuple[int, ...]:
-    """Numba's major and minor version."""
-    return tuple(int(part) for part in numba.__version__.split(".")[:2])
-
-
-def compiled(function: Function) -> Function:
+def compiled(
+    function: Function, variant: str = "", *, inline: bool = False, fastmath: bool | set[str] = False
+) -> Function:
     """A function that other compiled functions call. It must not create arrays or return views.
 
     It is returned as it is: Python runs it uncompiled, and numba emits no code with which Python could call it.
+
+    Args:
+        variant: tells functions apart that differ only in what they close over. The linker identifies functions by
+            their name and the types of their arguments.
+        inline: whether the function becomes a part of every caller, so that its vectors stay in registers.
+        fastmath: LLVM's flags for floating-point operations.
     """
-    result: Function = _register(no_cfunc_wrapper=True)(function)
+    function.__qualname__ += variant
+    result: Function = register_jitable(**_OPTIONS, forceinline=inline, fastmath=fastmath)(function)
     return result
 
 
-def entry(function: Function) -> Function:
-    """A function that Python calls, always with arguments of the same types: dtypes, dimensions and layouts.
+def entry(function: Function, variant: str = "", *, nogil: bool = False) -> Function:
+    """A function that Python calls. Its machine code is cached on disk if there is a writable folder.
 
-    Its machine code is cached on disk if there is a writable folder.
+    Args:
+        variant: see ``compiled``.
+        nogil: whether other threads of Python run during a call.
     """
-    result = _njit()(function)
-    if result is not function and numba_version() <= CHECKED:  # if the JIT is off, ``result`` is ``function``
-        # Without a writable folder, it is compiled in each process.
-        with suppress(RuntimeError):
-            result._cache = _Cache(function)
-        result = _Entry(result)
-    typed: Function = result
-    return typed
+    function.__qualname__ += variant
+    result = numba.njit(**_OPTIONS, nogil=nogil)(function)
+    if result is not function:  # if the JIT is off, it is the function
+        _keep_on_disk(result, function)
+    return cast(Function, result)
 
 
-class _Entry:
-    """Calls the machine code directly: numba's dispatcher infers the types of all arguments, which takes longer."""
+class MachineCode:
+    """A function of 64-bit integers that returns nothing, compiled or loaded from disk, and its address.
 
-    def __init__(self, dispatcher: Any) -> None:
-        self._dispatcher = dispatcher
-        self._machine_code: Any = None
+    The address is valid as long as this object exists.
 
-    def __call__(self, *arguments: Any) -> Any:
-        if self._machine_code is not None:
-            return self._machine_code(*arguments)
-        result = self._dispatcher(*arguments)
-        (overload,) = self._dispatcher.overloads.values()
-        self._machine_code = overload.entry_point
-        return result
+    Args:
+        arguments: the number of arguments.
+        variant: see ``compiled``.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: int, variant: str) -> None:
+        function.__qualname__ += variant
+        signature = (types.int64,) * arguments, types.void
+        self._code = CFunc(function, signature, {}, {"error_model": "numpy", "_nrt": False})
+        _keep_on_disk(self._code, function)
+        self._code.compile()
+        address: Any = self._code.address
+        self.address: int = address
+
+
+#: Called each time before a function is compiled that is not on disk.
+before_compiling: list[Callable[[], None]] = []
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Numba's cache on disk, with a key that knows the text of other files."""
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return signature, codegen.magic_tuple(), _text_with(self._py_func.__code__.co_filename)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        code = super().load_overload(signature, context)
+        if code is None:
+            for listener in list(before_compiling):
+                listener()
+        return code
+
+
+def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
+    with suppress(RuntimeError):  # without a writable folder, each process compiles the function
+        code._cache = _Cache(function)
 
 
 def is_on_disk(function: Any) -> bool:
-    """Whether the code of an entry is on disk; also true if it is never cached there."""
-    cache = getattr(getattr(function, "_dispatcher", None), "_cache", None)
-    if not isinstance(cache, _Cache):
+    """Whether the code of an entry is on disk; also true if it is never kept there."""
+    kept = getattr(function, "_cache", None)
+    if not isinstance(kept, _Cache):
         return True
-    return any(key[-1] == _text_of_package() for key in cache._cache_file._load_index())
-
-
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache checks the file of the entry only; this one checks all files of the package."""
-
-    def _index_key(self, signature: Any, codegen: Any) -> Any:
-        key = super()._index_key(signature, codegen)
-        return (*key, _text_of_package())
+    text = _text_with(function.py_func.__code__.co_filename)
+    return any(key[-1] == text for key in kept._cache_file._load_index())
 
 
 @cache
-def _text_of_package() -> str:
-    """A digest of the text of all files of this package."""
-    digest = hashlib.sha256()
-    here = Path(__file__)
-    for path in (here, *sorted((here.parent / "drafters" / "adaptive").rglob("*.py"))):
-        digest.update(path.read_bytes())
+def _text_with(file: str) -> str:
+    """A digest of the files of a part of the library: drafters/adaptive, targets/cpu, or a file next to these."""
+    library = Path(__file__).parent
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    path = Path(file)
+    if library in path.parents:
+        path = library.joinpath(*path.relative_to(library).parts[:2])
+    for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        digest.update(each.read_bytes())
     return digest.hexdigest()
+
+
+_ahead: dict[Callable[[], None], subprocess.Popen[bytes]] = {}
+
+
+def compile_ahead(function: Callable[[], None]) -> None:
+    """Call a function of a module in another process, which leaves compiled code on disk; do not wait for it.
+
+    Nothing happens if that process has already run with these files on this processor, or if there is one core only.
+    An error there costs only time: a function that is not on disk is compiled when it is called.
+
+    Args:
+        function: calls every entry that is to be compiled. Its module can be imported.
+    """
+    mark = _mark_of(function)
+    if function in _ahead or mark is None or mark.exists() or (os.cpu_count() or 1) < 2 or not sys.executable:
+        return
+    program = (
+        f"from {function.__module__} import {function.__name__}; {function.__name__}(); "
+        f"from pathlib import Path; Path({str(mark)!r}).touch()"
+    )
+    quiet = subprocess.DEVNULL
+    with suppress(OSError):
+        _ahead[function] = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=quiet, stdout=quiet, stderr=quiet
+        )
+
+
+def wait_for_compilation() -> None:
+    """Wait until the processes that ``compile_ahead`` started have finished."""
+    while _ahead:
+        _, process = _ahead.popitem()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LONGEST)
+
+
+def _mark_of(function: Callable[[], None]) -> Path | None:
+    """The file that says that ``compile_ahead`` has run a function; None if there is no folder for compiled code."""
+    try:
+        folder = _Cache(function).cache_path
+    except RuntimeError:
+        return None
+    processor = numba.config.CPU_NAME, numba.config.CPU_FEATURES, llvmlite.binding.get_host_cpu_name()
+    parts = numba.__version__, platform.python_version(), _text_with(function.__code__.co_filename), processor
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Path(folder) / f"{function.__module__}.{function.__name__}.{digest}.compiled"

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.extending import register_jitable
 from numpy.lib.stride_tricks import as_strided
+
+from ..jit import compiled, entry, int64
 
 GROUP = 32
 #: Groups that are compared as a block first, because most blocks contain none of the best groups.
@@ -46,69 +46,86 @@ def top_of_rows(
             bits[0] if rows == 1 else as_strided(bits, ((rows - 1) * width + vocabulary,), (bits.itemsize,))
         )
         known = np.empty((0, 0), np.int32) if peaks is None else peaks.view(np.int32)
-        _search(flat, width, vocabulary, known, ids, odds)
+        scratch = np.empty(2 * k + -(-vocabulary // GROUP) + BLOCK, np.int64)
+        _search(flat, width, vocabulary, known, scratch, ids, odds)
     return ids, odds
 
 
-@register_jitable(error_model="numpy", no_cfunc_wrapper=True)
-def _insert(best: Any, value: int, number: int) -> None:
-    """Insert (value, number) into ``best``, which holds the largest values in descending order.
+@compiled
+def _insert(best: Any, first: int, k: int, value: int, number: int) -> None:
+    """Insert (value, number) into ``best[first : first + k]``, the largest entries in descending order.
 
     An entry is a 64-bit word: the value in the upper half and LAST - number in the lower, so that of two entries with
     equal values, the one with the lower number is larger.
     """
-    key, i = np.int64(value) << 32 | (LAST - number), len(best) - 1
-    if key > best[i]:
-        while i > 0 and key > best[i - 1]:
+    entry = value << 32 | (LAST - number)
+    i = first + k - 1
+    if entry > best[i]:
+        while i > first and entry > best[i - 1]:
             best[i] = best[i - 1]
             i -= 1
-        best[i] = key
+        best[i] = entry
 
 
-@njit(error_model="numpy", cache=True)
-def _search(flat: Any, width: int, vocabulary: int, peaks: Any, ids: Any, odds: Any) -> None:
-    lowest, rest, sign = np.iinfo(flat.dtype).min, np.iinfo(flat.dtype).max, flat.itemsize * 8 - 1
+@compiled
+def _ordered(value: Any, sign: int, rest: int) -> Any:
+    """The bits of a float as an integer with the same order; -0.0 becomes -1."""
+    return value ^ ((value >> sign) & rest)
+
+
+@entry
+def _search(flat: Any, width: int, vocabulary: int, peaks: Any, scratch: Any, ids: Any, odds: Any) -> None:
+    """Write the k best tokens of each row, and their logits minus the row's largest.
+
+    Args:
+        flat: the bits of all logits; rows begin ``width`` numbers apart.
+        peaks: the bits of the largest logit of each group, (R, groups), or (0, 0).
+        scratch: 2 k + groups + BLOCK integers: the best groups, the best tokens, and the peaks of all groups, in the
+            order of integers.
+    """
+    kind, sign = flat.dtype.type, flat.itemsize * 8 - 1
+    lowest, rest = -(1 << sign), (1 << sign) - 1
     rows, k = ids.shape
-    groups, best, bits = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(1, np.int32)
     count = (vocabulary + GROUP - 1) // GROUP
-    order = np.full((count + BLOCK - 1) // BLOCK * BLOCK, lowest, flat.dtype)
+    order = 2 * k
     for row in range(rows):
-        groups[:] = best[:] = np.iinfo(np.int64).min
-        # Two loops without branches, so that they become vector instructions.
+        for i in range(order):
+            scratch[i] = -(1 << 63)
+        # 1. The largest number of each group: two loops without branches, so that they become vector instructions.
         if peaks.size:
             for group in range(count):
-                value = flat.dtype.type(peaks[row, group] >> (31 - sign))
-                value = flat.dtype.type(value ^ ((value >> sign) & rest))
-                order[group] = 0 if value == -1 else value  # -0.0, which became -1, equals 0.0
+                peak = kind(_ordered(kind(peaks[row, group] >> (31 - sign)), sign, rest))
+                scratch[order + group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
         else:
             for group in range(count):
-                peak = flat.dtype.type(lowest)
-                start = row * width + group * GROUP
-                for value in flat[start : start + min(GROUP, vocabulary - group * GROUP)]:
-                    peak = max(peak, flat.dtype.type(value ^ ((value >> sign) & rest)))
-                order[group] = 0 if peak == -1 else peak
+                peak, first = kind(lowest), row * width + group * GROUP
+                for i in range(first, first + min(GROUP, vocabulary - group * GROUP)):
+                    peak = max(peak, kind(_ordered(flat[i], sign, rest)))
+                scratch[order + group] = 0 if peak == -1 else peak
+        for group in range(count, count + BLOCK):
+            scratch[order + group] = lowest
+        # 2. The k groups with the largest. Most blocks of groups have none of them.
         for start in range(0, count, BLOCK):
-            peak = flat.dtype.type(lowest)
-            for group in range(start, start + BLOCK):
-                peak = max(peak, order[group])
-            if peak > groups[k - 1] >> 32:  # of equal peaks, the lower group comes first
+            peak = scratch[order + start]
+            for group in range(start + 1, start + BLOCK):
+                peak = max(peak, scratch[order + group])
+            if peak > scratch[k - 1] >> 32:  # of equal peaks, the lower group comes first
                 for group in range(start, min(start + BLOCK, count)):
-                    _insert(groups, order[group], group)
-        bound = groups[k - 1] >> 32
-        for chosen in groups:
-            group = LAST - (chosen & LAST)
+                    _insert(scratch, 0, k, scratch[order + group], group)
+        # 3. The k best tokens of these groups.
+        bound = scratch[k - 1] >> 32
+        for i in range(k):
+            group = LAST - (scratch[i] & LAST)
             for token in range(group * GROUP, min((group + 1) * GROUP, vocabulary)):
-                value = flat[row * width + token]
-                value = flat.dtype.type(value ^ ((value >> sign) & rest))
-                value = flat.dtype.type(0) if value == -1 else value
+                value = kind(_ordered(flat[row * width + token], sign, rest))
+                value = kind(0) if value == -1 else value
                 if value >= bound:
-                    _insert(best, value, token)
+                    _insert(scratch, k, k, int64(value), token)
         largest = np.float32(0)
-        for index in range(k):
-            value = np.int32(best[index] >> 32)
-            value ^= (value >> 31) & np.int32(rest)
-            bits[0] = value << 16 if sign == 15 else value
-            number = bits.view(np.float32)[0]
-            largest = number if index == 0 else largest
-            ids[row, index] = LAST - (best[index] & LAST)
-            odds[row, index] = number - largest
+        for i in range(k):
+            best = scratch[k + i]
+            bits = np.int32(_ordered(best >> 32, 63, rest))
+            number = np.int32(bits << 16 if sign == 15 else bits).view(np.float32)
+            largest = number if i == 0 else largest
+            ids[row, i] = LAST - (best & LAST)
+            odds[row, i] = number - largest

@@ -24,37 +24,50 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
-from . import llvm
+from ...jit import compiled
 from .execution_plan import KEY_BLOCK, QUERY_BLOCK, SCORE_BLOCK
 from .formats import Format
-from .gemm import load_tile, tile
-from .llvm import F32, LANES, VOID, ZEROS, call, const, floats_at, integers_at, load_numbers, offset
-from .vector_math import exponential, soft_cap, store_rounded
+from .operations import floats_at, integers_at
+from .processor import REGISTERS, WIDTH
+from .tiles import load_tile, multiply_tiles, store_tile, zero_tile
+from .vector_math import exponential, soft_cap
+from .vectors import (
+    LANES,
+    add_outer,
+    floats,
+    largest,
+    load_block,
+    load_floats,
+    select,
+    store,
+    store_block,
+    sum_of,
+    zero_block,
+)
 
 #: Queries per block of the vector kernels, and vectors of values that a block keeps in registers.
-QUERIES = 8 if LANES == 16 else 2
-VALUES = 4 if llvm.REGISTERS == 32 or LANES == 8 else 2
+QUERIES, VALUES = {16: (8, 4), 8: (2, 2)}.get(WIDTH, (2, 2 if REGISTERS == 32 else 1))
+#: Bytes of a vector of fp32 numbers.
+VECTOR = 4 * LANES
 
 
-def _scores_on_tiles(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any, count: Any) -> None:
+@compiled
+def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
     """Scores of 16 queries (bf16), whatever ``count`` is; tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
-    steps, stride = builder.lshr(head, const(5)), builder.mul(head, const(2))
-    for first in range(0, SCORE_BLOCK // KEY_BLOCK, 2):
-        for n in (2, 3):
-            call(builder, "llvm.x86.tilezero", VOID, [tile(n)])
-        blocks = [offset(builder, keys, (head, 2 * KEY_BLOCK * (first + n))) for n in range(2)]
-        with cgutils.for_range(builder, steps) as loop:
-            load_tile(builder, 5, offset(builder, query, (loop.index, 64)), stride)
-            for n, block in enumerate(blocks):
-                load_tile(builder, 6 + n, offset(builder, block, (loop.index, 1024)), const(64))
-                call(builder, "llvm.x86.tdpbf16ps", VOID, [tile(2 + n), tile(5), tile(6 + n)])
-        for n in range(2):
-            address = llvm.at(builder, offset(builder, out, 4 * KEY_BLOCK * (first + n)))
-            call(builder, "llvm.x86.tilestored64", VOID, [tile(2 + n), address, line])
+    stride, block_bytes = 2 * head, 2 * KEY_BLOCK * head
+    for pair in range(SCORE_BLOCK // KEY_BLOCK // 2):
+        first = keys + 2 * pair * block_bytes
+        zero_tile(2)
+        zero_tile(3)
+        for step in range(head // 32):
+            load_tile(5, query + 64 * step, stride)
+            load_tile(6, first + 1024 * step, 64)
+            multiply_tiles(2, 5, 6)
+            load_tile(7, first + block_bytes + 1024 * step, 64)
+            multiply_tiles(3, 5, 7)
+        store_tile(2, out + 2 * VECTOR * pair, line)
+        store_tile(3, out + 2 * VECTOR * pair + VECTOR, line)
 
 
 def _score_of(fmt: Format) -> Any:
@@ -63,112 +76,125 @@ def _score_of(fmt: Format) -> Any:
     ``line`` is the bytes between queries in ``out``, ``head`` the padded head size. Tiles always write 16 lines.
     """
     if fmt.kind == "tiles":
-        return llvm.emitted(_scores_on_tiles, 6)
-    size, is_bf16 = fmt.stored.bytes, fmt.stored.is_bf16
+        return _scores_on_tiles
+    load, key_bytes = fmt.stored.load_columns, KEY_BLOCK * fmt.stored.bytes
 
-    def emit(builder: Any, keys: Any, query: Any, out: Any, line: Any, head: Any, count: Any) -> None:
-        row = builder.mul(head, const(4))
+    def queries_of(queries: int) -> Any:
+        columns = (2 if queries == 8 else 4) if WIDTH == LANES else 1  # blocks of keys at once
 
-        def query_block(queries: int, q: Any) -> None:
-            blocks = (2 if queries == 8 else 4) if LANES == 16 else 1
-            for first in range(0, SCORE_BLOCK // KEY_BLOCK, blocks):
+        def score(keys: int, query: int, out: int, line: int, head: int) -> None:
+            block_bytes = key_bytes * head
+            for first in range(0, SCORE_BLOCK // KEY_BLOCK, columns):
+                sums, start = zero_block(queries, columns), keys + block_bytes * first
+                for d in range(head):
+                    sums = add_outer(
+                        sums, load(start + key_bytes * d, block_bytes, columns), query + 4 * d, 4 * head
+                    )
+                store_block(out + VECTOR * first, line, sums, columns)
 
-                def load_keys(d: Any, first: int = first) -> list[Any]:
-                    start = offset(builder, keys, (d, KEY_BLOCK * size), (head, KEY_BLOCK * size * first))
-                    starts = [offset(builder, start, (head, KEY_BLOCK * size * n)) for n in range(blocks)]
-                    pairs = [(s, v * LANES * size) for s in starts for v in range(KEY_BLOCK // LANES)]
-                    return [load_numbers(builder, offset(builder, *pair), is_bf16) for pair in pairs]
+        return compiled(score, f"{fmt.name}_{queries}")
 
-                factors = offset(builder, query, (row, q)), row
-                sums = offset(builder, out, (line, q), 4 * KEY_BLOCK * first), line
-                llvm.accumulate(builder, queries, blocks * KEY_BLOCK // LANES, head, load_keys, factors, sums)
+    eight, four, two, one = (queries_of(queries) for queries in (8, 4, 2, 1))
+    most = QUERIES
 
-        llvm.in_blocks(builder, count, [n for n in (8, 4, 2, 1) if n <= QUERIES], query_block)
+    def score(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
+        q = 0
+        while q < count:
+            left, x, scores = count - q, query + 4 * head * q, out + line * q
+            if most >= 8 and left >= 8:
+                eight(keys, x, scores, line, head)
+                q += 8
+            elif most >= 4 and left >= 4:
+                four(keys, x, scores, line, head)
+                q += 4
+            elif left >= 2:
+                two(keys, x, scores, line, head)
+                q += 2
+            else:
+                one(keys, x, scores, line, head)
+                q += 1
 
-    return llvm.emitted(emit, 6)
+    return compiled(score, fmt.name)
 
 
 def _weighted_sum_of(fmt: Format) -> Any:
     """Make (weights, line, values, columns, out, head, count): out (count, D) += weights @ values of columns."""
-    size, is_bf16 = fmt.stored.bytes, fmt.stored.is_bf16
+    load, size = fmt.stored.load_columns, fmt.stored.bytes
 
-    def emit(
-        builder: Any, weights: Any, line: Any, values: Any, columns: Any, out: Any, head: Any, count: Any
+    def sums_of(queries: int, vectors: int) -> Any:
+        def weighted_sum(weights: int, line: int, values: int, columns: int, out: int, head: int) -> None:
+            sums = load_block(out, 4 * head, queries, vectors)
+            for _ in range(columns):
+                sums = add_outer(sums, load(values, LANES * size, vectors), weights, line)
+                values += size * head
+                weights += 4
+            store_block(out, 4 * head, sums, vectors)
+
+        return compiled(weighted_sum, f"{fmt.name}_{queries}_{vectors}")
+
+    most, vectors = QUERIES, VALUES
+    four, two, one = (sums_of(queries, vectors) for queries in (4, 2, 1))
+    narrow = sums_of(1, 1)
+
+    def weighted_sum(
+        weights: int, line: int, values: int, columns: int, out: int, head: int, count: int
     ) -> None:
-        column_bytes, row = builder.mul(head, const(size)), builder.mul(head, const(4))
+        first = 0
+        while first < head // LANES:
+            block, sums = values + LANES * size * first, out + VECTOR * first
+            wide, q = first + vectors <= head // LANES, 0
+            while q < count:
+                left, w, here = count - q, weights + line * q, sums + 4 * head * q
+                if not wide:
+                    narrow(w, line, block, columns, here, head)
+                    q += 1
+                elif most >= 4 and left >= 4:
+                    four(w, line, block, columns, here, head)
+                    q += 4
+                elif left >= 2:
+                    two(w, line, block, columns, here, head)
+                    q += 2
+                else:
+                    one(w, line, block, columns, here, head)
+                    q += 1
+            first += vectors if wide else 1
 
-        def dimension_block(vectors: int, first: Any) -> None:
-            def load_values(column: Any) -> list[Any]:
-                start = offset(builder, values, (first, LANES * size), (column, column_bytes))
-                addresses = [offset(builder, start, size * LANES * v) for v in range(vectors)]
-                return [load_numbers(builder, address, is_bf16) for address in addresses]
-
-            def query_block(queries: int, q: Any) -> None:
-                factors = offset(builder, weights, (line, q)), line
-                sums = offset(builder, out, (first, 4 * LANES), (row, q)), row
-                llvm.accumulate(builder, queries, vectors, columns, load_values, factors, sums, add=True)
-
-            most = QUERIES if vectors > 1 else 1
-            llvm.in_blocks(builder, count, [n for n in (4, 2, 1) if n <= most], query_block)
-
-        llvm.in_blocks(builder, builder.udiv(head, const(LANES)), (VALUES, 1), dimension_block)
-
-    return llvm.emitted(emit, 7)
+    return compiled(weighted_sum, fmt.name)
 
 
-def _softmax(builder: Any, scores: Any, vectors: Any) -> Any:
-    largest = cgutils.alloca_once_value(builder, llvm.floats(float("-inf")))
-    with cgutils.for_range(builder, vectors) as loop:
-        value = load_numbers(builder, offset(builder, scores, (loop.index, 4 * LANES)))
-        before = builder.load(largest)
-        builder.store(builder.select(builder.fcmp_ordered(">", value, before), value, before), largest)
-    top = call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [builder.load(largest)], ("nnan",))
-    top = llvm.broadcast(builder, top)
-    total = cgutils.alloca_once_value(builder, ZEROS)
-    with cgutils.for_range(builder, vectors) as loop:
-        address = offset(builder, scores, (loop.index, 4 * LANES))
-        value = builder.fsub(load_numbers(builder, address), top)
-        power = exponential(builder, value)
+@compiled
+def softmax(scores: int, vectors: int) -> Any:
+    """Replace scores by exp(score - largest score), in place. Returns 1 / sum."""
+    top = floats(-np.inf)
+    for v in range(vectors):
+        value = load_floats(scores + VECTOR * v)
+        top = select(value > top, value, top)
+    top, total = floats(largest(top)), floats(0)
+    for v in range(vectors):
+        value = load_floats(scores + VECTOR * v) - top
         # Tiny weights become exactly 0, because ``exponential`` has a lower bound and padding has the score -inf.
-        power = builder.select(builder.fcmp_ordered("<", value, llvm.floats(-87.0)), ZEROS, power)
-        llvm.store_vector(builder, power, address)
-        builder.store(builder.fadd(builder.load(total), power), total)
-    arguments = [ir.Constant(F32, 0.0), builder.load(total)]
-    summed = call(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", F32, arguments, ("reassoc",))
-    return builder.fdiv(ir.Constant(F32, 1.0), summed)
+        power = select(value < -87.0, floats(0), exponential(value))
+        store(scores + VECTOR * v, power)
+        total = total + power
+    return np.float32(1) / sum_of(total)
 
 
-def _cap(builder: Any, scores: Any, vectors: Any, cap: Any) -> None:
-    bound = llvm.load_broadcast(builder, cap)
-    with cgutils.for_range(builder, vectors) as loop:
-        address = offset(builder, scores, (loop.index, 4 * LANES))
-        llvm.store_vector(builder, soft_cap(builder, load_numbers(builder, address), bound), address)
-
-
-def _scaled_output(as_bf16: bool) -> Any:
-    """Make (sums, factor, out, vectors), which stores sums times the fp32 number at the address ``factor``."""
-
-    def emit(builder: Any, sums: Any, factor: Any, out: Any, vectors: Any) -> None:
-        scale = llvm.load_broadcast(builder, factor)
-        with cgutils.for_range(builder, vectors) as loop:
-            value = load_numbers(builder, offset(builder, sums, (loop.index, 4 * LANES)))
-            line = offset(builder, out, (loop.index, (2 if as_bf16 else 4) * LANES))
-            store_rounded(builder, builder.fmul(value, scale), line, 0, as_bf16)
-
-    return llvm.emitted(emit, 4)
-
-
-#: (scores, vectors) -> 1 / sum: replaces scores by exp(score - largest score), in place.
-softmax = llvm.emitted(_softmax, 2, types.float32)
-#: (scores, vectors, cap): applies the soft cap to scores, in place; ``cap`` is the address of the number.
-cap_scores = llvm.emitted(_cap, 3)
+@compiled
+def cap_scores(scores: int, vectors: int, cap: Any) -> None:
+    """Apply the soft cap to scores, in place."""
+    for v in range(vectors):
+        store(scores + VECTOR * v, soft_cap(load_floats(scores + VECTOR * v), floats(cap)))
 
 
 def attention_of(fmt: Format) -> Any:
     """Make the attention of a format."""
     score, weighted_sum = _score_of(fmt), _weighted_sum_of(fmt)
-    output = _scaled_output(fmt.input.is_bf16)
-    out_at, from_fp32, out_bytes = fmt.input.pointer, fmt.input.from_fp32, fmt.input.bytes
+    out_at, from_fp32, out_bytes, store_rounded = (
+        fmt.input.pointer,
+        fmt.input.from_fp32,
+        fmt.input.bytes,
+        fmt.input.store,
+    )
     query_bytes, stored = fmt.query.bytes, fmt.stored.bytes
 
     def attend(
@@ -261,10 +287,12 @@ def attention_of(fmt: Format) -> Any:
                         t += run
                 out_row = out + r * p.attended_stride + lane * size * out_bytes
                 if size % LANES == 0:
-                    output(sums_of_q, factors_at + 4 * q, out_row, size // LANES)
+                    for d in range(0, size, LANES):
+                        total = load_floats(sums_of_q + 4 * d) * floats(factors[q])
+                        store_rounded(out_row + out_bytes * d, total)
                 else:
                     result = out_at(out_row)
                     for d in range(size):
                         result[d] = from_fp32(sums[q * head + d] * factors[q])
 
-    return llvm.jit(attend, fmt.name)
+    return compiled(attend, fmt.name)

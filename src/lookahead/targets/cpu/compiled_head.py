@@ -12,14 +12,14 @@ however many rows there are. A job has four stages, with a barrier after each:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
-from numba import from_dtype
 
 from ...core import SettingsError
+from ...jit import MachineCode, compiled
 from ...models.head_file import HeadWeights, as_q8_0
 from ...threads import thread_count
 from ..top import top_of_rows
@@ -27,7 +27,8 @@ from .execution_plan import LINEAR, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
 from .forward_pass import DOWN, HEAD, OUTPUT, QKV, quantize_rows
 from .gemm import gemm_of
-from .llvm import REASSOCIATE, address_as, floats_at, jit, machine_code
+from .norm_and_rope import REASSOCIATE
+from .operations import floats_at, record_at
 from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, pack_panels
 from .packed_gemm import kernel_address, quantize
 from .thread_pool import STAGES, Worker, barrier, restart, thread_pool
@@ -68,6 +69,7 @@ def _packed_bytes(rows: Array, bits: int) -> int:
     return round_up(count, GROUP) // PANEL * KINDS[KIND_INDEX[QUANTIZE[bits][0]]].panel_bytes(inner)
 
 
+@partial(compiled, fastmath=REASSOCIATE)
 def _norm(source: int, size: int, weights: int, out: int) -> None:
     """RMS norm of fp32 numbers."""
     xs, ws, outs = floats_at(source), floats_at(weights), floats_at(out)
@@ -79,8 +81,7 @@ def _norm(source: int, size: int, weights: int, out: int) -> None:
         outs[i] = xs[i] * factor * ws[i]
 
 
-_norm = jit(_norm, "head", fastmath=REASSOCIATE)
-plan_at = address_as(from_dtype(PLAN))
+plan_at = record_at(PLAN)
 
 
 def _job() -> Any:
@@ -113,8 +114,8 @@ def _job() -> Any:
 
 
 @cache
-def _compiled() -> Any:
-    return machine_code(_job(), 5, "head")
+def _compiled() -> MachineCode:
+    return MachineCode(_job(), 5, "head")
 
 
 class CompiledHead:
@@ -144,7 +145,7 @@ class CompiledHead:
         self._kept = list[Any]()  # what the plan points to
         self._records = np.zeros(1, PLAN)
         self._fill(weights, output, bits)
-        self._job = int(_compiled().address)
+        self._job = _compiled().address
 
     def _fill(self, weights: HeadWeights, output: Array, bits: int) -> None:
         plan, hidden, width = self._records[0], weights.hidden, weights.width
@@ -183,11 +184,11 @@ class CompiledHead:
 
     def _linear(
         self, rows: Array, bits: int, memory: ArrayMemory, scale: float = 1.0, padding: float = 0.0
-    ) -> tuple[int, int, int, int, int, int]:
+    ) -> tuple[int | float, ...]:
         """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill the last
         group. Returns the record ``execution_plan.LINEAR``."""
         name, quantized = QUANTIZE[bits]
-        kind, (count, inner) = KIND_INDEX[name], rows.shape
+        kind, (count, inner) = KINDS[KIND_INDEX[name]], rows.shape
         order = np.full(round_up(count, GROUP), -1)
         order[:count] = np.arange(count)
         panels = memory.take(_packed_bytes(rows, bits)).reshape(len(order) // PANEL, -1)
@@ -196,7 +197,6 @@ class CompiledHead:
         table[:, 0] = self._address(panels) + panels.strides[0] * np.arange(len(panels))
         table[:, 1] = kernel_address(kind)
         bias = np.where(order >= 0, 0, padding).astype(np.float32)
-        scalars = self._address(np.array([scale, 1.0, 0.0, 0.0], np.float32))
         groups = len(panels) // 2
         return (
             self._address(table),
@@ -204,7 +204,7 @@ class CompiledHead:
             self._address(bias),
             inner // BLOCK,
             groups,
-            scalars,
+            *(scale, 1.0, 0.0, 0.0),
         )
 
     def guess(self, states: Array, tokens: Sequence[int], k: int) -> tuple[Array, Array, Array]:

@@ -18,7 +18,7 @@ from . import formats, packed
 from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
 from .formats import FORMATS, ArrayMemory, Format, format_for, round_up
 from .forward_pass import pass_address
-from .packed import GROUP, PackedLinear
+from .packed import GROUP, PackedLinear, decoder_address
 from .packed_gemm import kernel_address
 from .thread_pool import thread_pool
 
@@ -82,7 +82,7 @@ class CompiledModel:
             record["scale"], record["gated"] = layer.scale, layer.gated
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
-            record["cap"] = self._address(np.array([layer.cap], np.float32)) if layer.cap else 0
+            record["cap"] = layer.cap or 0.0
         plan["final_norm"] = self._norm(blueprint.final_norm)
         # Outputs that pad the vocabulary are never the best token.
         plan["lm_head"] = self._linear(
@@ -94,7 +94,7 @@ class CompiledModel:
         embedding = blueprint.embedding
         if isinstance(embedding, PackedLinear):
             self._kept.append(embedding)
-            plan["embedding"] = embedding.panels.ctypes.data
+            plan["embedding"] = self._address(embedding.with_code(decoder_address))
         else:
             plan["embedding"] = self._address(embedding)
         self.logits_strides = (
@@ -150,20 +150,19 @@ class CompiledModel:
         b: float = 0.0,
         cap: float = 0.0,
         padding: float = 0.0,
-    ) -> tuple[int, int, int, int, int, int]:
+    ) -> tuple[int | float, ...]:
         """Pack the weights if they are not packed yet. Returns the record ``execution_plan.LINEAR``."""
-        scalars = self._address(np.array([factor, a, b, cap], np.float32))
+        scalars = factor, a, b, cap
+        self._kept.append(np.array(scalars, np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
             bias = linear.bias * np.float32(factor)
             if padding:
                 bias[self.vocabulary :] = padding
-            table = linear.panels.copy()
-            for kind in np.unique(table[..., 1]):
-                table[..., 1][linear.panels[..., 1] == kind] = kernel_address(int(kind))
+            table = linear.with_code(kernel_address)
             self._kept.append(table)
             groups, blocks = len(table), -(-linear.inner // packed.BLOCK)
-            return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, scalars
+            return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, *scalars
         assert memory is not None
         from .dense import pack
 
@@ -175,7 +174,7 @@ class CompiledModel:
             self._address(bias * np.float32(factor)),
             steps,
             groups,
-            scalars,
+            *scalars,
         )
 
     def _norm(self, norm: Norm) -> tuple[int, int, int, float]:

@@ -1,7 +1,7 @@
 """The data of a pass: records that compiled code reads, the buffers of one caller, and the KV cache.
 
 Fields for memory hold addresses; strides and buffer sizes are in bytes. Compiled code uses the same field names
-(``llvm.address_as``).
+(``operations.record_at``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def record(*fields: tuple[str, Any]) -> np.dtype[Any]:
     return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
 
 
-#: ``scalars`` are fp32: the factor of the sums, a and b of the activation (``blueprint.ACTIVATIONS``), and the cap.
-LINEAR = record(("weights group_bytes bias steps groups scalars", "i8"))
+#: ``factor`` multiplies the sums, a and b are parameters of the activation (``blueprint.ACTIVATIONS``).
+LINEAR = record(("weights group_bytes bias steps groups", "i8"), ("factor a b cap", "f4"))
 #: ``blueprint.Norm``.
 NORM = record(("weight bias kind", "i8"), ("epsilon", "f4"))
-#: ``blueprint.LayerParts``. ``cap`` is the address of the number, 0 for none.
+#: ``blueprint.LayerParts``; ``cap`` is 0 for none.
 LAYER = record(
     ("attention_norm attention_post_norm feed_forward_norm feed_forward_post_norm head_norm", NORM),
     ("qkv output up down", LINEAR),
-    ("window rotates joint_norm gated cap", "i8"),
-    ("scale", "f4"),
+    ("window rotates joint_norm gated", "i8"),
+    ("scale cap", "f4"),
 )
 #: The rows of one sequence: address of its keys and values, bytes from layer to layer and from head to head, its
 #: number of committed tokens T, its first row in the pass, its number of rows, and whether each row sees all rows

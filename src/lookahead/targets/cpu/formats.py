@@ -18,18 +18,20 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import register_jitable
 
-from .llvm import LANES, PAIRED_BYTES, PAIRS, TILES, VNNI, address_as, floats_at
+from ...jit import compiled
+from .operations import floats_at, shorts_at
 from .packed import BLOCK, RECORD
+from .processor import PAIRED_BYTES, PAIRS, TILES, VNNI, WIDTH
+from .vector_math import store_bf16, store_fp32
+from .vectors import load_columns, load_columns_bf16
 
 LARGE_PAGE = 1 << 21
 #: The most rows in one call of a microkernel.
 ROW_BLOCK = 32
 
 
-@register_jitable
+@compiled
 def _to_bf16(value: Any) -> Any:
     """Round fp32 to the nearest bf16, ties to even. NaN stays NaN."""
     bits = np.float32(value).view(np.uint32)
@@ -38,23 +40,36 @@ def _to_bf16(value: Any) -> Any:
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
 
-@register_jitable
+@compiled
 def _from_bf16(value: Any) -> Any:
     return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
 class NumberType(NamedTuple):
-    """A type of numbers in memory: its bytes, (address) -> pointer, conversions, and whether it is bf16."""
+    """A type of numbers in memory.
+
+    Attributes:
+        bytes: of a number.
+        pointer: (address) -> the numbers there.
+        from_fp32, to_fp32: conversions of a number.
+        load_columns: (address, stride, count) -> vectors of fp32 numbers.
+        store: (address, vector of fp32 numbers) -> the numbers as they were stored, rounded.
+    """
 
     bytes: int
     pointer: Any
     from_fp32: Any
     to_fp32: Any
-    is_bf16: bool
+    load_columns: Any
+    store: Any
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.bytes == 2
 
 
-FP32 = NumberType(4, floats_at, np.float32, np.float32, False)
-BF16 = NumberType(2, address_as(types.CPointer(types.uint16)), _to_bf16, _from_bf16, True)
+FP32 = NumberType(4, floats_at, np.float32, np.float32, load_columns, store_fp32)
+BF16 = NumberType(2, shorts_at, _to_bf16, _from_bf16, load_columns_bf16, store_bf16)
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class Format:
             "pairs": "AVX512-BF16 pairs",
             "packed": f"packed weights, 8-bit {products} products",
         }
-        return names.get(self.kind, f"{LANES}-lane vectors")
+        return names.get(self.kind, f"{WIDTH}-lane vectors")
 
 
 FORMATS = {

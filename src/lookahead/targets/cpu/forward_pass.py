@@ -10,27 +10,22 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import from_dtype
-
+from ...jit import MachineCode, compiled
 from .attention import attention_of
 from .execution_plan import LAYER, PLAN
 from .formats import Format
 from .gemm import gemm_of
-from .llvm import VOID, address_as, at, call, emitted, floats_at, integers_at, jit, machine_code
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
-from .packed import PANEL, decode_output
+from .operations import call, floats_at, integers_at, record_at
+from .packed import PANEL
 from .packed_gemm import quantize
 from .thread_pool import STAGES, Worker, barrier, restart, share
+from .tiles import configure_tiles, release_tiles
 
 #: The stages whose work threads take from each other: the gemms of a layer, and the LM head.
 QKV, OUTPUT, UP, DOWN, HEAD = range(STAGES)
 LAYER_BYTES = LAYER.itemsize
-plan_at, layer_at = (address_as(from_dtype(record)) for record in (PLAN, LAYER))
-
-configure_tiles = emitted(
-    lambda builder, address: call(builder, "llvm.x86.ldtilecfg", VOID, [at(builder, address)]) and None, 1
-)
-release_tiles = emitted(lambda builder: call(builder, "llvm.x86.tilerelease", VOID, []) and None, 0)
+plan_at, layer_at = record_at(PLAN), record_at(LAYER)
 
 
 def _embed_of(fmt: Format) -> Any:
@@ -41,10 +36,13 @@ def _embed_of(fmt: Format) -> Any:
         """Write the embeddings of rows begin..end to x, in fp32; learned positions are added."""
         tokens, positions = integers_at(p.tokens), integers_at(p.positions)
         for r in range(begin, end):
-            out = floats_at(p.x + p.x_stride * r)
+            x = p.x + p.x_stride * r
+            out = floats_at(x)
             if is_packed:
                 panel = integers_at(p.embedding + 16 * (tokens[r] // PANEL))
-                decode_output(panel[1], panel[0], tokens[r] % PANEL, p.hidden, out, p.embedding_scale)
+                call(panel[1], panel[0], tokens[r] % PANEL, p.hidden, x)
+                for i in range(p.hidden):
+                    out[i] *= p.embedding_scale
             else:
                 weights = weights_at(p.embedding + stored_bytes * p.hidden * tokens[r])
                 for i in range(p.hidden):
@@ -54,10 +52,11 @@ def _embed_of(fmt: Format) -> Any:
                 for i in range(p.hidden):
                     out[i] += to_fp32(learned[i])
 
-    return jit(embed, fmt.name)
+    return compiled(embed, fmt.name)
 
 
-def _quantize_rows(address: int, stride: int, rows: int, blocks: int, worker: Any) -> None:
+@compiled
+def quantize_rows(address: int, stride: int, rows: int, blocks: int, worker: Any) -> None:
     """Quantize this thread's share of the blocks of the rows that the next product reads."""
     begin, end = share(rows * blocks, worker.rank, worker.size)
     while begin < end:
@@ -65,9 +64,6 @@ def _quantize_rows(address: int, stride: int, rows: int, blocks: int, worker: An
         last = min(blocks, block + end - begin)
         quantize(address + stride * row, blocks, block, last)
         begin += last - block
-
-
-quantize_rows = jit(_quantize_rows)
 
 
 def _attend_of(fmt: Format) -> Any:
@@ -95,7 +91,7 @@ def _attend_of(fmt: Format) -> Any:
                     attend(p, layer, segment, query, keys, values, out, first, last, scratch)
                 passed += queries
 
-    return jit(attend_rows, fmt.name)
+    return compiled(attend_rows, fmt.name)
 
 
 def _pass_of(fmt: Format) -> Any:
@@ -124,7 +120,7 @@ def _pass_of(fmt: Format) -> Any:
             add_normed(p, norm, worker)
         return barrier(worker, arrived)
 
-    add_branch = jit(add_branch, fmt.name)
+    add_branch = compiled(add_branch, fmt.name)
 
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p, worker = plan_at(address), Worker(control, rank, size)
@@ -178,14 +174,13 @@ def _pass_of(fmt: Format) -> Any:
 
 
 @cache
-def _compiled(fmt: Format) -> Any:
-    return machine_code(_pass_of(fmt), 5, fmt.name)
+def _compiled(fmt: Format) -> MachineCode:
+    return MachineCode(_pass_of(fmt), 5, fmt.name)
 
 
 def pass_address(fmt: Format) -> int:
     """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and cached on disk.
 
-    Raises:
-        RuntimeError: numba has no folder for compiled code. If LLVM cannot compile the pass, it raises its own error.
+    If LLVM cannot compile the pass, it raises its own error.
     """
-    return int(_compiled(fmt).address)
+    return _compiled(fmt).address

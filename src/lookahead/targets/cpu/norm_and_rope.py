@@ -11,21 +11,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import from_dtype
 
+from ...jit import compiled
 from .execution_plan import KEY_BLOCK, SEGMENT
 from .formats import Format
-from .llvm import REASSOCIATE, address_as, floats_at, integers_at, jit
+from .operations import floats_at, integers_at, record_at
 from .packed import BLOCK
 from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
 #: Up to this many rows, every thread norms all rows itself, which is faster than waiting for the other threads.
 FEW_ROWS = 2
-SEGMENT_BYTES, segment_at = SEGMENT.itemsize, address_as(from_dtype(SEGMENT))
+SEGMENT_BYTES, segment_at = SEGMENT.itemsize, record_at(SEGMENT)
+#: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
+REASSOCIATE = {"reassoc", "contract", "nsz"}
 
 
-@partial(jit, fastmath=REASSOCIATE)
+@partial(compiled, fastmath=REASSOCIATE)
 def statistics(address: int, size: int, norm: Any) -> Any:
     """(m, f) of fp32 numbers: a norm is (x - m) * f * weight + bias, f = 1 / sqrt(mean((x - m)^2) + epsilon).
 
@@ -96,8 +98,9 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
             for i in range(p.hidden):
                 outs[i] = numbers[i]
 
-    codes = norm_rows, add_normed, keep_states
-    return tuple(jit(code, fmt.name, fastmath=REASSOCIATE) for code in codes)
+    for function in (norm_rows, add_normed, keep_states):
+        compiled(function, fmt.name, fastmath=REASSOCIATE)
+    return norm_rows, add_normed, keep_states
 
 
 def rotate_of(fmt: Format) -> Any:
@@ -168,4 +171,4 @@ def rotate_of(fmt: Format) -> Any:
                 for i in range(head):
                     values[i] = to_stored(ys[i])
 
-    return jit(rotate, fmt.name, fastmath=REASSOCIATE)
+    return compiled(rotate, fmt.name, fastmath=REASSOCIATE)

@@ -16,27 +16,44 @@ each output, which the processor multiplies at once. A panel consists of three p
 
 So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in the file.
 
-``pack_panels`` copies outputs of a file into panels; ``decode_output`` decodes an output, for embeddings and tests.
+``pack_panels`` copies outputs of a file into panels; the function of ``decoder_address`` decodes an output, for
+embeddings and tests. Each kind has its own compiled code, so only the kinds that a model has are compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from numba import njit, types
 
-from . import llvm
-from .llvm import address_as
+from ...jit import MachineCode, compiled, entry
+from .operations import bytes_at, call, floats_at, integers_at, shorts_at, stack_memory
+from .vectors import fp16_at
 
 #: Inner numbers of a block, outputs of a panel, blocks of a superblock.
 BLOCK, PANEL, SUPER = 32, 16, 8
-#: Size of a quantized block of activations in bytes, and offsets in it: 32 signed bytes; fp32 dx; fp32 dx * sum; and,
-#: as 32-bit integers by zero point, the start of integer sums: -zero times the sum (for 32, that of each half block).
-RECORD = 64
-SCALE_AT, SUM_AT, START_AT = 32, 36, {8: 40, 16: 44, 128: 48, 32: 52}
+#: A quantized block of activations: the numbers; dx; dx times the sum of the numbers; and, for each zero point, the
+#: start of the integer sums, which is -zero times the sum of the numbers (for 32, that of each half of the block).
+QUANTIZED = np.dtype(
+    {
+        "names": [
+            "numbers",
+            "scale",
+            "scaled_sum",
+            "start_8",
+            "start_16",
+            "start_128",
+            "start_32",
+            "start_32_high",
+        ],
+        "formats": ["(32,)i1", "f4", "f4", "i4", "i4", "i4", "i4", "i4"],
+        "itemsize": 64,
+    }
+)
+RECORD = QUANTIZED.itemsize
 
 
 @dataclass(frozen=True)
@@ -127,40 +144,33 @@ class PackedLinear:
     bias: np.ndarray[Any, np.dtype[np.float32]]
     inner: int
     memory: Any
+    _decoders: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def rows(self, outputs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The weights of some outputs, decoded, fp32 (n, inner)."""
         decoded = np.empty((len(outputs), self.inner), np.float32)
-        _decode_outputs(self.panels, np.asarray(outputs, np.int64), self.inner, decoded.ctypes.data)
+        if self._decoders is None:
+            self._decoders = self.with_code(decoder_address)
+        numbers = np.asarray(outputs, np.int64)
+        addresses = self._decoders.ctypes.data, numbers.ctypes.data
+        _decode_outputs(*addresses, len(numbers), self.inner, decoded.ctypes.data)
         return decoded
 
-
-_QUANT_BYTES = np.array([kind.quant_bytes for kind in KINDS])
-_SCALE_BYTES = np.array([kind.scale_bytes for kind in KINDS])
-_SUPER_BYTES = np.array([kind.super_bytes for kind in KINDS])
-_FILE_BYTES = np.array([kind.file_bytes for kind in KINDS])
-_BITS = np.array([kind.bits for kind in KINDS])
-_ZERO = np.array([kind.zero for kind in KINDS])
-_GROUPED = np.array([kind.grouped for kind in KINDS])
+    def with_code(self, address_of: Callable[[Kind], int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``panels`` with the address of compiled code instead of each panel's kind."""
+        table = self.panels.copy()
+        for kind in np.unique(table[..., 1]):
+            table[..., 1][self.panels[..., 1] == kind] = address_of(KINDS[kind])
+        return table
 
 
-def _load_half(builder: Any, address: Any) -> Any:
-    return llvm.widen_halves(builder, llvm.load(builder, address, llvm.I16, 2))
-
-
-#: (address) -> the fp16 number there as fp32, and (address) -> pointer to bytes.
-half_at = llvm.emitted(_load_half, 1, types.float32)
-bytes_at = address_as(types.CPointer(types.uint8))
-_floats_at, _shorts_at = (address_as(types.CPointer(kind)) for kind in (types.float32, types.uint16))
-
-
-@llvm.jit
-def _integer(raw: Any, index: int) -> int:
+@compiled
+def _byte(numbers: Any, index: int) -> int:
     """A byte as a signed 64-bit integer. In numba, sums of unsigned and signed integers would be floats."""
-    return np.int64(raw[index])  # type: ignore[return-value]  # an int to compiled code
+    return np.int64(numbers[index])  # type: ignore[return-value]  # an int to compiled code
 
 
-@llvm.jit
+@compiled
 def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     """The 6-bit scale and offset of block j of a Q4_K or Q5_K superblock, from the 12 bytes at ``start``.
 
@@ -168,185 +178,223 @@ def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     byte j+4, and their upper 2 bits are the upper bits of bytes j-4 and j.
     """
     if j < 4:
-        return _integer(raw, start + j) & 63, _integer(raw, start + j + 4) & 63
-    both, scale, shift = _integer(raw, start + j + 4), _integer(raw, start + j - 4), _integer(raw, start + j)
+        return _byte(raw, start + j) & 63, _byte(raw, start + j + 4) & 63
+    both, scale, shift = _byte(raw, start + j + 4), _byte(raw, start + j - 4), _byte(raw, start + j)
     return (both & 15) | (scale >> 6) << 4, (both >> 4) | (shift >> 6) << 4
 
 
-@llvm.jit
-def _read_block(kind: int, raw: Any, block: int, q: Any, scales: Any) -> None:
-    """Read a block of an output into ``q`` (32,) and ``scales`` (4,), both unsigned bytes.
+def _read_block_of(kind: Kind) -> Any:
+    """Make (raw, block, q, scales): read a block of an output's bytes ``raw`` into q (32 bytes) and scales (4 bytes).
 
-    ``scales`` holds an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
+    ``scales`` gets an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
     """
-    if kind == Q8_0:
-        start = block * 34
+    size, head, five = kind.file_bytes, 4 if kind.offsets else 2, kind.bits == 5
+    upper = 32 if five else 0  # bytes of fifth bits in a superblock
+
+    def bytes_with_a_scale(raw: Any, block: int, q: Any, scales: Any) -> None:
+        start = block * size
         scales[0], scales[1] = raw[start], raw[start + 1]
         for e in range(32):
-            q[e] = _integer(raw, start + 2 + e) ^ 128
-    elif kind in (Q4_0, Q4_1, Q5_0, Q5_1):
-        head = 4 if kind in (Q4_1, Q5_1) else 2
-        five = kind in (Q5_0, Q5_1)
-        start = block * (head + 16 + 4 * five)
+            q[e] = _byte(raw, start + 2 + e) ^ 128
+
+    def halves_with_fp16_scales(raw: Any, block: int, q: Any, scales: Any) -> None:
+        fifth = block * size + head
+        start = fifth + (4 if five else 0)
         for e in range(head):
-            scales[e] = raw[start + e]
+            scales[e] = raw[fifth - head + e]
         for e in range(16):
-            both, low, high = _integer(raw, start + head + 4 * five + e), 0, 0
+            both, low, high = _byte(raw, start + e), 0, 0
             if five:
-                low = _integer(raw, start + head + e // 8) >> e % 8 & 1
-                high = _integer(raw, start + head + 2 + e // 8) >> e % 8 & 1
+                low = _byte(raw, fifth + e // 8) >> e % 8 & 1
+                high = _byte(raw, fifth + 2 + e // 8) >> e % 8 & 1
             q[e], q[16 + e] = (both & 15) | low << 4, (both >> 4) | high << 4
-    elif kind in (Q4_K, Q5_K):
-        five = kind == Q5_K
-        start, j = block // 8 * (144 + 32 * five), block % 8
+
+    def superblock_of_4_or_5_bits(raw: Any, block: int, q: Any, scales: Any) -> None:
+        start, j = block // 8 * size, block % 8
         scales[0], scales[1] = _scale_and_offset(raw, start + 4, j)
         for e in range(32):
-            value = _integer(raw, start + 16 + 32 * five + j // 2 * 32 + e) >> 4 * (j % 2) & 15
+            value = _byte(raw, start + 16 + upper + j // 2 * 32 + e) >> 4 * (j % 2) & 15
             if five:
-                value |= (_integer(raw, start + 16 + e) >> j & 1) << 4
+                value |= (_byte(raw, start + 16 + e) >> j & 1) << 4
             q[e] = value
-    elif kind == Q6_K:
-        start, j = block // 8 * 210, block % 8
+
+    def superblock_of_6_bits(raw: Any, block: int, q: Any, scales: Any) -> None:
+        start, j = block // 8 * size, block % 8
         scales[0], scales[1] = raw[start + 192 + 2 * j], raw[start + 193 + 2 * j]
         n, j = j // 4, j % 4
         for e in range(32):
-            value = _integer(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
-            q[e] = value | (_integer(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
+            value = _byte(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
+            q[e] = value | (_byte(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
+
+    if kind.bits == 8:
+        read = bytes_with_a_scale
+    elif not kind.grouped:
+        read = halves_with_fp16_scales
+    else:
+        read = superblock_of_6_bits if kind.bits == 6 else superblock_of_4_or_5_bits
+    return compiled(read, kind.name)
 
 
-@llvm.jit
-def pack_panel(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
-    """Copy up to 16 outputs into a panel. Missing outputs decode to zeros.
+@cache
+def _packer(kind: Kind) -> Any:
+    """Make the compiled part of ``pack_panels``, with addresses instead of arrays."""
+    bits, grouped = kind.bits, kind.grouped
+    quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
+    size, number_bytes = kind.file_bytes, kind.bits // 8
+    first_super = 208 if kind.bits == 6 else 0  # the place of the factors in a superblock of the file
+    read_block = _read_block_of(kind)
 
-    Args:
-        kind: index in ``KINDS``.
-        raw: the tensor in the file, (outputs, bytes of an output).
-        rows: the outputs of the panel, in order; -1 for a missing output.
-        inner: numbers of an output.
-        out: (bytes of a panel,), all zero.
-    """
-    blocks, bits, grouped = inner // BLOCK, _BITS[kind], _GROUPED[kind]
-    quant_bytes, scale_bytes, super_bytes = _QUANT_BYTES[kind], _SCALE_BYTES[kind], _SUPER_BYTES[kind]
-    scales_at = blocks * quant_bytes
-    supers_at = scales_at + blocks * scale_bytes
-    q, scales = np.zeros(BLOCK, np.uint8), np.zeros(4, np.uint8)
-    for lane in range(len(rows)):
-        if rows[lane] < 0:
-            continue
-        source = raw[rows[lane]]
-        if bits > 8:  # (inner, 16)
-            size = bits // 8
-            for i in range(inner):
-                for k in range(size):
-                    out[(i * PANEL + lane) * size + k] = source[i * size + k]
-            continue
+    def pack_plain(source: int, lane: int, inner: int, out: int) -> None:
+        raw, panel = bytes_at(source), bytes_at(out)
+        for i in range(inner):  # (inner, 16)
+            for k in range(number_bytes):
+                panel[(i * PANEL + lane) * number_bytes + k] = raw[i * number_bytes + k]
+
+    def pack_quantized(source: int, lane: int, inner: int, out: int) -> None:
+        blocks, raw = inner // BLOCK, bytes_at(source)
+        scales_at = out + blocks * quant_bytes
+        supers, room = bytes_at(scales_at + blocks * scale_bytes), stack_memory(64)
+        q, scales = bytes_at(room), bytes_at(room + 32)
         for block in range(blocks):
-            _read_block(kind, source, block, q, scales)
-            quants = out[block * quant_bytes : (block + 1) * quant_bytes]
+            read_block(raw, block, q, scales)
+            quants, at = bytes_at(out + block * quant_bytes), bytes_at(scales_at + block * scale_bytes)
+            # The quants.
             if bits == 8:
                 for e in range(32):
                     quants[e // 4 * 64 + lane * 4 + e % 4] = q[e]
             else:
                 for e in range(16):
-                    low, high = _integer(q, e) & 15, _integer(q, 16 + e) & 15
+                    low, high = _byte(q, e) & 15, _byte(q, 16 + e) & 15
                     quants[e // 4 * 64 + lane * 4 + e % 4] = low | high << 4
-                for e in range(32 if bits > 4 else 0):
-                    t, i = e // 4, e % 4
-                    if bits == 5:  # bit t of byte (lane, i)
-                        quants[256 + lane * 4 + i] |= np.uint8(_integer(q, e) >> 4 << t)
-                    else:
-                        quants[256 + t // 4 * 64 + lane * 4 + i] |= np.uint8(
-                            _integer(q, e) >> 4 << 2 * (t % 4)
-                        )
-            at = scales_at + block * scale_bytes
+            if bits == 5:  # bit t of byte (lane, i)
+                for e in range(32):
+                    place = 256 + lane * 4 + e % 4
+                    quants[place] = _byte(quants, place) | _byte(q, e) >> 4 << e // 4
+            if bits == 6:
+                for e in range(32):
+                    place = 256 + e // 16 * 64 + lane * 4 + e % 4
+                    quants[place] = _byte(quants, place) | _byte(q, e) >> 4 << 2 * (e // 4 % 4)
+            # The scales.
             if grouped:
-                out[at + lane], out[at + PANEL + lane] = scales[0], scales[1]
+                at[lane], at[PANEL + lane] = scales[0], scales[1]
             else:
                 for k in range(scale_bytes // PANEL):
-                    out[at + k // 2 * 2 * PANEL + lane * 2 + k % 2] = scales[k]
+                    at[k // 2 * 2 * PANEL + lane * 2 + k % 2] = scales[k]
         if grouped:
-            size = _FILE_BYTES[kind]
-            first = 208 if kind == Q6_K else 0
             for s in range(blocks // SUPER):
                 for k in range(super_bytes // PANEL):
-                    at = supers_at + s * super_bytes + k // 2 * 2 * PANEL + lane * 2 + k % 2
-                    out[at] = source[s * size + first + k]
+                    place = s * super_bytes + k // 2 * 2 * PANEL + lane * 2 + k % 2
+                    supers[place] = raw[s * size + first_super + k]
+
+    pack_output = compiled(pack_plain if bits > 8 else pack_quantized, kind.name)
+
+    def pack(
+        raw: int, row_bytes: int, rows: int, panels: int, inner: int, out: int, panel_bytes: int
+    ) -> None:
+        outputs = integers_at(rows)
+        for n in range(panels * PANEL):
+            if outputs[n] >= 0:
+                pack_output(raw + row_bytes * outputs[n], n % PANEL, inner, out + panel_bytes * (n // PANEL))
+
+    return entry(pack, kind.name, nogil=True)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
-def pack_panels(kind: int, raw: Any, rows: Any, inner: int, out: Any) -> None:
-    """``pack_panel`` for several panels: ``rows`` (panels, 16), ``out`` (panels, bytes of a panel)."""
-    for panel in range(len(rows)):
-        pack_panel(kind, raw, rows[panel], inner, out[panel])
-
-
-@llvm.jit
-def decode_output(kind: int, panel: int, lane: int, inner: int, out: Any, factor: Any) -> None:
-    """Decode an output of a panel and multiply it by ``factor``.
+def pack_panels(
+    kind: Kind,
+    raw: np.ndarray[Any, np.dtype[np.uint8]],
+    rows: np.ndarray[Any, np.dtype[np.int64]],
+    inner: int,
+    out: np.ndarray[Any, np.dtype[np.uint8]],
+) -> None:
+    """Copy outputs of a file into panels.
 
     Args:
-        kind: index in ``KINDS``.
-        panel: address of the panel.
-        lane: which of its 16 outputs.
-        inner: numbers of the output.
-        out: (inner,) fp32, a pointer.
+        raw: the tensor in the file, (outputs, bytes of an output).
+        rows: the outputs of each panel, in order, (panels, 16); -1 for a missing output, which decodes to zeros.
+        inner: numbers of an output.
+        out: (panels, bytes of a panel), all zero.
     """
-    blocks = inner // BLOCK
-    if kind == F32:
-        wide = _floats_at(panel)
-        for i in range(inner):
-            out[i] = wide[i * PANEL + lane] * factor
-        return
-    if kind == BF16:
-        shorts = _shorts_at(panel)
-        for i in range(inner):
-            out[i] = np.uint32(np.uint32(shorts[i * PANEL + lane]) << np.uint32(16)).view(np.float32) * factor
-        return
-    if kind == F16:
-        for i in range(inner):
-            out[i] = half_at(panel + 2 * (i * PANEL + lane)) * factor
-        return
-    bits, grouped = _BITS[kind], _GROUPED[kind]
-    scales_at = panel + blocks * _QUANT_BYTES[kind]
-    supers_at = scales_at + blocks * _SCALE_BYTES[kind]
-    zero = _ZERO[kind]
-    for block in range(blocks):
-        quants = bytes_at(panel + block * _QUANT_BYTES[kind])
-        scale_at = scales_at + block * _SCALE_BYTES[kind]
-        shift = np.float32(0)
-        if grouped:
-            small = bytes_at(scale_at)
-            unit = supers_at + block // SUPER * _SUPER_BYTES[kind]
-            d = half_at(unit + 2 * lane)
-            if kind == Q6_K:
-                first = np.float32(np.int8(small[lane])) * d
-                second = np.float32(np.int8(small[PANEL + lane])) * d
-            else:
-                first = second = np.float32(small[lane]) * d
-                shift = -(np.float32(small[PANEL + lane]) * half_at(unit + 2 * PANEL + 2 * lane))
-        else:
-            first = second = half_at(scale_at + 2 * lane)
-            if _SCALE_BYTES[kind] > 2 * PANEL:
-                shift = half_at(scale_at + 2 * PANEL + 2 * lane)
-        for e in range(BLOCK):
-            t, i = e // 4, e % 4
-            if bits == 8:
-                q = _integer(quants, t * 64 + lane * 4 + i)
-            else:
-                q = _integer(quants, t % 4 * 64 + lane * 4 + i) >> t // 4 * 4 & 15
-                if bits == 5:
-                    q |= (_integer(quants, 256 + lane * 4 + i) >> t & 1) << 4
-                elif bits == 6:
-                    q |= (_integer(quants, 256 + t // 4 * 64 + lane * 4 + i) >> 2 * (t % 4) & 3) << 4
-            scale = first if e < 16 else second
-            out[block * BLOCK + e] = (scale * np.float32(q - zero) + shift) * factor
+    rows = np.ascontiguousarray(rows, np.int64)
+    assert raw.strides[1] == out.strides[1] == 1
+    addresses = raw.ctypes.data, raw.strides[0], rows.ctypes.data
+    _packer(kind)(*addresses, len(rows), inner, out.ctypes.data, out.strides[0])
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
-def _decode_outputs(panels: Any, outputs: Any, inner: int, address: int) -> None:
-    """Decode outputs of a linear, whose table is ``PackedLinear.panels``, into fp32 (n, inner) at an address."""
-    for number in range(len(outputs)):
-        group, lane = outputs[number] // GROUP, outputs[number] % GROUP
-        panel = panels[group, lane // PANEL]
-        row = _floats_at(address + 4 * inner * number)
-        decode_output(panel[1], panel[0], lane % PANEL, inner, row, np.float32(1))
+def _decoder(kind: Kind) -> Any:
+    quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
+    bits, zero, grouped, offsets, two_scales = (
+        kind.bits,
+        kind.zero,
+        kind.grouped,
+        kind.offsets,
+        kind.halves > 1,
+    )
+
+    def decode_plain(panel: int, lane: int, inner: int, out: int) -> None:
+        numbers, wide, shorts = floats_at(out), floats_at(panel), shorts_at(panel)
+        for i in range(inner):
+            place = i * PANEL + lane
+            if bits == 32:
+                numbers[i] = wide[place]
+            elif is_bf16:
+                numbers[i] = np.uint32(np.uint32(shorts[place]) << np.uint32(16)).view(np.float32)
+            else:
+                numbers[i] = fp16_at(panel + 2 * place)
+
+    def decode_quantized(panel: int, lane: int, inner: int, out: int) -> None:
+        blocks, numbers = inner // BLOCK, floats_at(out)
+        scales_at = panel + blocks * quant_bytes
+        supers_at = scales_at + blocks * scale_bytes
+        for block in range(blocks):
+            quants, at = bytes_at(panel + block * quant_bytes), scales_at + block * scale_bytes
+            unit, small = supers_at + block // SUPER * super_bytes, bytes_at(at)
+            # The scales of both halves, and the offset.
+            shift = np.float32(0)
+            if two_scales:
+                first = np.float32(np.int8(small[lane])) * fp16_at(unit + 2 * lane)
+                second = np.float32(np.int8(small[PANEL + lane])) * fp16_at(unit + 2 * lane)
+            elif grouped:
+                first = second = np.float32(small[lane]) * fp16_at(unit + 2 * lane)
+                shift = -(np.float32(small[PANEL + lane]) * fp16_at(unit + 2 * PANEL + 2 * lane))
+            else:
+                first = second = fp16_at(at + 2 * lane)
+                if offsets:
+                    shift = fp16_at(at + 2 * PANEL + 2 * lane)
+            # The numbers.
+            for e in range(BLOCK):
+                t, i = e // 4, e % 4
+                if bits == 8:
+                    q = _byte(quants, t * 64 + lane * 4 + i)
+                else:
+                    q = _byte(quants, t % 4 * 64 + lane * 4 + i) >> t // 4 * 4 & 15
+                    if bits == 5:
+                        q |= (_byte(quants, 256 + lane * 4 + i) >> t & 1) << 4
+                    elif bits == 6:
+                        q |= (_byte(quants, 256 + t // 4 * 64 + lane * 4 + i) >> 2 * (t % 4) & 3) << 4
+                scale = first if e < 16 else second
+                numbers[block * BLOCK + e] = scale * np.float32(q - zero) + shift
+
+    is_bf16 = kind.name == "BF16"
+    return decode_plain if bits > 8 else decode_quantized
+
+
+@cache
+def _compiled_decoder(kind: Kind) -> MachineCode:
+    return MachineCode(_decoder(kind), 4, kind.name)
+
+
+def decoder_address(kind: Kind) -> int:
+    """The address of a compiled function, which is compiled once and cached on disk.
+
+    It is (panel, lane, inner, out), and decodes an output of a panel, numbered ``lane``, to fp32 (inner,) at ``out``.
+    """
+    return _compiled_decoder(kind).address
+
+
+@partial(entry, nogil=True)
+def _decode_outputs(table: int, outputs: int, count: int, inner: int, out: int) -> None:
+    """Decode outputs of a linear to fp32 (count, inner) at ``out``. ``table``: the panels with their decoders."""
+    panels, numbers = integers_at(table), integers_at(outputs)
+    for n in range(count):
+        panel = 2 * (numbers[n] // PANEL)
+        call(panels[panel + 1], panels[panel], numbers[n] % PANEL, inner, out + 4 * inner * n)

@@ -144,8 +144,10 @@ class _Reader:
             source = self.source(rows.name)
             inner = source.inner
             order = rows.order.reshape(-1, PANEL)
-            packed, entries, kind = _new_panels(self.memory, source.kind, len(order), inner)
-            self._jobs.append(self._packing.submit(pack_panels, kind, source.raw, order, inner, packed))
+            packed, entries = _new_panels(self.memory, source.kind, len(order), inner)
+            self._jobs.append(
+                self._packing.submit(pack_panels, source.kind, source.raw, order, inner, packed)
+            )
             table.append(entries)
             bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
         joined = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
@@ -291,12 +293,12 @@ def _filled(order: Array, multiple: int) -> Array:
     return np.concatenate([order, np.full(-len(order) % multiple, -1)])
 
 
-def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple[Array, Array, int]:
-    """Memory for panels, uint8 (count, bytes of a panel), its ``PackedLinear.panels``, and the kind's index."""
-    size, index = kind.panel_bytes(inner), KIND_INDEX[kind.name]
+def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple[Array, Array]:
+    """Memory for panels, uint8 (count, bytes of a panel), and its ``PackedLinear.panels``."""
+    size = kind.panel_bytes(inner)
     panels = memory.take(count * size).reshape(count, size)
     addresses = panels.ctypes.data + size * np.arange(count)
-    return panels, np.stack([addresses, np.full(count, index)], -1), index
+    return panels, np.stack([addresses, np.full(count, KIND_INDEX[kind.name])], -1)
 
 
 def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
@@ -507,16 +509,15 @@ def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     outputs, inner = linear.weight.shape
     kind = _kind_for(linear, kind)
     order = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
-    panels, table, index = _new_panels(memory, kind, len(order), inner)
-    for begin in range(
-        0, len(order), 512
-    ):  # 512 panels at a time, because the fp32 numbers are a temporary copy
+    panels, table = _new_panels(memory, kind, len(order), inner)
+    # 512 panels at a time, because the fp32 numbers are a temporary copy.
+    for begin in range(0, len(order), 512):
         rows = order[begin : begin + 512]
         fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()
         raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType[kind.name])
         raw = raw.view(np.uint8).reshape(len(fp32), -1)
         local = np.where(rows >= 0, rows - begin * PANEL, -1)
-        pack_panels(index, raw, local, inner, panels[begin : begin + 512])
+        pack_panels(kind, raw, local, inner, panels[begin : begin + 512])
     bias = np.zeros(order.size, np.float32)
     bias[:outputs] = linear.bias.float().numpy()
     return PackedLinear(np.ascontiguousarray(table.reshape(-1, 2, 2)), bias, inner, memory)

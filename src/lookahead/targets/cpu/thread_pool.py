@@ -4,39 +4,85 @@ A job is the address of a compiled function of (argument, control, rank, size, a
 process has one pool for each number of threads, and a pool does one job at a time. A pool of one thread has no
 helpers and never waits.
 
-After a job, a helper polls for the next one for 20 ms in compiled code, because the next step of a text comes soon;
-then it sleeps on a lock in Python.
+**Waiting.** A thread that waits polls: some 20 us without giving its core away, then it yields the core between
+polls, and after ``PATIENCE`` us it sleeps between polls, ``NAP`` us each. So a thread that waits for one whose core
+other programs took leaves its own core to that one, and the system's scheduler does not count the wait as work. A
+helper without a job does so for ``AWAKE`` us, because the next step of a completion comes soon; then it sleeps on a
+lock in Python.
+
+**What the pool needs from atomics.** All shared words are in one block of memory, ``CONTROL`` and a ``RANK`` for each
+thread. Plain loads and stores of different threads are not ordered. Three things must be:
+
+1. A job and its argument, before the job is seen. ``post`` writes them, then adds 1 to ``posted`` (a release); a
+   thread that reads the new number (an acquire) therefore reads the job that belongs to it. No thread can still need
+   the words of the previous job: a job ends with a barrier, so all threads have read them.
+2. What a thread wrote before a barrier, before others go on. Arriving is an addition to ``arrived`` (a release and an
+   acquire); each waits until it reads the count of all (an acquire). An addition continues the release of those
+   before it, so the last count releases what all threads wrote, plain stores into the buffers of a pass included.
+3. Going to sleep and waking. A helper says that it is ``asleep``, then looks at ``posted`` once more; the poster adds
+   to ``posted``, then looks at ``asleep``. If either pair could be reordered, the helper could miss the job and the
+   poster the sleeper. So these four accesses are in one order for all threads (sequentially consistent): whichever
+   pair comes later sees the other thread's word.
+
+``take`` needs no order beyond its own word: an item is a number, and what it stands for was written before the last
+barrier. ``restart`` comes between two barriers in which no thread is in that stage, which order it.
+
+On x86 every load is an acquire and every store a release, and an addition is one locked instruction in any order; the
+orders above cost nothing there and are what ARM needs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 import threading
-import time
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import njit, types
-from numba.extending import register_jitable
 
-from .llvm import ARM, I32, I64, STAMP, VOID, X86, at, call, call_address, emitted, load
+from ...jit import compiled, entry, int64
+from .atomics import (
+    clock,
+    exchange_in_order,
+    fetch_add,
+    fetch_add_in_order,
+    load_acquire,
+    load_in_order,
+    pause,
+    sleep,
+    store_release,
+    yield_core,
+)
+from .operations import call, offsets_of
 
-# The control block is memory that all threads of a pool share. These are the offsets of its 64-bit words: the number
-# of jobs posted, the arrivals counted at barriers, the job with its argument and the pool's size, and the arrivals
-# counted before the job. Then a part for each rank: whether it sleeps, the last job that it has seen, how many items
-# of its share of each stage are taken (``take``), and whether ``post`` found it asleep. Words that many threads poll
-# have separate cache lines.
-JOB_NUMBER, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = 0, 64, 128, 136, 144, 152
-RANKS, RANK_BYTES, SEEN, TAKEN, WAKE, CLOCK, STAGES = 192, 128, 8, 16, 56, 64, 5
-#: Iterations of a polling loop before a thread offers its core to others, and milliseconds before a helper sleeps;
-#: waking it delays a pass by 1 to 5 ms. Iterations do not measure time: 100,000 take 20 ms on one processor and 85 ms
-#: on another.
-SPINS, AWAKE = 2000, 20
+#: Stages of a pass whose items threads take from each other.
+STAGES = 5
+
+
+def _fields(*fields: tuple[str, int]) -> np.dtype[Any]:
+    """A record of 64-bit words: (name, offset in bytes). Words that many threads poll have their own cache lines."""
+    names, offsets = zip(*fields, strict=True)
+    return np.dtype({"names": names, "formats": ["i8"] * len(names), "offsets": offsets, "itemsize": 192})
+
+
+#: Of a pool: the number of jobs posted so far; the arrivals counted at barriers; the job, its argument, the number of
+#: threads, and the arrivals counted before the job.
+CONTROL = _fields(
+    ("posted", 0), ("arrived", 64), ("job", 128), ("argument", 136), ("size", 144), ("arrived_before", 152)
+)
+#: Of a thread: whether it sleeps, and whether ``post`` found it asleep; the last job that it has seen; 16 bytes for
+#: the clock; and how many items of its share of each stage are taken.
+RANK = _fields(("asleep", 0), ("woken", 8), ("seen", 16), ("scratch", 24), ("taken", 64))
+POSTED, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = offsets_of(CONTROL).values()
+ASLEEP, WOKEN, SEEN, SCRATCH, TAKEN = offsets_of(RANK).values()
+CONTROL_BYTES, RANK_BYTES = CONTROL.itemsize, RANK.itemsize
+
+#: Polls before a thread yields its core between them; microseconds of waiting before it sleeps between them; and
+#: microseconds of such a sleep, to which Linux adds 50.
+SPINS, PATIENCE, NAP = 2000, 2000, 50
+#: Microseconds without a job before a helper sleeps until it is woken, which delays a pass by 1 to 5 ms.
+AWAKE = 20_000
 
 
 class Worker(NamedTuple):
@@ -47,71 +93,49 @@ class Worker(NamedTuple):
     size: int
 
 
-#: The system's function that offers the core to another thread; it takes no arguments and returns an int.
-YIELD = "sched_yield"
-if sys.platform == "win32":
-    YIELD = "SwitchToThread"
-    # Functions of kernel32, under names that code loaded from disk also finds.
-    for name in (YIELD, "GetTickCount64"):
-        binding.add_symbol(name, ctypes.cast(getattr(ctypes.windll.kernel32, name), ctypes.c_void_p).value)
-#: The id of ``clock_gettime``'s monotonic clock. 64-bit systems return seconds and nanoseconds in 8 bytes each.
-MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
+@compiled
+def rank_at(control: int, rank: int) -> int:
+    """The address of a thread's words."""
+    return control + CONTROL_BYTES + RANK_BYTES * rank
 
 
-def _pause(builder: Any) -> None:
-    if X86:
-        call(builder, "llvm.x86.sse2.pause", VOID, [])
-    elif ARM:
-        call(builder, "llvm.aarch64.hint", VOID, [ir.Constant(I32, 1)])
+@compiled
+def _wait(spins: int, since: int, words: int) -> tuple[int, int]:
+    """Wait between two polls. Returns the number of polls, and when the polls without yielding ended."""
+    spins += 1
+    if spins < SPINS:
+        pause()
+        return spins, since
+    if spins == SPINS:
+        since = clock(words + SCRATCH)
+    if clock(words + SCRATCH) < since + PATIENCE:
+        yield_core()
+    else:
+        sleep(words + SCRATCH, NAP)
+    return spins, since
 
 
-def _yield_core(builder: Any) -> None:
-    call(builder, YIELD, I32, [])
-
-
-def _milliseconds(builder: Any, memory: Any) -> Any:
-    if sys.platform == "win32":
-        return call(builder, "GetTickCount64", I64, [])
-    call(builder, "clock_gettime", I32, [ir.Constant(I32, MONOTONIC), at(builder, memory, I64)])
-    seconds = load(builder, memory, I64, 8)
-    nanoseconds = load(builder, builder.add(memory, ir.Constant(I64, 8)), I64, 8)
-    million = ir.Constant(I64, 1_000_000)
-    return builder.add(builder.mul(seconds, ir.Constant(I64, 1000)), builder.sdiv(nanoseconds, million))
-
-
-# Sequentially consistent access to shared words; ``fetch_add`` and ``exchange`` return the old value.
-atomic_load = emitted(lambda b, word: b.load_atomic(at(b, word, I64), "seq_cst", 8), 1, types.int64)
-fetch_add = emitted(lambda b, word, n: b.atomic_rmw("add", at(b, word, I64), n, "seq_cst"), 2, types.int64)
-exchange = emitted(lambda b, word, n: b.atomic_rmw("xchg", at(b, word, I64), n, "seq_cst"), 2, types.int64)
-#: ``pause`` tells the core that this is a polling loop; ``yield_core`` offers the core to other threads.
-pause, yield_core = emitted(_pause, 0), emitted(_yield_core, 0)
-#: (memory) -> milliseconds of a monotonic clock; 16 bytes at ``memory`` are scratch space.
-milliseconds = emitted(_milliseconds, 1, types.int64)
-#: Call the compiled function at an address with five 64-bit integers.
-call_job = emitted(call_address, 6)
-
-
-@register_jitable
+@compiled
 def barrier(worker: Any, arrived: int) -> int:
     """Wait until all threads are here. ``arrived`` counts arrivals at earlier barriers; returns the new count."""
     arrived += worker.size
-    fetch_add(worker.control + ARRIVED, 1)
-    spins = 0
-    while atomic_load(worker.control + ARRIVED) < arrived:
-        pause()
-        spins += 1
-        if spins > SPINS:
-            yield_core()
+    words = rank_at(worker.control, worker.rank)
+    fetch_add(
+        worker.control + ARRIVED, 1
+    )  # release what this thread wrote; continue the others' releases (2)
+    spins, since = 0, 0
+    while load_acquire(worker.control + ARRIVED) < arrived:  # acquire what all threads wrote (2)
+        spins, since = _wait(spins, since, words)
     return arrived
 
 
-@register_jitable
+@compiled
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
     """The bounds of a rank's part of ``range(count)``."""
     return count * rank // size, count * (rank + 1) // size
 
 
-@register_jitable
+@compiled
 def take(control: int, stage: int, owner: int, count: int) -> int:
     """Take the next of the ``count`` items in the share of the rank ``owner``; ``count`` if none is left.
 
@@ -120,100 +144,93 @@ def take(control: int, stage: int, owner: int, count: int) -> int:
     Args:
         stage: which of the ``STAGES`` counters; ``restart`` sets them to zero while no rank is in that stage.
     """
-    word = control + RANKS + RANK_BYTES * owner + TAKEN + 8 * stage
-    return fetch_add(word, 1) if atomic_load(word) < count else count
+    taken = rank_at(control, owner) + TAKEN + 8 * stage
+    # Only to save the addition: a stale value is too small, and the addition below is exact.
+    if load_acquire(taken) >= count:
+        return count
+    return int64(fetch_add(taken, 1))  # no two threads get the same number, whatever the order
 
 
-@register_jitable
+@compiled
 def restart(worker: Any, begin: int, end: int) -> None:
     """Mark this rank's share of stages begin..end as not taken."""
     for stage in range(begin, end):
-        exchange(worker.control + RANKS + RANK_BYTES * worker.rank + TAKEN + 8 * stage, 0)
+        store_release(
+            rank_at(worker.control, worker.rank) + TAKEN + 8 * stage, 0
+        )  # the next barrier orders it
 
 
-@register_jitable
+@compiled
 def _next_job(control: int, rank: int) -> bool:
     """Do the posted job if this rank has not seen it. Returns whether there was one."""
-    number, seen = atomic_load(control + JOB_NUMBER), control + RANKS + RANK_BYTES * rank + SEEN
-    if number == atomic_load(seen):
+    words = rank_at(control, rank)
+    number = load_acquire(control + POSTED)  # acquire the job that belongs to this number (1)
+    if number == load_acquire(words + SEEN):
         return False
-    exchange(seen, number)
-    size, before = atomic_load(control + SIZE), atomic_load(control + ARRIVED_BEFORE)
-    call_job(atomic_load(control + JOB), atomic_load(control + ARGUMENT), control, rank, size, before)
+    store_release(words + SEEN, number)  # only this thread and its sleeping self in Python read it
+    size, before = load_acquire(control + SIZE), load_acquire(control + ARRIVED_BEFORE)
+    job, argument = load_acquire(control + JOB), load_acquire(control + ARGUMENT)
+    call(job, argument, control, rank, size, before)
     return True
 
 
-def _pool_code(stamp: int) -> tuple[Any, Any, Any]:
-    """Three functions, compiled once and cached on disk. Naming ``stamp`` in them makes it part of their names there.
+@partial(entry, nogil=True)
+def _serve(control: int, rank: int) -> None:
+    """Do the pool's jobs until none has come for ``AWAKE`` microseconds."""
+    words = rank_at(control, rank)
+    store_release(words + ASLEEP, 0)
+    spins, since = 0, 0
+    while True:
+        if _next_job(control, rank):
+            spins = 0
+            continue
+        spins, since = _wait(spins, since, words)
+        if spins > SPINS and clock(words + SCRATCH) > since + AWAKE:
+            exchange_in_order(words + ASLEEP, 1)  # before the next line for all threads (3)
+            if load_in_order(control + POSTED) == load_acquire(words + SEEN):
+                return
+            # A job has been posted in the meantime. If ``post`` has cleared the flag, a wake-up follows.
+            if exchange_in_order(words + ASLEEP, 0) == 0:
+                return
+            spins = 0
 
-    serve(control, rank): do the pool's jobs until none has come for ``AWAKE`` milliseconds.
-    post(control, job, argument) -> the number of sleeping ranks, which the caller must wake: ``WAKE`` is 1 for them.
-    lead(control): do rank 0's part of the posted job, unless it is done.
-    """
 
-    def serve(control: int, rank: int) -> None:
-        _ = stamp
-        asleep = control + RANKS + RANK_BYTES * rank
-        exchange(asleep, 0)
-        spins, idle_since = 0, 0
-        while True:
-            if _next_job(control, rank):
-                spins = 0
-                continue
-            pause()
-            spins += 1
-            if spins == SPINS:
-                idle_since = milliseconds(asleep + CLOCK)
-            if spins > SPINS:
-                yield_core()
-            if spins > SPINS and spins % 16 == 0 and milliseconds(asleep + CLOCK) > idle_since + AWAKE:
-                exchange(asleep, 1)
-                # A job may have been posted in the meantime. If ``post`` has cleared the flag, a wake-up follows.
-                if (
-                    atomic_load(control + JOB_NUMBER) == atomic_load(asleep + SEEN)
-                    or exchange(asleep, 0) == 0
-                ):
-                    return
-                spins = 0
+@partial(entry, nogil=True)
+def _post(control: int, job: int, argument: int) -> int:
+    """Post a job. Returns the number of sleeping ranks, which the caller must wake: ``woken`` is 1 for them."""
+    store_release(control + JOB, job)
+    store_release(control + ARGUMENT, argument)
+    store_release(control + ARRIVED_BEFORE, load_acquire(control + ARRIVED))  # no thread is in a barrier now
+    fetch_add_in_order(
+        control + POSTED, 1
+    )  # release the job (1), and before the next loop for all threads (3)
+    sleepers = 0
+    for rank in range(1, load_acquire(control + SIZE)):
+        words = rank_at(control, rank)
+        if exchange_in_order(words + ASLEEP, 0) == 1:
+            store_release(words + WOKEN, 1)  # only this thread reads it, in Python
+            sleepers += 1
+    return sleepers
 
-    def post(control: int, job: int, argument: int) -> int:
-        _ = stamp
-        exchange(control + JOB, job)
-        exchange(control + ARGUMENT, argument)
-        exchange(control + ARRIVED_BEFORE, atomic_load(control + ARRIVED))
-        fetch_add(control + JOB_NUMBER, 1)
-        sleepers = 0
-        for rank in range(1, atomic_load(control + SIZE)):
-            asleep = control + RANKS + RANK_BYTES * rank
-            if exchange(asleep, 0) == 1:
-                exchange(asleep + WAKE, 1)
-                sleepers += 1
-        return sleepers
 
-    def lead(control: int) -> None:
-        _ = stamp
-        _next_job(control, 0)
-
-    word, on_disk = types.int64, partial(njit, nogil=True, cache=True)
-    return (
-        on_disk(types.void(word, word))(serve),
-        on_disk(word(word, word, word))(post),
-        on_disk(types.void(word))(lead),
-    )
+@partial(entry, nogil=True)
+def _lead(control: int) -> None:
+    """Do rank 0's part of the posted job, unless it is done."""
+    _next_job(control, 0)
 
 
 class ThreadPool:
-    """``size`` threads, including the caller. The helpers are daemons and end with the process."""
+    """``size`` threads, including the caller. The helpers are daemons and end with the process.
+
+    Attributes:
+        control: the pool's words, a record of ``CONTROL``.
+        ranks: those of its threads, (size,) of ``RANK``.
+        address: of the control block, for compiled code.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._memory = np.zeros(RANKS + RANK_BYTES * size + 64, np.uint8)
-        # The control block begins on a cache line.
-        self._control = self._memory.ctypes.data + -self._memory.ctypes.data % 64
-        first = self._control - self._memory.ctypes.data
-        self._words = self._memory[first : first + (len(self._memory) - first) // 8 * 8].view(np.int64)
-        self._words[SIZE // 8] = size
-        self._serve, self._post, self._lead = _pool_code(STAMP)
+        self.control, self.ranks, self.address = control_block(size)
         self._one_job = threading.Lock()
         self._owner: Any = None
         self._wake_locks = [threading.Lock() for _ in range(size)]
@@ -221,20 +238,14 @@ class ThreadPool:
             name = f"lookahead-step-{rank}"
             threading.Thread(target=self._help, args=(rank,), name=name, daemon=True).start()
 
-    def _word(self, offset: int) -> int:
-        """A word of the control block."""
-        return int(self._words[offset // 8])
-
     def _help(self, rank: int) -> None:
         wake = self._wake_locks[rank]
         wake.acquire()
         while True:
-            self._serve(self._control, rank)
+            _serve(self.address, rank)
             # If the caller is interrupted between posting and waking, nothing wakes this helper. So it compares two
-            # words once a second; ``_serve`` would poll for 20 ms each time.
-            while not wake.acquire(timeout=1.0) and self._word(JOB_NUMBER) == self._word(
-                RANKS + RANK_BYTES * rank + SEEN
-            ):
+            # words once a second; ``_serve`` would poll for ``AWAKE`` us each time.
+            while not wake.acquire(timeout=1.0) and self.control["posted"] == self.ranks["seen"][rank]:
                 pass
 
     def run(self, job: int, argument: int, owner: object) -> None:
@@ -247,21 +258,33 @@ class ThreadPool:
                 posted job, which the next call finishes.
         """
         with self._one_job:
-            self._lead(
-                self._control
-            )  # finish a job that an interrupt has left; the helpers are waiting for it
+            _lead(self.address)  # finish a job that an interrupt has left; the helpers are waiting for it
             self._owner = owner
             try:
-                sleepers = self._post(self._control, job, argument)
-                for rank in range(1, self.size) if sleepers else ():
-                    wake = (RANKS + RANK_BYTES * rank + WAKE) // 8
-                    if self._words[wake]:
-                        self._words[wake] = 0
-                        with contextlib.suppress(RuntimeError):  # it is awake already
-                            self._wake_locks[rank].release()
+                self.post(job, argument)
             finally:
-                self._lead(self._control)
+                _lead(self.address)
             self._owner = None
+
+    def post(self, job: int, argument: int) -> None:
+        """Post a job, and wake the helpers that sleep."""
+        if not _post(self.address, job, argument):
+            return
+        for rank in range(1, self.size):
+            if self.ranks["woken"][rank]:
+                self.ranks["woken"][rank] = 0
+                with contextlib.suppress(RuntimeError):  # it is awake already
+                    self._wake_locks[rank].release()
+
+
+def control_block(size: int) -> tuple[Any, Any, int]:
+    """The control block of a pool: a record of ``CONTROL``, (size,) of ``RANK``, and the address of both."""
+    memory = np.zeros(CONTROL_BYTES + RANK_BYTES * size + 64, np.uint8)
+    first = -memory.ctypes.data % 64  # a block begins on a cache line
+    memory = memory[first : first + CONTROL_BYTES + RANK_BYTES * size]
+    control, ranks = memory[:CONTROL_BYTES].view(CONTROL)[0], memory[CONTROL_BYTES:].view(RANK)
+    control["size"] = size
+    return control, ranks, memory.ctypes.data
 
 
 _alone = threading.local()

@@ -1,0 +1,47 @@
+"""What the processor offers to compiled code."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+
+from llvmlite import binding
+from numba import config
+
+
+def _features() -> dict[str, bool]:
+    """Features of the processor that numba compiles for: this one, unless numba's settings name another."""
+    if config.CPU_FEATURES is not None:
+        return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
+    return {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
+
+
+_FEATURES = _features()
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+#: fp32 numbers in a register, vector registers, and whether a * b + c is one instruction.
+WIDTH = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+REGISTERS = 32 if WIDTH == 16 or ARM else 16
+FUSED = ARM or bool(_FEATURES.get("fma")) or WIDTH == 16
+
+
+def _tiles_permitted() -> bool:
+    """Ask Linux for tile registers (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA). Returns whether it grants them."""
+    wanted = ("amx-tile", "amx-bf16")
+    if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0)
+
+
+#: bf16 products on matrix tiles (AMX).
+TILES = WIDTH == 16 and _tiles_permitted()
+#: bf16 products of pairs in vectors (AVX512-BF16).
+PAIRS = WIDTH == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
+#: Instructions that sum four products of bytes (AVX512-VNNI, AVX-VNNI), and two (AVX2, AVX512-BW).
+VNNI = X86 and (
+    (WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))) or (WIDTH == 8 and bool(_FEATURES.get("avxvnni")))
+)
+PAIRED_BYTES = X86 and not VNNI and (WIDTH == 8 or bool(_FEATURES.get("avx512bw")))
+#: An instruction that widens fp16 numbers (F16C).
+HALVES = WIDTH == 16 or ARM or bool(_FEATURES.get("f16c"))
