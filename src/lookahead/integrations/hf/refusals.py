@@ -23,7 +23,12 @@ PREPARED = {
     "use_cache",
     "logits_to_keep",
     "cache_params",
+    "mm_encoder_outputs",  # empty without images
 }
+#: Inputs of multimodal models that mark the tokens of images and other media; 0 is text.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+#: Parts of the names of model inputs with images, videos and sound.
+MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")
 #: Options that are rejected whatever their value.
 UNSUPPORTED = (
     "dola_layers",
@@ -96,9 +101,20 @@ def refuse(
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
         ]
     supported = "only input_ids and attention_mask are supported"
+    # transformers has encoded images by now, and processors of such models mark their tokens in the prompt.
+    multimodal = "mm_encoder_outputs" in model_kwargs
+    text_only = "pass a text-only prompt, or call model.generate without custom_generate"
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    refused += [(True, f"{modality}s in the prompt", text_only) for modality in encoded]
+    for key, value in model_kwargs.items():
+        media = value is not None and any(part in key for part in MEDIA)
+        refused.append((media, f"the model input {key}", text_only))
+        if multimodal and key in TOKEN_TYPES and value is not None:
+            refused.append((bool(value.any()), f"{key} that mark images or other media", text_only))
     refused += [(key in OTHER_NAMES, key, f"use {OTHER_NAMES.get(key)}") for key in model_kwargs]
     for key, value in model_kwargs.items():
-        refused.append((key not in PREPARED and value is not None, f"the model input {key}", supported))
+        needed = key not in PREPARED and not (multimodal and key in TOKEN_TYPES)
+        refused.append((needed and value is not None, f"the model input {key}", supported))
     for condition, what, cure in refused:
         if condition:
             raise SettingsError(f"lookahead.generate does not support {what}; {cure}")
