@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lookahead.targets.paths import make_target, probe
 from safetensors.numpy import load_file, save_file
 
 from lookahead.core import SettingsError
@@ -14,6 +13,7 @@ from lookahead.models.head_file import HeadWeights, as_q8_0, from_q8_0, load_hea
 from lookahead.targets.cpu.compiled_head import MAX_ROWS, as_q4_0
 from lookahead.targets.cpu.packed_model import quantize_model
 from lookahead.targets.light_head import make_head, row_readers
+from lookahead.targets.paths import make_target, probe
 from lookahead.testing import tiny_model
 from lookahead.threads import thread_count
 

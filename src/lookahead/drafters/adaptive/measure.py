@@ -360,7 +360,7 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -
             return curve
         measured = measure(target)
     except (NumericalError, SettingsError):
-        # Some tokens have NaN logits, which a sequence reports if it meets them; or the model is too short to measure.
+        # Some tokens have NaN logits, which a sequence reports when it meets them; or the model is too short.
         return CostCurve.guess()
     if not measured.steady:
         return CostCurve.typical()
