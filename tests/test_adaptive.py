@@ -53,7 +53,7 @@ def adaptive(target, config=None, prompts=PROMPTS, new=60, eos=frozenset(), voca
 
 
 def adaptive_of(config):
-    return as_drafter({"method": "adaptive", **(config or {})})
+    return as_drafter({"drafter": "adaptive", **(config or {})})
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

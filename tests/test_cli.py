@@ -401,7 +401,6 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--input", "x", "--color"], "--color and --input"),
         (["--input", "x", "--json"], "--json and --input"),
         (["--prompt", "x", "--json", "--color"], "--color and --json"),
-        (["--prompt", "x", "--drafter", "5,5,5", "--preset", "7b"], "only one drafter may be given"),
         (["--prompt", "x", "--drafter", "5,5"], "W,N,G"),
         (
             ["--prompt", "x", "--drafter", "5,600,5"],
@@ -412,7 +411,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
             "window_size must be a whole number between 1 and 512, got 0",
         ),
         (["--prompt", "x", "--guess-set-size", -1], "guess_set_size"),
-        (["--prompt", "x", "--preset", "poetry"], "drafter must be one of .* got 'poetry'"),
+        (["--prompt", "x", "--drafter", "poetry"], "drafter must be one of .* got 'poetry'"),
         (["--prompt", "x", "--drafter", "medusa"], "drafter must be one of lookahead"),
         (
             ["--prompt", "x", "--drafter", "plain", "--window-size", 5],

@@ -96,7 +96,7 @@ def test_a_large_step_is_divided_and_similar_sequences_share_a_pass():
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, 3 * PROMPTS], ids=["one", "two", "six"])
 def test_captured_passes_give_the_text_of_plain_decoding(model, prompts):
     target = captured(model, 16)  # so that it grows several times
-    generations = assert_same_as_autoregressive(target, prompts, (5, 4, 7), 60)
+    generations = assert_same_as_autoregressive(target, prompts, "5,4,7", 60)
     assert sum(g.stats.accepted for g in generations) > 0
     assert target.cache.capacity >= 64
     assert all(rows in BUCKETS for _, rows, _ in target.passes)
@@ -348,7 +348,7 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
         pytest.skip(str(error))
     assert target.path == "cuda-graph"
     assert "attention by" in target.reason
-    generations = assert_same_as_autoregressive(target, PROMPTS[:1], (5, 4, 7), 40)
+    generations = assert_same_as_autoregressive(target, PROMPTS[:1], "5,4,7", 40)
     generations += assert_same_as_autoregressive(target, PROMPTS, "prompt-lookup", 30)
     assert target.passes
     assert sum(g.stats.accepted for g in generations) > 0
@@ -414,7 +414,7 @@ def test_it_falls_back_and_says_so_once(how, monkeypatch):
     assert target.path == "transformers"
     assert named in target.reason
     again = make_target(model)  # a second warning would be an error here
-    assert_same_as_autoregressive(again, PROMPTS, (5, 4, 7), 20)
+    assert_same_as_autoregressive(again, PROMPTS, "5,4,7", 20)
 
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
@@ -430,7 +430,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
         tree_attention, reason = captured_attention(model, facts, "triton")
     assert "attention by sdpa" in reason
     target = CudaGraphTarget(model, facts, tree_attention, 64)
-    assert_same_as_autoregressive(target, PROMPTS[:1], (5, 4, 7), 20)
+    assert_same_as_autoregressive(target, PROMPTS[:1], "5,4,7", 20)
 
 
 class HostReads(TorchDispatchMode):
@@ -545,7 +545,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     shared = TreeAttention(model, attention.get("auto", model.device))
     first = captured(model, 64, shared)
     cache = first.cache
-    assert_same_as_autoregressive(first, PROMPTS[:1], (5, 4, 7), 20)
+    assert_same_as_autoregressive(first, PROMPTS[:1], "5,4,7", 20)
     other = captured(model, 64, shared)  # while the first is in use
     assert other.cache is not cache
     del first
@@ -554,7 +554,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     assert second.cache is cache
     assert second.passes
     assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
-    assert_same_as_autoregressive(second, PROMPTS[:1], (5, 4, 7), 20)
+    assert_same_as_autoregressive(second, PROMPTS[:1], "5,4,7", 20)
     del second, other
     gc.collect()
     assert len(shared.idle) == 1  # one is enough
@@ -575,10 +575,10 @@ def test_cache_and_passes_end_with_the_weights_that_they_read():
 def test_inference_mode_leaves_nothing_that_cannot_be_written_later(model):
     shared = TreeAttention(model, attention.get("auto", model.device))
     with torch.inference_mode():
-        assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], (5, 4, 7), 40)
+        assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "5,4,7", 40)
     gc.collect()
     assert shared.idle
-    assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], (5, 4, 7), 60)
+    assert_same_as_autoregressive(captured(model, 16, shared), PROMPTS[:1], "5,4,7", 60)
 
 
 def test_logits_outlive_the_next_step(model):

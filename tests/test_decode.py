@@ -29,7 +29,7 @@ from lookahead.drafters import (
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
-TRIPLES = [(15, 5, 15), (1, 2, 0), (1, 5, 3), (7, 2, 4), (5, 3, 0), (2, 7, 2), (1, 1, 0)]
+TRIPLES = ["15,5,15", "1,2,0", "1,5,3", "7,2,4", "5,3,0", "2,7,2", "1,1,0"]
 CORE_DRAFTERS = [Lookahead(5, 4, 5), Jacobi(5), PromptLookup()]
 DRAFTERS = [
     *map(as_drafter, TRIPLES),
@@ -73,7 +73,7 @@ def test_exact_for_any_settings(w, n, g, prompt, seed, new, positions):
 
 
 def test_drafts_pay_on_text_that_repeats():
-    (ours,) = assert_same_as_autoregressive(FakeTarget(30), [list(range(30))], (7, 4, 7), 300)
+    (ours,) = assert_same_as_autoregressive(FakeTarget(30), [list(range(30))], "7,4,7", 300)
     assert ours.stats.compression_ratio > 1.5
     (plain,) = run(FakeTarget(30), [Request([1], Plain(), 50)])
     assert plain.stats.compression_ratio == 1.0
@@ -131,7 +131,7 @@ def test_a_limit_inside_an_accepted_path_is_kept_to_the_token():
     target = FakeTarget(50, lambda prefix: (prefix[-1] + 1) % 50)
     for limit in range(1, 12):
         prompt = [*range(30), *range(5)]
-        (ours,) = assert_same_as_autoregressive(target, [prompt], (4, 5, 4), limit)
+        (ours,) = assert_same_as_autoregressive(target, [prompt], "4,5,4", limit)
         assert len(ours.tokens) == limit
         assert ours.finish_reason == "length"
 

@@ -1,16 +1,15 @@
-"""Drafters as settings: their text and mapping forms, presets, old keywords, and drafters of other packages."""
+"""Drafters as settings: their text and mapping forms, presets, and drafters of other packages."""
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from importlib.metadata import EntryPoint
 
 import pytest
 
-import lookahead
 from lookahead import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, SettingsError, as_drafter
 from lookahead.core import Drafter, DraftState, Request, Start, TokenTree
-from lookahead.drafters import PRESETS, names, with_old_keywords
+from lookahead.drafters import PRESETS, names
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
 
@@ -28,10 +27,7 @@ from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
         ("autoregressive", Plain()),
         ("7,4,3", Lookahead(7, 4, 3)),
         (" 7, 4, 3 ", Lookahead(7, 4, 3)),
-        ((7, 4, 3), Lookahead(7, 4, 3)),
-        ([7, 4, 3], Lookahead(7, 4, 3)),
         ("1,1,0", Plain()),
-        ((1, 1, 0), Plain()),
         ({"W": 1, "N": 1, "G": 0}, Plain()),
         ("7b", Lookahead(15, 5, 15)),
         ("13b", Lookahead(10, 5, 10)),
@@ -49,17 +45,20 @@ from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
             {"max_window_size": 7, "max_ngram_size": 4, "max_verification_set_size": 3},
             Lookahead(7, 4, 3),
         ),
+        ({"n_gram_size": 4, "lookahead_window": 7, "max_candidates": 3}, Lookahead(7, 4, 3)),
         ({"window_size": 7, "ngram_size": 3}, Lookahead(7, 3)),
-        ({"method": "adaptive", "window_size": 7, "ngram_size": 3}, Adaptive(window_size=7)),
+        ({"pool_from_prompt": False}, Lookahead(pool_from_prompt=False)),
+        ({"window_size": 7, "rows": 4}, Adaptive(window_size=7, rows=4)),
+        ({"drafter": "adaptive", "window_size": 7, "ngram_size": 3}, Adaptive(window_size=7)),
         ({"max_rows": 8}, Adaptive(8)),
         ({"sources": "suffix,logits"}, Adaptive(sources=("suffix", "logits"))),
-        ({"block_size": 4}, Jacobi(4)),
-        ({"method": "jacobi", "WINDOW_SIZE": 4}, Jacobi(4)),
-        ({"prompt_lookup_num_tokens": 5}, PromptLookup(max_drafted=5)),
+        ({"drafter": "jacobi", "block_size": 4}, Jacobi(4)),
+        ({"drafter": "jacobi", "WINDOW_SIZE": 4}, Jacobi(4)),
+        ({"drafter": "prompt-lookup", "prompt_lookup_num_tokens": 5}, PromptLookup(max_drafted=5)),
         ({"drafter": "code", "guess_set_size": 4}, Lookahead.preset("code", guess_set_size=4)),
-        ({"method": "lookahead", "lookahead": "7,4,3"}, Lookahead(7, 4, 3)),
-        ({"preset": "text"}, Lookahead.preset("text")),
-        ({}, Lookahead()),
+        ({"drafter": "text"}, Lookahead.preset("text")),
+        ({"drafter": "7,4,3", "seed": 2}, Lookahead(7, 4, 3, seed=2)),
+        ({}, Adaptive()),
     ],
     ids=str,
 )
@@ -82,19 +81,19 @@ def test_what_reads_as_which_drafter(value, expected):
             "prompt-lookup has no setting 'window_size'; it has max_ngram, max_drafted",
         ),
         ("plain:seed=1", "plain has no setting 'seed'; it has none"),
-        ({"method": "jacobi", "ngram_size": 4}, "jacobi has no setting 'ngram_size'"),
-        ({"windowsize": 3}, "has no setting 'windowsize'; it has window_size"),
+        ({"drafter": "jacobi", "ngram_size": 4}, "jacobi has no setting 'ngram_size'"),
+        ({"windowsize": 3}, r"has no setting 'windowsize' \(did you mean 'window_size'\?\); it has"),
+        ({"method": "jacobi"}, "adaptive has no setting 'method'"),
         ({"max_rows": 8, "guess_set_size": 3}, "has no setting"),
         ({"W": 3, "WINDOW_SIZE": 4}, "window_size is given twice with different values"),
-        ({"drafter": "code", "preset": "text"}, "only one drafter may be given, got 'code' and 'text'"),
-        ({"method": "adaptive", "lookahead": "15,5,15"}, "only one drafter may be given"),
+        ({"drafter": "code", "preset": "text"}, "lookahead has no setting 'preset'"),
         ({"ALWAYS_FWD_ONE": 0}, "ALWAYS_FWD_ONE must be 1"),
         ({"DIST_WORKERS": 4}, "start the processes with torchrun"),
         ({"pool": NGramPool(1)}, "has no setting 'pool'"),
         (3.5, "drafter must be a Drafter such as .* got 3.5"),
         (Lookahead, "drafter must be a Drafter such as"),
         (None, "got None"),
-        ((1, 2), r"got \(1, 2\)"),
+        ((15, 5, 15), r"drafter must be a Drafter .* got \(15, 5, 15\)"),
     ],
     ids=str,
 )
@@ -194,72 +193,3 @@ def test_a_drafter_of_another_package_joins_by_being_passed_or_by_an_entry_point
         as_drafter("bad")
     with pytest.raises(SettingsError, match="recorder, bad, or W,N,G"):
         as_drafter("nix")
-
-
-POOL, STATE, BARE_STATE = NGramPool(7), AdaptiveState(Adaptive(max_rows=9)), AdaptiveState()
-
-
-@pytest.mark.parametrize(
-    ("old", "expected"),
-    [
-        ({"method": "autoregressive"}, Plain()),
-        ({"method": "lookahead"}, Lookahead()),
-        ({"method": "lookahead", "few_rows": True}, Lookahead(2, 3, 3)),
-        ({"method": "lookahead", "config": "15,5,15"}, Lookahead()),
-        ({"config": (7, 4, 3)}, Lookahead(7, 4, 3)),
-        ({"config": {"LEVEL": 4}}, Lookahead(ngram_size=4)),
-        ({"config": {"max_rows": 8}}, Adaptive(8)),
-        ({"config": (1, 1, 0)}, Plain()),
-        ({"method": "jacobi", "config": (4, 5, 15)}, Jacobi(4)),
-        ({"method": "jacobi", "config": (1, 1, 0)}, Plain()),
-        ({"method": "adaptive", "config": {"rows": 64}}, Adaptive(rows=64)),
-        ({"sizes": {"window_size": 7, "ngram_size": None}}, Lookahead(7)),
-        ({"method": "adaptive", "sizes": {"window_size": 7}}, Adaptive(window_size=7)),
-        (
-            {"config": {"POOL_FROM_PROMPT": 0}, "sizes": {"window_size": 7}},
-            Lookahead(7, pool_from_prompt=False),
-        ),
-        ({"pool": POOL}, Lookahead(pool=POOL)),
-        ({"pool": STATE}, Adaptive(9, state=STATE)),
-        ({"pool": STATE, "default": Adaptive(5)}, Adaptive(5, state=STATE)),
-        ({"pool": BARE_STATE}, Adaptive(state=BARE_STATE)),
-        ({"method": "lookahead", "default": Lookahead(3, 3, 3)}, Lookahead(3, 3, 3)),
-    ],
-    ids=str,
-)
-def test_the_old_keywords_work_and_say_the_new_form(old, expected):
-    with pytest.warns(DeprecationWarning, match="use drafter=") as caught:
-        made = with_old_keywords(**old)
-    assert len(caught) == 1
-    assert made == expected
-    if "pool" in old:
-        assert (made.pool if isinstance(made, Lookahead) else made.state) is old["pool"]
-
-
-@pytest.mark.parametrize(
-    ("old", "message"),
-    [
-        ({"drafter": Plain(), "method": "jacobi"}, "drafter and method cannot be given together"),
-        ({"drafter": "code", "pool": POOL}, "drafter and pool cannot be given together"),
-        ({"method": "prompt-lookup", "config": (7, 4, 3)}, "takes no settings of lookahead"),
-        ({"method": "adaptive", "config": "15,5,15"}, "takes no settings of lookahead"),
-        ({"method": "prompt-lookup", "sizes": {"window_size": 7}}, "has no setting 'window_size'"),
-        ({"method": "plain", "sizes": {"window_size": 7}}, "plain has no setting 'window_size'"),
-        ({"method": "jacobi", "pool": POOL}, "pool must be an NGramPool for lookahead"),
-        ({"method": "adaptive", "pool": POOL}, "state must be an AdaptiveState or None, got NGramPool"),
-        ({"pool": 3}, "state must be an AdaptiveState or None, got int"),
-    ],
-    ids=str,
-)
-def test_old_keywords_that_contradict_are_refused(old, message):
-    with pytest.raises(SettingsError, match=message):
-        with_old_keywords(**old)
-
-
-def test_without_old_keywords_nothing_is_said(recwarn):
-    assert with_old_keywords(None) is None
-    assert with_old_keywords("code") == PRESETS["code"]
-    assert not recwarn.list
-    with pytest.warns(DeprecationWarning, match="use lookahead.Lookahead"):
-        assert lookahead.LookaheadConfig is Lookahead
-    assert replace(Lookahead(), pool=POOL).pool is POOL

@@ -27,7 +27,7 @@ from lookahead.testing import FakeTarget, run
 from processes import forks
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
-CONFIG = (7, 4, 5)
+CONFIG = "7,4,5"
 NEW = 48
 RANKS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 
@@ -146,14 +146,14 @@ def case_sampled(target, method):
 
 def case_narrow(target):
     """W smaller than the ranks, also with N = 2."""
-    for config in ((1, 2, 0), (1, 3, 1), (2, 2, 1), (2, 5, 0)):
+    for config in ("1,2,0", "1,3,1", "2,2,1", "2,5,0"):
         compare(target, FakeTarget, "lookahead", config)
 
 
 def case_no_candidates(target):
-    for sequence in compare(target, FakeTarget, "lookahead", (15, 5, 0)):
+    for sequence in compare(target, FakeTarget, "lookahead", "15,5,0"):
         assert sequence.stats.accepted == 0
-    compare(target, FakeTarget, "lookahead", (9, 4, 0), sampled=True)
+    compare(target, FakeTarget, "lookahead", "9,4,0", sampled=True)
 
 
 def case_eos(target):
@@ -228,8 +228,8 @@ def case_scaling(target):
     """What ``benchmarks.paper parallel`` computes in one process is what the ranks really do."""
     from benchmarks.paper.parallel import record, share_out
 
-    (steps,) = record(FakeTarget(), PROMPTS[:1], (9, 4, 9), NEW, frozenset())
-    (sequence,) = compare(target, FakeTarget, "lookahead", (9, 4, 9), PROMPTS[:1])
+    (steps,) = record(FakeTarget(), PROMPTS[:1], "9,4,9", NEW, frozenset())
+    (sequence,) = compare(target, FakeTarget, "lookahead", "9,4,9", PROMPTS[:1])
     shares = share_out(steps, target.rank_group.connections.size)
     assert sequence.stats.accepted > 0
     assert [max(rows) for rows in target.rows_per_rank] == shares.widths
@@ -260,7 +260,7 @@ def all_cases(rank):
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     target = ParallelTarget(ranks)
-    compare(target, FakeTarget, "lookahead", (15, 5, 15))
+    compare(target, FakeTarget, "lookahead", "15,5,15")
     widest = [max(rows) for rows in target.rows_per_rank]
     total = [sum(rows) for rows in target.rows_per_rank]
     results["rows"] = (max(widest), max(total), target.executor.recomputed)
@@ -286,7 +286,7 @@ def model_cases(rank, family):
     prompts = PROMPTS if family != "llama-dynamic-ntk" else PROMPTS[:1]
     for sampled in (False, True):
         for method in ("lookahead", "prompt-lookup"):
-            for sequence in compare(ParallelTarget(ranks), make, method, (5, 4, 7), prompts, sampled, new=40):
+            for sequence in compare(ParallelTarget(ranks), make, method, "5,4,7", prompts, sampled, new=40):
                 accepted += sequence.stats.accepted
     ranks.close()
     return accepted

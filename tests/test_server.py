@@ -72,7 +72,7 @@ def plain(served, prompt=PROMPT, **options):
     "sampled", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.95}]
 )
 def test_texts_are_those_of_plain_decoding(served, method, sampled):
-    options = {"lookahead": {"method": method, "stats": True}, "max_tokens": 40, **sampled}
+    options = {"lookahead": {"drafter": method, "stats": True}, "max_tokens": 40, **sampled}
     answer = post(served, **options)
     expected = plain(served, max_new_tokens=40, **(sampled if sampled["temperature"] else {}))
     assert text_of(answer) == [expected.text]
@@ -98,7 +98,7 @@ def test_same_seed_same_text_whatever_the_load(served):
 
 
 def test_a_wrong_token_would_be_seen(served, accept_a_wrong_node):
-    options = {"lookahead": {"method": "lookahead"}, "max_tokens": 60}
+    options = {"lookahead": {"drafter": "lookahead"}, "max_tokens": 60}
     assert text_of(post(served, **options)) != [plain(served, max_new_tokens=60).text]
 
 
@@ -117,7 +117,7 @@ def test_stop_strings_are_found_inside_accepted_paths_and_never_shown(served):
     whole = text_of(post(served, max_tokens=60))[0]
     stop = [whole[20:24], whole[30:33]]
     expected = whole[: min(whole.find(one) for one in stop)]
-    answer = post(served, max_tokens=60, stop=stop, lookahead={"method": "lookahead"})
+    answer = post(served, max_tokens=60, stop=stop, lookahead={"drafter": "lookahead"})
     assert text_of(answer) == [expected]
     assert answer["choices"][0]["finish_reason"] == "stop"
     pieces = [c["text"] for e in events(served, max_tokens=60, stop=stop) for c in e["choices"]]
@@ -134,7 +134,7 @@ def test_penalties_and_bias_change_the_text_as_they_say(served):
             **{field: value},
             max_tokens=40,
             logit_bias={str(token): 3},
-            lookahead={"method": "jacobi"},
+            lookahead={"drafter": "jacobi"},
         )
         assert (
             text_of(answer)
@@ -148,7 +148,7 @@ def test_penalties_and_bias_change_the_text_as_they_say(served):
 def test_log_probabilities_are_the_targets_own(served):
     import torch
 
-    answer = post(served, logprobs=3, echo=True, max_tokens=5, lookahead={"method": "lookahead"})
+    answer = post(served, logprobs=3, echo=True, max_tokens=5, lookahead={"drafter": "lookahead"})
     shown = answer["choices"][0]["logprobs"]
     ids = served.llm.encode(PROMPT)
     ids += plain(served, max_new_tokens=5).tokens
@@ -172,7 +172,7 @@ def test_predictions_seed_the_drafter_and_leave_the_text(served):
     options = {"max_tokens": 80, "logit_bias": {str(served.llm.encode(c)[0]): 60 for c in "ABCDEFGHIJKL"}}
     whole = text_of(post(served, **options))[0]
     told = {"type": "content", "content": whole}
-    options["lookahead"] = {"method": "prompt-lookup", "stats": True}
+    options["lookahead"] = {"drafter": "prompt-lookup", "stats": True}
     answer = post(served, **options, prediction=told)
     assert text_of(answer) == [whole]
     details = answer["usage"]["completion_tokens_details"]
@@ -190,7 +190,7 @@ def test_shared_prefixes_are_found_again_and_leave_the_text(served):
     """In pieces of 32 rows, the whole prefix counts; and two turns of a chat share their beginning."""
     prompt = "the quick brown fox " * 12
     first = post(served, prompt=prompt)
-    again = post(served, prompt=prompt + "jumps", lookahead={"method": "lookahead"})
+    again = post(served, prompt=prompt + "jumps", lookahead={"drafter": "lookahead"})
     shared = len(served.llm.encode(prompt))
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= shared - 2 > 32
     assert text_of(first) == [plain(served, prompt, max_new_tokens=12).text]
@@ -220,7 +220,7 @@ def events(served, path="/v1/completions", **body):
 def test_a_stream_byte_by_byte(served):
     whole = text_of(post(served, max_tokens=50))[0]
     found = events(
-        served, max_tokens=50, stream_options={"include_usage": True}, lookahead={"method": "lookahead"}
+        served, max_tokens=50, stream_options={"include_usage": True}, lookahead={"drafter": "lookahead"}
     )
     *chunks, usage = found
     assert usage["choices"] == []
@@ -245,7 +245,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(served):
 
 
 def test_a_stream_shows_its_trees_where_asked(served):
-    found = events(served, max_tokens=30, lookahead={"method": "lookahead", "trace": True})
+    found = events(served, max_tokens=30, lookahead={"drafter": "lookahead", "trace": True})
     traced = [chunk["choices"][0]["lookahead"] for chunk in found]
     assert sum(len(step["tokens"]) for step in traced) == 30
     assert all(len(step["tree"]) == len(step["parents"]) for step in traced[1:])
@@ -308,7 +308,7 @@ def test_json_of_a_schema_with_drafting_on(client, served, openai):
             max_tokens=80,
             temperature=1,
             seed=2,
-            extra_body={"response_format": form, "lookahead": {"method": method}},
+            extra_body={"response_format": form, "lookahead": {"drafter": method}},
         )
         texts.add(made.choices[0].text)
     (text,) = texts
@@ -626,7 +626,7 @@ def test_time_limits_and_the_end(llm):
 
 
 def test_metrics_bear_the_fields_names(served):
-    post(served, prompt="x = 1\n" * 12, lookahead={"method": "prompt-lookup"}, max_tokens=40)
+    post(served, prompt="x = 1\n" * 12, lookahead={"drafter": "prompt-lookup"}, max_tokens=40)
     page = httpx.get(f"{served.url}/metrics").text
     for name in (
         "num_requests_running",

@@ -191,7 +191,7 @@ def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
     assert Settings.read({"drafter": "code", "max_pool_keys": 5}).drafting() == Lookahead.preset(
         "code", max_pool_keys=5
     )
-    assert Settings.read({"method": "lookahead", "lookahead": "7,4,3"}).drafting() == Lookahead(7, 4, 3)
+    assert Settings.read({"drafter": "7,4,3"}).drafting() == Lookahead(7, 4, 3)
     with pytest.raises(SettingsError) as error:
         Settings.read({"api_key": ["s3cret"]})
     assert "s3cret" not in str(error.value)

@@ -25,7 +25,7 @@ def test_two_replicas_answer_and_stream_the_same_texts(tmp_path, monkeypatch):
         serve.start(http_options={"port": 8017})
         given = {
             "model": str(folder),
-            "method": "prompt-lookup",
+            "drafter": "prompt-lookup",
             "min_replicas": 2,
             "max_replicas": 2,
             "num_cpus": 0.5,

@@ -10,7 +10,6 @@ Importing this package loads neither torch nor transformers; names that need the
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +64,6 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LookaheadConfig":  # the name in version 0.1
-        warnings.warn(
-            "LookaheadConfig is now Lookahead; use lookahead.Lookahead", DeprecationWarning, stacklevel=2
-        )
-        return Lookahead
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

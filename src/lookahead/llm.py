@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
-from .drafters import Adaptive, Lookahead, with_old_keywords
+from .drafters import Adaptive, Lookahead, as_drafter
 from .engine.admission import Admission
 from .engine.prefix_cache import with_prefixes
 from .engine.processors import make_process
@@ -78,7 +78,6 @@ class LLM:
         model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
         tokenizer: None if there is none; then prompts are token ids.
         drafter: the drafter of calls that name none; what ``as_drafter`` accepts, or None for ``Adaptive()``.
-        method, config: deprecated; use drafter.
         exact: allow only paths on which drafting changes no bit of a text.
         name: for display.
         tokenizer_error: why there is no tokenizer, for error messages.
@@ -98,8 +97,6 @@ class LLM:
         tokenizer: Any = None,
         *,
         drafter: Any = None,
-        method: str | None = None,
-        config: Any = None,
         exact: bool = False,
         name: str = "",
         tokenizer_error: str = "none was given",
@@ -108,8 +105,7 @@ class LLM:
         self.model, self.tokenizer, self.tokenizer_error = model, tokenizer, tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
-        given = with_old_keywords(drafter, method=method, config=config)
-        self.drafter = given if given is not None else Adaptive()
+        self.drafter = as_drafter(drafter) if drafter is not None else Adaptive()
         self.probe = probe(model)
         self.exact = exact
         self._prefix_cache, self._lent = prefix_cache, Lock()

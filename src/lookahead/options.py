@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core import Drafter, SettingsError
-from .drafters import as_drafter, known_names, with_old_keywords
+from .drafters import as_drafter, known_names
 from .fields import OptionSet, documented, option
 
 if TYPE_CHECKING:
@@ -164,8 +164,6 @@ class LoadOptions(OptionSet):
         "The drafter of calls that name none: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes "
         "('adaptive', 'code', '15,5,15', ...). None is Adaptive().",
     )
-    method: str | None = hidden(None, "Deprecated: use drafter.")
-    config: Any = hidden(None, "Deprecated: use drafter.")
 
     def __post_init__(self) -> None:
         OptionSet.__post_init__(self)
@@ -177,9 +175,9 @@ class LoadOptions(OptionSet):
         """The drafter; None if none was given.
 
         Raises:
-            SettingsError: a value that is not a drafter, or two drafters.
+            SettingsError: a value that is not a drafter.
         """
-        return with_old_keywords(self.drafter, method=self.method, config=self.config)
+        return as_drafter(self.drafter) if self.drafter is not None else None
 
 
 @documented
@@ -204,8 +202,6 @@ class Options(OptionSet):
         "How to draft: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes; None for that of load. "
         "State that calls share is a field: Lookahead(pool=...), for one prompt at a time, or Adaptive(state=...).",
     )
-    method: str | None = hidden(None, "Deprecated: use drafter.")
-    config: Any = hidden(None, "Deprecated: use drafter.")
     temperature: float = sampling(
         0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE, warper=("TemperatureLogitsWarper", 1.0)
     )
@@ -245,7 +241,6 @@ class Options(OptionSet):
     logits_processor: Process | Sequence[Process] | None = hidden(
         None, "Callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.", CALLABLES
     )
-    pool: Any = hidden(None, "Deprecated: use drafter.")
 
     def __post_init__(self) -> None:
         OptionSet.__post_init__(self)
@@ -269,12 +264,9 @@ class Options(OptionSet):
         """The drafter; ``default`` if none was given.
 
         Raises:
-            SettingsError: a value that is not a drafter, or two drafters.
+            SettingsError: a value that is not a drafter.
         """
-        given = with_old_keywords(
-            self.drafter, method=self.method, config=self.config, pool=self.pool, default=default
-        )
-        return given if given is not None else default
+        return as_drafter(self.drafter) if self.drafter is not None else default
 
     @classmethod
     def warpers(cls) -> list[tuple[str, str, float]]:
@@ -345,16 +337,12 @@ class DraftOptions(OptionSet):
         "contains statistics of the texts.",
         metavar="FILE",
     )
-    method: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
-    lookahead: str | None = option(None, "Deprecated: use --drafter W,N,G.", metavar="W,N,G")
-    preset: str | None = option(None, "Deprecated: use --drafter.", metavar="NAME")
 
     def resolve(self) -> Drafter | None:
         """The drafter; None for the default.
 
         Raises:
-            SettingsError: two drafters, a setting that the drafter does not have, an unknown name, or a value out of
-                range.
+            SettingsError: a setting that the drafter does not have, an unknown name, or a value out of range.
         """
         given = self.keywords()
         warm = given.pop("warm", None)

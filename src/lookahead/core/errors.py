@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LookaheadError(Exception):
     """Base class of the errors that this library raises."""
@@ -42,3 +45,9 @@ def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadE
     failed = kind(f"{what} failed: {summary(error)}")
     failed.__cause__ = error
     return failed
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The known name closest to an unknown one, as in " (did you mean 'max_new_tokens'?)"; "" if none is close."""
+    close = get_close_matches(str(name).lower(), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,7 +7,7 @@ lists the methods of this package by name.
 from .adaptive.drafter import Adaptive
 from .jacobi import Jacobi
 from .lookahead import PRESETS, Lookahead
-from .names import METHODS, as_drafter, known_names, with_old_keywords
+from .names import METHODS, as_drafter, known_names
 from .plain import Plain
 from .pool import NGramPool, ngrams_of
 from .prompt_lookup import PromptLookup
@@ -26,5 +26,4 @@ __all__ = [
     "as_drafter",
     "known_names",
     "ngrams_of",
-    "with_old_keywords",
 ]

@@ -49,8 +49,7 @@ class Comparison:
 
 def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
     """The options of plain decoding that must give the same text as ``options`` with this seed."""
-    same = {name: value for name, value in options.items() if name not in ("pool", "config", "method")}
-    return same | {"drafter": Plain(), "seed": seed}
+    return options | {"drafter": Plain(), "seed": seed}
 
 
 def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:

@@ -76,7 +76,6 @@ class LookaheadFields(Strict):
         None,
         description=f"One of {', '.join(known_names())}, or W,N,G; settings may follow, as in 15,5,15:seed=1.",
     )
-    method: str | None = Field(None, description="Deprecated: use drafter.")
     window_size: int | None = Field(None, description="W: columns of the window.")
     ngram_size: int | None = Field(None, description="N: tokens of an n-gram.")
     guess_set_size: int | None = Field(None, description="G: candidates per step.")

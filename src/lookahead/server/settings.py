@@ -64,8 +64,6 @@ class Settings(BaseSettings):
     pool_from_prompt: bool | None = Field(None, description="Whether prompts fill the pool of lookahead.")
     pool_from_output: bool | None = Field(None, description="Whether the text itself fills the pool.")
     max_pool_keys: int | None = Field(None, ge=1, description="Largest number of keys in the pool.")
-    method: str | None = Field(None, description="Deprecated: use drafter.")
-    lookahead: str | None = Field(None, description="Deprecated: use drafter.")
     max_rows: int = Field(
         256,
         ge=1,
@@ -132,6 +130,6 @@ class Settings(BaseSettings):
 
     def drafting(self) -> Drafter:
         """The drafter of requests that name none."""
-        names = ("drafter", "method", "lookahead", "pool_from_prompt", "pool_from_output", "max_pool_keys")
+        names = ("drafter", "pool_from_prompt", "pool_from_output", "max_pool_keys")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return as_drafter(given) if given else Adaptive()

@@ -16,8 +16,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...core import Drafter, Engine, LookaheadError, Request, SettingsError, Stats, Target
-from ...drafters import Adaptive, with_old_keywords
+from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Target
+from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission
 from ...engine.progress import notice_if_slow
 from ...sampling import GeneratorNoise
@@ -42,12 +42,6 @@ def generate(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     drafter: Any = None,
-    method: str | None = None,
-    lookahead_config: Any = None,
-    window_size: int | None = None,
-    ngram_size: int | None = None,
-    guess_set_size: int | None = None,
-    pool: Any = None,
     stats: list[Stats] | None = None,
     exact: bool = False,
     tokenizer: Any = None,
@@ -65,7 +59,6 @@ def generate(
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
         drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or anything that
             ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.
-        method, lookahead_config, window_size, ngram_size, guess_set_size, pool: deprecated; use drafter.
         stats: a list to which one ``Stats`` per sequence is appended.
         exact: use only a path on which drafting changes no bit of a text (docs/exactness.md).
         tokenizer: as for ``model.generate``, for ``stop_strings``.
@@ -86,17 +79,8 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     probed = probe(model)  # rejects models other than decoder-only language models
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
-    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    chosen = with_old_keywords(
-        drafter,
-        method=method,
-        config=lookahead_config,
-        pool=pool,
-        sizes=sizes,
-        few_rows=model.device.type == "cpu",
-    )
-    if chosen is None:
-        chosen = _of_generation_config(config)
+    named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
+    chosen = as_drafter(named) if named is not None else Adaptive()
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
     limit = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
@@ -191,14 +175,6 @@ def generate(
         logits=_by_time([row.logits for row in rows]),
         past_key_values=cache,
     )
-
-
-def _of_generation_config(config: GenerationConfig) -> Drafter:
-    """The drafter that a generation config names, in ``lookahead_drafter`` or under older names; else the default."""
-    named = getattr(config, "lookahead_drafter", None)
-    method, settings = (getattr(config, f"lookahead_{name}", None) for name in ("method", "config"))
-    given = with_old_keywords(named, method=method, config=settings)
-    return given if given is not None else Adaptive()
 
 
 def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
