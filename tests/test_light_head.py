@@ -1,5 +1,6 @@
 """A light head: its file, and its compiled and its torch form beside numpy."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -8,13 +9,19 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from lookahead.core import SettingsError
+import lookahead
+from lookahead.core import Request, SettingsError, Start, TokenTree
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
+from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
+from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.models.head_file import HeadWeights, as_q8_0, from_q8_0, load_head
+from lookahead.targets import light_head
 from lookahead.targets.cpu.compiled_head import MAX_ROWS, as_q4_0
 from lookahead.targets.cpu.packed_model import quantize_model
-from lookahead.targets.light_head import make_head, row_readers
+from lookahead.targets.light_head import head_of, make_head, own_head_file, row_readers
 from lookahead.targets.paths import make_target, probe
-from lookahead.testing import tiny_model
+from lookahead.testing import FakeTarget, run, tiny_model
 from lookahead.threads import thread_count
 
 VOCABULARY, HIDDEN, WIDTH = 96, 64, 96
@@ -34,7 +41,13 @@ def weights(shortlist=None, width=WIDTH, **changed):
         "up": numbers(width, 2 * HIDDEN, scale=0.1),
         "down": numbers(HIDDEN, width, scale=0.1),
     }
-    made = HeadWeights(VOCABULARY, HIDDEN, chosen, scale=0.7, levels=2, about={"tokens": 5}, **fields)
+    kinds = {"greedy": GREEDY_GUESSES, "sampled": SAMPLED_GUESSES}
+    counts = {
+        name: (np.full((2, n), 3.0, np.float32), np.full((2, n), 10.0, np.float32))
+        for name, n in kinds.items()
+    }
+    about = {"tokens": 5}
+    made = HeadWeights(VOCABULARY, HIDDEN, chosen, scale=0.7, levels=2, counts=counts, about=about, **fields)
     return replace(made, **changed)
 
 
@@ -48,6 +61,10 @@ def reference(head, embeddings, output, states, tokens):
     gate, up = z @ head.gate.T, z @ head.up.T
     after = states + (gate / (1 + np.exp(-gate)) * up) @ head.down.T
     return after, head.scale * after @ output.T
+
+
+def log_probabilities(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +88,8 @@ def test_a_saved_head_is_the_same_up_to_rounding(file):
     assert (read.vocabulary, read.hidden, read.width, read.levels, read.scale) == (96, 64, WIDTH, 2, 0.7)
     assert read.about == {"tokens": 5}
     assert (read.shortlist == made.shortlist).all()
+    for name, parts in made.counts.items():
+        assert all((a == b).all() for a, b in zip(parts, read.counts[name], strict=True))
     for name in ("hidden_norm", "embedding_norm", "gate", "up", "down"):
         error = np.abs(getattr(read, name) - getattr(made, name))
         assert error.max() < np.abs(getattr(made, name)).max() / 200
@@ -108,6 +127,8 @@ def damage(file, **changes):
         ({"tensors": {"shortlist": np.array([5, 3], np.int32)}}, "not ascending"),
         ({"tensors": {"shortlist": np.zeros(0, np.int32)}}, "empty"),
         ({"tensors": {"hidden_norm": np.full(HIDDEN, np.nan, np.float32)}}, "finite"),
+        ({"tensors": {"greedy_hits": np.full((2, GREEDY_GUESSES), 11.0, np.float32)}}, "hits and trials"),
+        ({"tensors": {"sampled_trials": np.zeros((1, 3), np.float32)}}, "hits and trials"),
     ],
 )
 def test_a_damaged_file_is_said_in_one_line(file, changes, words):
@@ -138,10 +159,9 @@ def test_the_compiled_head_computes_what_numpy_does(models, kind, rows):
     after, logits = reference(head, embed(tokens), output(head.shortlist), states, tokens)
     assert np.abs(guessed - after).max() < 0.03 * np.abs(after).max()
     assert ids.shape == odds.shape == (rows, 5)
-    assert (odds[:, 0] == 0).all()
     places = np.searchsorted(head.shortlist, ids)
     assert (head.shortlist[places] == ids).all()
-    expected = np.take_along_axis(logits, places, -1) - logits.max(-1, keepdims=True)
+    expected = np.take_along_axis(log_probabilities(logits), places, -1)
     assert np.abs(odds - expected).max() < 0.05 * logits.std()
 
 
@@ -182,7 +202,7 @@ def test_the_torch_head_computes_what_numpy_does(models):
     assert np.abs(guessed - after).max() < 1e-5 * np.abs(after).max() + 1e-5
     order = np.argsort(-logits, axis=-1)[:, :4]
     assert (ids == head.shortlist[order]).all()
-    assert np.allclose(odds, np.take_along_axis(logits, order, -1) - logits.max(-1, keepdims=True), atol=1e-4)
+    assert np.allclose(odds, np.take_along_axis(log_probabilities(logits), order, -1), atol=1e-4)
 
 
 def test_a_short_shortlist_gives_fewer_tokens(models):
@@ -212,3 +232,237 @@ def test_decoded_rows_are_those_of_the_model(models):
         expected = part.weight.detach().numpy()[[0, 95, 31, 16]]
         assert np.abs(read([0, 95, 31, 16]) - expected).max() < 0.01 * np.abs(expected).max()
     assert make_target(models["packed"]).path == "cpu"
+
+
+class Oracle:
+    """A head that knows the text: under each row it guesses the token that follows, and wrong ones."""
+
+    levels, cost = 3, 0.0
+
+    def __init__(self, target, text, right=0):
+        self.counts, self.text, self.right, self.calls = weights().counts, text, right, []
+
+    def guess(self, states, tokens, k):
+        position = round(float(states[0, 0])) + 1
+        self.calls.append((position, list(tokens)))
+        following = self.text[position + 1 : position + 2] or [0]
+        wrong = [token for token in range(5, 5 + k) if token != following[0]][: k - 1]
+        wrong.insert(self.right, following[0])
+        logs = np.log(np.full((1, len(wrong)), 0.05, np.float32))
+        logs[0, self.right] = np.log(0.6)
+        return np.full((1, 4), position, np.float32), np.array([wrong], np.int32), logs
+
+
+class StateScores:
+    """Scores whose hidden state is the number of tokens before the row."""
+
+    def __init__(self, scores, length, tree):
+        self.scores, self.length, self.tree = scores, length, tree
+
+    def __getattr__(self, name):
+        return getattr(self.scores, name)
+
+    def hidden(self, node):
+        if not self.tree.needs_hidden:
+            return None
+        return np.full(4, self.length + self.tree.depths[node], np.float32)
+
+
+class StateTarget(FakeTarget):
+    """A fake target with hidden states."""
+
+    def forward(self, trees):
+        lengths = [len(self.committed[slot]) for slot, _ in trees]
+        scores = super().forward(trees)
+        return [StateScores(*each) for each in zip(scores, lengths, [tree for _, tree in trees], strict=True)]
+
+
+def hard_text(prefix):
+    """A next token that no n-gram source can guess."""
+    return int(hashlib.sha256(bytes(prefix)).digest()[0]) % 97 + 3
+
+
+PROMPT = [7, 8, 9]
+
+
+def decoded(drafter, head=None, target=None, new=40, **fields):
+    target = target or StateTarget(100, hard_text)
+    (sequence,) = run(target, [Request(PROMPT, drafter, new, head=head, **fields)])
+    if sequence.result.error is not None:
+        raise sequence.result.error
+    return sequence.result
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("right", [0, 3])
+def test_guesses_are_verified_and_change_no_token(chain, right):
+    plain = decoded(Plain())
+    head = Oracle(None, PROMPT + plain.tokens, right)
+    drafter = Adaptive(rows=8, window_size=0, chain=chain)
+    result = decoded(drafter, head)
+    assert result.tokens == plain.tokens
+    assert decoded(drafter).stats.compression_ratio < 1.1
+    assert result.stats.drafter["head_calls"] == len(head.calls)
+    assert result.stats.drafter["accepted_by_head"] > 10
+    # The first step has no hidden state; then the root is always asked for, at its own position.
+    roots = {position for position, _ in head.calls}
+    assert min(roots) == len(PROMPT) + 1
+    if not chain:
+        assert result.stats.compression_ratio > (2.5 if not right else 1.5)
+
+
+def test_a_head_that_is_always_wrong_changes_no_token():
+    plain = decoded(Plain())
+    result = decoded(Adaptive(rows=8), Oracle(None, [0] * 100))
+    assert result.tokens == plain.tokens
+
+
+def test_broken_verification_is_noticed(accept_a_wrong_node):
+    head = Oracle(None, [0] * 100)
+    with pytest.raises((AssertionError, lookahead.LookaheadError)):
+        assert decoded(Adaptive(rows=8), head).tokens == decoded(Plain()).tokens
+
+
+def test_a_head_that_costs_too_much_is_asked_only_where_it_pays():
+    plain = decoded(Plain())
+    calls = []
+    for cost in (0.0, 0.12, 0.5):
+        head = Oracle(None, PROMPT + plain.tokens)
+        head.cost = cost
+        assert decoded(Adaptive(rows=8, window_size=0), head).tokens == plain.tokens
+        calls.append(len(head.calls))
+    assert calls[0] > calls[1] > calls[2] == 0
+
+
+def test_a_target_without_hidden_states_is_said_once():
+    plain = decoded(Plain())
+    with pytest.warns(RuntimeWarning, match="gives no hidden states") as said:
+        result = decoded(Adaptive(rows=4), Oracle(None, []), FakeTarget(100, hard_text))
+    assert len(said) == 1
+    assert result.tokens == plain.tokens
+    assert result.stats.drafter["accepted_by_head"] == 0
+
+
+def test_without_a_head_nothing_asks_for_hidden_states():
+    state = Adaptive(rows=4).start(Start(PROMPT, 5, vocabulary=100))
+    assert not state.draft(5).needs_hidden
+    assert (
+        Adaptive(rows=4).start(Start(PROMPT, 5, vocabulary=100, head=Oracle(None, []))).draft(5).needs_hidden
+    )
+
+
+def test_sampled_guesses_are_ranked_with_the_noise():
+    class Noise:
+        temperature = 0.7
+
+        def __call__(self, index):
+            return np.random.default_rng((5, index)).gumbel(size=100).astype(np.float32)
+
+    def choose(scores, node):
+        path = scores.scores._context(node)
+        logits = np.random.default_rng(list(path)).normal(size=100) * 3
+        return int((logits / 0.7 + Noise()(len(path) - len(PROMPT))).argmax())
+
+    class Knows(Oracle):
+        def guess(self, states, tokens, k):
+            position = round(float(states[0, 0])) + 1
+            path = (*self.text[:position], *tokens)
+            logits = np.random.default_rng(list(path)).normal(size=100) * 3
+            best = np.argsort(-logits)[:k].astype(np.int32)
+            logs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+            return np.full((1, 4), position, np.float32), best[None], logs[best][None]
+
+    plain = decoded(Plain(), choose=choose, noise=Noise(), target=Prefilled(100, hard_text))
+    head = Knows(None, PROMPT + plain.tokens)
+    result = decoded(
+        Adaptive(rows=6, window_size=0), head, Prefilled(100, hard_text), choose=choose, noise=Noise()
+    )
+    assert result.tokens == plain.tokens
+    assert result.stats.compression_ratio > 1.7
+
+
+class Prefilled(StateTarget):
+    """Also the scores of a prefill can be asked for their context."""
+
+    def prefill(self, prompts):
+        return [StateScores(scores, 0, TokenTree(0)) for scores in super().prefill(prompts)]
+
+
+def test_kinds_of_sampled_guesses():
+    scores = np.array([[2.0, 1.6, 0.1], [0.4, -5.0, -9.0]], np.float32)
+    kinds = sampled_guess_kinds(scores)
+    assert kinds.shape == (2, 3)
+    assert (kinds[:, 0] < kinds[:, 1]).all()
+    assert (kinds[:, 1] <= kinds[:, 2]).all()
+    assert (sampled_guess_kinds(scores[:, :1]) % 24 == 6).all()
+
+
+def test_the_counts_of_a_head_start_the_calibration():
+    tables = AdaptiveState().tables(False)
+    head = Oracle(None, [])
+    tables.use_head(head)
+    guesses = tables.calibration.guesses
+    assert guesses["trials"].tolist() == np.full((3, GREEDY_GUESSES), 10.0).tolist()
+    guesses["trials"][0, 0] = 12.0
+    tables.use_head(head)  # the same head: what was learned stays
+    assert guesses["trials"][0, 0] == 12.0
+    tables.use_head(Oracle(None, []))
+    assert guesses["trials"][0, 0] == 10.0
+
+
+@pytest.fixture
+def llm(models):
+    return lookahead.LLM(models["packed"])
+
+
+def test_texts_with_a_head_are_those_of_plain_decoding(llm, file, monkeypatch):
+    monkeypatch.setattr(
+        light_head, "measured_cost", lambda head, target: 0.0
+    )  # next to this model, it costs too much
+    drafter = Adaptive(rows=8, head=str(file))
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        plain = llm.generate([5, 6, 7], drafter="plain", max_new_tokens=40, **options)
+        result = llm.generate([5, 6, 7], drafter=drafter, max_new_tokens=40, **options)
+        assert result.tokens == plain.tokens
+        assert result.stats.drafter["head_calls"] > 0
+
+
+def test_a_text_names_the_head(file):
+    drafter = lookahead.as_drafter(f"adaptive:head={file}")
+    assert drafter == Adaptive(head=str(file)) == Adaptive(head=file)
+    assert lookahead.as_drafter(str(drafter)) == drafter
+    for wrong in (3, ""):
+        with pytest.raises(SettingsError, match="head must be"):
+            Adaptive(head=wrong)
+
+
+@pytest.mark.parametrize("problem", ["missing", "damaged", "another model"])
+def test_a_head_that_cannot_be_used_is_said_once_and_decoding_goes_on(llm, file, problem, capsys):
+    if problem == "missing":
+        file.unlink()
+    elif problem == "damaged":
+        file.write_bytes(b"x" * 50)
+    else:
+        weights(vocabulary=97).save(file)
+    drafter = Adaptive(rows=4, head=str(file))
+    texts = [llm.generate([5, 6, 7], drafter=drafter, max_new_tokens=10).tokens for _ in range(2)]
+    assert texts[0] == texts[1] == llm.generate([5, 6, 7], drafter="plain", max_new_tokens=10).tokens
+    lines = [line for line in capsys.readouterr().err.splitlines() if "light head" in line]
+    assert len(lines) == 1
+    assert "goes on without" in lines[0]
+
+
+def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = []
+    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
+    assert head_of(model, "cpu", "auto", lambda: make_target(model), said.append) is None
+    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
+    own_head_file(model).parent.mkdir(parents=True)
+    weights().save(own_head_file(model))
+    head = head_of(model, "cpu", "auto", lambda: make_target(model), said.append)
+    assert head.cost > 0
+    assert head is head_of(model, "cpu", "auto", lambda: make_target(model), said.append)
+    assert head_of(model, "exact", "auto", lambda: make_target(model), said.append) is None
+    assert own_head_file(model) == own_head_file(models["module"])
+    assert not said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from math import isfinite
@@ -17,6 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from .core.errors import SettingsError
+
+
+def cache_folder() -> Path:
+    """The folder for what is learned or measured on this machine: XDG_CACHE_HOME, or what is usual on the system."""
+    usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
+    base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
+    return Path(base).expanduser() / "lookahead-decoding"
 
 
 def finite(value: Any) -> Any:

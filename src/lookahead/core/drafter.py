@@ -50,6 +50,7 @@ class Start:
         predicted: tokens that, according to the caller, are likely to follow the prompt; empty for none.
         cost_curve: what steps of this model cost on this machine (``drafters.adaptive.cost.CostCurve``), for drafters
             that choose the rows of a step by their cost; None if nothing was measured.
+        head: a light head of this model (``drafters.adaptive.sources.light_head``); None for none.
     """
 
     prompt: Sequence[int]
@@ -59,6 +60,7 @@ class Start:
     noise: Noise | None = None
     predicted: Sequence[int] = ()
     cost_curve: Any = None
+    head: Any = None
 
     @property
     def text(self) -> list[int]:
@@ -138,3 +140,8 @@ class Drafter(ABC):
     def needs_cost_curve(self) -> bool:
         """Whether ``start`` uses ``Start.cost_curve``. The caller then measures it first."""
         return False
+
+    @property
+    def wanted_head(self) -> str | None:
+        """The path of the light head that ``start`` uses, or "auto"; the caller loads it first. None for none."""
+        return None

@@ -37,7 +37,16 @@ class Admission:
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
             request = replace(request, cost_curve=self._cost_curve(target.path))
+        wanted = request.drafter.wanted_head
+        if wanted is not None and request.head is None:
+            request = replace(request, head=self._head(wanted, target.path))
         return request
+
+    def _head(self, wanted: str, path: str) -> Any:
+        """The light head with this name. None if it cannot be used; a line says why, once."""
+        from ..targets.light_head import head_of  # imports numba
+
+        return head_of(self._model, path, wanted, self._make_target, say)
 
     def _cost_curve(self, path: str) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""

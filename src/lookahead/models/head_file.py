@@ -7,6 +7,9 @@
 The file holds the norms, gate, up and down, and the shortlist: the most frequent tokens of the model's own text. It
 does not hold output rows or embeddings, which are the model's, so it takes 3 MB for a model of 135M parameters. It
 is a safetensors file; matrices are stored as GGUF stores Q8_0: blocks of 32 signed bytes, each with an fp16 scale.
+
+It also holds how often guesses of each kind were right on text that was not trained on, greedy and sampled, by level:
+a drafter starts with these counts (``drafters.adaptive.calibration``).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ BLOCK, BLOCK_BYTES = 32, 34
 #: The most levels, the largest sizes and the largest file that are read.
 MAX_LEVELS, MAX_SIZE, MAX_BYTES = 8, 1 << 20, 1 << 30
 
+#: The counts, and the parts of each.
+COUNTS, PARTS = ("greedy", "sampled"), ("hits", "trials")
 #: Fields of ``HeadWeights`` that are single numbers.
 NUMBERS = ("vocabulary", "hidden", "levels", "scale")
 
@@ -64,6 +69,7 @@ class HeadWeights:
         down: fp32 (hidden, width).
         scale: factor of the logits, which stands for what the model does to its own.
         levels: how many levels it was trained for.
+        counts: "greedy" and "sampled" -> (hits, trials) of its guesses, each fp32 (levels, kinds).
         about: what the training reports, for display.
     """
 
@@ -77,6 +83,7 @@ class HeadWeights:
     down: Array
     scale: float
     levels: int
+    counts: Mapping[str, tuple[Array, Array]]
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,6 +110,9 @@ class HeadWeights:
             "embedding_norm": self.embedding_norm.astype(np.float32),
             **{name: as_q8_0(getattr(self, name)) for name in ("gate", "up", "down")},
         }
+        for name in COUNTS:
+            for part, array in zip(PARTS, self.counts[name], strict=True):
+                tensors[f"{name}_{part}"] = np.ascontiguousarray(array, np.float32)
         numbers = {name: getattr(self, name) for name in NUMBERS}
         texts = {"format": FORMAT, "numbers": json.dumps(numbers), "about": json.dumps(dict(self.about))}
         path = Path(path)
@@ -165,7 +175,17 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
     weights |= {name: from_q8_0(arrays[name]) for name in ("gate", "up", "down")}
     _must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")
-    return HeadWeights(vocabulary, hidden, shortlist, scale=scale, levels=levels, about=about, **weights)
+    counts = {name: (arrays[f"{name}_hits"], arrays[f"{name}_trials"]) for name in COUNTS}
+    for hits, trials in counts.values():
+        right = hits.dtype == trials.dtype == np.float32 and hits.ndim == 2 and len(hits) == levels
+        right = right and hits.shape == trials.shape and bool(np.isfinite(trials).all())
+        _must(
+            right and bool(((hits >= 0) & (hits <= trials)).all()),
+            "its counts must be hits and trials by level",
+        )
+    return HeadWeights(
+        vocabulary, hidden, shortlist, scale=scale, levels=levels, counts=counts, about=about, **weights
+    )
 
 
 def _must(right: Any, otherwise: str) -> None:

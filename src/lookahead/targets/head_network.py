@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,15 @@ class HeadNetwork(nn.Module):
         z = torch.cat((h, e), -1)
         return states + linear(silu(linear(z, self.gate)) * linear(z, self.up), self.down)
 
-    def weights(
-        self, vocabulary: int, shortlist: np.ndarray[Any, Any], levels: int, about: Mapping[str, Any]
-    ) -> HeadWeights:
-        """A copy as it is saved."""
-        arrays = {name: value.detach().float().cpu().numpy() for name, value in self.named_parameters()}
-        scale = float(np.exp(arrays.pop("log_scale")))
-        hidden = len(arrays["hidden_norm"])
-        return HeadWeights(vocabulary, hidden, shortlist, scale=scale, levels=levels, about=about, **arrays)
+    def arrays(self) -> dict[str, Any]:
+        """The fields of ``HeadWeights`` that are trained."""
+        arrays: dict[str, Any] = {
+            name: value.detach().float().cpu().numpy() for name, value in self.named_parameters()
+        }
+        return arrays | {
+            "scale": float(np.exp(arrays.pop("log_scale"))),
+            "hidden": len(arrays["hidden_norm"]),
+        }
 
     @classmethod
     def of(cls, weights: HeadWeights) -> HeadNetwork:
@@ -77,6 +78,7 @@ class TorchHead:
         self, weights: HeadWeights, output: torch.Tensor, embed: Callable[[Sequence[int]], torch.Tensor]
     ) -> None:
         self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
+        self.counts, self.cost = weights.counts, 0.0
         self._network = HeadNetwork.of(weights).to(output.device, output.dtype).requires_grad_(False)
         self._output, self._scale, self._embed = output, weights.scale, embed
 
@@ -88,6 +90,5 @@ class TorchHead:
             here = torch.from_numpy(np.ascontiguousarray(states)).to(self._output.device, self._output.dtype)
             guessed = self._network(here, self._embed(tokens))
             logits = linear(guessed, self._output).float() * self._scale
-            values, places = logits.topk(min(k, len(self.shortlist)), dim=-1)
-            odds = (values - values[:, :1]).cpu().numpy()
-            return guessed.float().cpu().numpy(), self.shortlist[places.cpu().numpy()], odds
+            values, places = logits.log_softmax(-1).topk(min(k, len(self.shortlist)), dim=-1)
+            return guessed.float().cpu().numpy(), self.shortlist[places.cpu().numpy()], values.cpu().numpy()

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ..core import SettingsError
-from ..models.head_file import HeadWeights
+from ..core import SettingsError, Target, TokenTree
+from ..models.head_file import HeadWeights, load_head
+from ..records import cache_folder
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Paths whose targets give hidden states (``Scores.hidden``).
 PATHS = ("cpu", "transformers", "cuda-graph")
+#: The fields of a configuration by which a model is recognized.
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+#: Calls of the head that are timed.
+ROUNDS = 8
+#: Heads by model; the key is what was wanted, and the path.
+_of_models: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]] = weakref.WeakKeyDictionary()
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
@@ -76,6 +89,66 @@ def make_head(model: Any, path: str, weights: HeadWeights, bits: int = 8) -> Any
     rows = model.get_output_embeddings().weight.detach()[weights.shortlist.tolist()]
     embeddings = model.get_input_embeddings().weight.detach()
     return TorchHead(weights, rows, lambda tokens: embeddings[list(tokens)])
+
+
+def own_head_file(model: Any) -> Path:
+    """Where the light head of a model is kept that was trained on this machine.
+
+    The name depends on the model's configuration and not on its weights: a head that was trained alongside 4-bit
+    weights serves the same model in bf16.
+    """
+    config = model.config.get_text_config(decoder=True)
+    sizes = [getattr(config, name, None) for name in SHAPE]
+    digest = hashlib.sha256(json.dumps([*sizes_of(model), *sizes]).encode()).hexdigest()[:24]
+    return cache_folder() / "heads" / f"{digest}.safetensors"
+
+
+def head_of(
+    model: Any, path: str, wanted: str, make_target: Callable[[], Target], notice: Callable[[str], None]
+) -> Any:
+    """The light head that a drafter wants, or None.
+
+    All sequences of a model share it. The first time that it cannot be used, ``notice`` receives one line that says
+    why.
+
+    Args:
+        model: a loaded model.
+        path: the path of its targets.
+        wanted: the head's path; or "auto" for the one in ``own_head_file``, if there is one.
+        make_target: makes a target, to measure what a call of the head costs.
+    """
+    heads = _of_models.setdefault(model, {})
+    key = wanted, path
+    if key not in heads:
+        heads[key] = None
+        try:
+            file = own_head_file(model) if wanted == "auto" else Path(wanted)
+            if wanted != "auto" or file.exists():
+                head = make_head(model, path, load_head(file))
+                head.cost = measured_cost(head, make_target())
+                heads[key] = head
+        except SettingsError as error:
+            if wanted != "auto" or path in PATHS:  # nobody asked for a head by its name
+                notice(f"{error}; decoding goes on without a light head")
+    return heads[key]
+
+
+def measured_cost(head: Any, target: Target) -> float:
+    """Seconds of a call of the head, in plain steps of the target. Each call follows a pass, which empties the
+    processor's caches."""
+    state, calls, steps = np.zeros((1, head.hidden), np.float32), list[float](), list[float]()
+    target.prefill([(0, [0])])
+    for _ in range(ROUNDS):
+        begin = perf_counter()
+        (scores,) = target.forward([(0, TokenTree(0))])
+        scores.best(0)
+        target.commit([(0, [0])])
+        evaluated = perf_counter()
+        head.guess(state, [0], 8)
+        steps.append(evaluated - begin)
+        calls.append(perf_counter() - evaluated)
+    target.release(0)
+    return median(calls[1:]) / median(steps[1:])  # the first ones compile
 
 
 def _name(model: Any) -> str:

@@ -27,6 +27,8 @@ The features of a bucket:
 - Joint: the zone (depth in the tree), the last step's answer at this position, the state of the suffix match,
   and the state of the logit cache. A state is a level of confidence in the token; or "proposes other tokens", with
   the level of its best one; or "proposes nothing".
+- A guess of the light head: the level (how often the head has read its own guess), the interval of its probability.
+- Both, where the head has guessed: the level, the state of the head, and the state of all others together.
 """
 
 from __future__ import annotations
@@ -77,6 +79,12 @@ ANSWERED = 3
 OTHER = len(LEVELS) + 1
 NOTHING = 2 * OTHER
 STATES = 2 * OTHER + 1
+#: The light head: levels of guesses with their own buckets, and upper ends of its probabilities, except the last.
+GUESS_LEVELS = 3
+PROBABILITIES = np.array(
+    [0.005, 0.015, 0.03, 0.06, 0.1, 0.15, 0.2, 0.28, 0.36, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
+)
+GREEDY_GUESSES, SAMPLED_GUESSES = len(PROBABILITIES) + 1, (len(HEIGHTS) + 1) * KINDS
 AGREEMENT = STATES * STATES
 ZONE = ANSWERED * AGREEMENT
 
@@ -118,16 +126,27 @@ def new_calibration(sampled: bool) -> Calibration:
 
 
 @cache
-def _beginning(sampled: bool) -> tuple[Any, Any, Any]:
+def _beginning(sampled: bool) -> tuple[Any, ...]:
     """Priors are sums of log-odds, one for each feature of a bucket, as fitted by scripts/fit_priors.py."""
     fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
     odds = {kind: reduce(np.add.outer, features) for kind, features in fits.items()}
-    shapes = {"logits": (ORDERS, -1), "matches": (-1,), "joint": (-1,)}
-    logits, matches, joint = (1 / (1 + np.exp(-odds[kind].reshape(shape))) for kind, shape in shapes.items())
+    shapes = {"logits": (ORDERS, -1), "matches": (-1,), "joint": (-1,), "both": (-1,)}
+    logits, matches, joint, both = (
+        1 / (1 + np.exp(-odds[kind].reshape(shape))) for kind, shape in shapes.items()
+    )
+    # A head brings the counts of its own guesses (``count_guesses``).
+    guesses = np.full((GUESS_LEVELS, SAMPLED_GUESSES if sampled else GREEDY_GUESSES), 0.05)
     parts = []
-    for priors in (logits, np.stack([matches] * 2), joint):
+    for priors in (logits, np.stack([matches] * 2), joint, guesses, both):
         buckets = np.zeros(priors.shape, BUCKET)
         buckets["prior"] = priors
         load(buckets, buckets["hits"], buckets["trials"])
         parts.append(buckets)
-    return parts[0], parts[1], parts[2]
+    return tuple(parts)
+
+
+def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:
+    """Start the buckets of the light head's guesses with its own counts, (levels, kinds); deeper levels are as good
+    as its deepest."""
+    level = np.minimum(np.arange(GUESS_LEVELS), len(hits) - 1)
+    load(calibration.guesses, np.asarray(hits)[level], np.asarray(trials)[level])

@@ -28,6 +28,7 @@ import numpy as np
 from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
+from ...records import cache_folder
 from ...threads import thread_count
 
 #: Tokens of context that share a table.
@@ -153,9 +154,7 @@ def curve_file(model: str) -> Path:
         model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).
     """
     digest = hashlib.sha256(f"{machine()}|{model}".encode()).hexdigest()[:24]
-    usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
-    base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
-    return Path(base).expanduser() / "lookahead-decoding" / "costs" / f"{digest}.json"
+    return cache_folder() / "costs" / f"{digest}.json"
 
 
 def save_curve(model: str, curve: CostCurve) -> Path:

@@ -6,6 +6,7 @@ sequences may share. Nothing here reads a clock: drafts depend on the tokens and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
 from .calibration import MAX_PROBABILITY
 from .cost import CONTEXT_STEP, CostCurve
 from .grower import Grower
+from .learn import CREDITED
 from .rows import EXPLORATION, RowRule, window_pays
-from .settings import SOURCES, AdaptiveSettings
+from .settings import AdaptiveSettings
 from .sources.window_rows import WindowSource
 from .state import AdaptiveState
 
@@ -49,6 +51,10 @@ class AdaptiveDraftState(DraftState):
         #: Tokens that the sources have not read: all of them before the first tree, later those of plain steps.
         self._unread = sequence.text
         self._last, self._emitted = sequence.first, 1
+        #: The light head, and the hidden state under which the last token was emitted, once a step has given it.
+        self._head, self._hidden = sequence.head, None
+        #: The time of the head's calls for the present tree, in plain steps.
+        self._guessed = 0.0
         #: The table of the present context and batch, and what it belongs to.
         self._costs, self._slopes, self._table_of = np.ones(2), np.zeros(2), (-1, -1)
         #: Whether a tree was grown for the present step, and its rows without the window's.
@@ -60,15 +66,26 @@ class AdaptiveDraftState(DraftState):
         limit = min(max_rows, self._settings.most_rows)
         self._grown = limit > 1 and self._may_pay()
         if not self._grown:
-            self._own_rows = 1
-            return TokenTree(self._last)
+            self._own_rows, self._guessed = 1, 0.0
+            tree = TokenTree(self._last)
+        else:
+            tree = self._grow(limit, max_depth)
+        tree.needs_hidden = self._head is not None
+        return tree
+
+    def _grow(self, limit: int, max_depth: int) -> TokenTree:
         grower = self._ready()
         grower.price(self._rule.rate, self._rule.bias)
-        if self._settings.chain:
-            grower.cut(grower.grow_chain(limit, max_depth))
-            self._own_rows = grower.rows
-            return grower.tree()
-        return self._with_window(grower, grower.grow(limit, max_depth), limit, max_depth)
+        grower.hidden = self._hidden
+        chain = self._settings.chain
+        pay = grower.grow_chain(limit, max_depth) if chain else grower.grow(limit, max_depth)
+        if grower.guesses is not None:
+            self._guessed = grower.guesses.used * grower.guesses.head.cost
+        if not chain:
+            return self._with_window(grower, pay, limit, max_depth)
+        grower.cut(pay)
+        self._own_rows = grower.rows
+        return grower.tree()
 
     def _choose_table(self, batch: int) -> None:
         """Read the costs for this length of the context and this number of sequences."""
@@ -108,6 +125,7 @@ class AdaptiveDraftState(DraftState):
                 noise=None if sampling is None else lambda depth: sampling(self._emitted + depth),
                 temperature=1.0 if sampling is None else max(sampling.temperature, 1e-3),
                 use_corpus=self._state is not None,
+                head=self._head,
             )
             grower.use_costs(self._costs, self._slopes)
             if config.window_size and not config.chain:
@@ -143,7 +161,7 @@ class AdaptiveDraftState(DraftState):
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         # Averages of the rule: every step counts, also one without a tree.
         rows = min(len(tree), len(self._costs) - 1)
-        self._rule.count(len(tokens), float(self._costs[rows]))
+        self._rule.count(len(tokens), float(self._costs[rows]) + self._guessed)
         self._plain_steps += len(tree) == 1
         grower = self._grower
         if not self._grown or grower is None:
@@ -153,6 +171,15 @@ class AdaptiveDraftState(DraftState):
             self._study(grower, tree, scores, path, tokens)
         self._last = tokens[-1]
         self._emitted += len(tokens)
+        if self._head is not None:
+            self._hidden = scores.hidden(path[-1])
+            if self._hidden is None:
+                self._head = None
+                warnings.warn(
+                    "this target gives no hidden states, so the light head is not used",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _study(
         self, grower: Grower, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
@@ -204,9 +231,12 @@ class AdaptiveDraftState(DraftState):
 
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and observed acceptance, and plain steps."""
-        credit = dict.fromkeys((*SOURCES, "window"), 0) if self._grower is None else self._grower.credit
+        credit = dict.fromkeys(CREDITED, 0) if self._grower is None else self._grower.credit
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
         if self._settings.window_size:
             figures["window_rows"] = self._window.rows_used if self._window is not None else 0
+        if self._head is not None:
+            guesses = None if self._grower is None else self._grower.guesses
+            figures["head_calls"] = 0 if guesses is None else guesses.calls
         return figures | {"plain_steps": self._plain_steps}

@@ -30,6 +30,8 @@ class Adaptive(AdaptiveSettings, Drafter):
         max_entries: contexts that a state keeps in each table, at least 1000; the oldest is dropped first.
         seed: seed of the random tokens that fill empty positions of the window.
         chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
+        head: a light head, which was trained for this model: its path, or "auto" for the one that was trained on this
+            machine, if there is one. None: without a head.
         state: statistics that sequences share; None: every sequence starts without any.
 
     Raises:
@@ -57,6 +59,10 @@ class Adaptive(AdaptiveSettings, Drafter):
     @property
     def needs_cost_curve(self) -> bool:
         return self.rows is None
+
+    @property
+    def wanted_head(self) -> str | None:
+        return self.head
 
     def precompile(self) -> None:
         """Compile the drafter's code in another process, unless that has been done on this machine."""

@@ -46,11 +46,14 @@ from .calibration import (
 )
 from .memory import CORPUS, SUFFIX, Memory
 from .rows import choose, pays
+from .sources.light_head import GAINS, combine, guess_level
 from .sources.logit_cache import propose
 from .sources.suffix import match
 
 #: The sources are asked under a row when its probability times this factor is the largest in the heap.
 EXPANSION_FACTOR = 0.5
+#: What ``grow`` returns besides depths.
+COMPLETE, GUESS_WANTED = -1, -2
 #: Edges with a smaller probability do not enter the heap.
 MIN_PROBABILITY = 0.002
 
@@ -125,21 +128,30 @@ def ask(memory: Memory, node: int) -> None:
             proposals[index].joint += answered * AGREEMENT
             answered = ANSWERED_LATER
     row.proposals, row.asked = count, 1
+    if row.guess >= 0:
+        combine(memory, node)
+
+
+@compiled
+def probability_of(memory: Memory, row: Any, proposal: Any) -> float:
+    """The estimated probability of a proposal under a row."""
+    if row.guess >= 0:
+        return float(memory.calibration.both[proposal.both].probability)
+    return float(memory.calibration.joint[proposal.joint].probability)
 
 
 @compiled
 def _expand(memory: Memory, node: int) -> int:
     """Ask the sources under a node and sort its edges, likeliest first. Returns the number of edges."""
     ask(memory, node)
-    joint = memory.calibration.joint
     row, proposals, edges = memory.tree.nodes[node], memory.tree.proposals[node], memory.tree.edges[node]
     total = 0.0
     for i in range(row.proposals):
-        total += joint[proposals[i].joint].probability
+        total += probability_of(memory, row, proposals[i])
     scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
     count = 0
     for i in range(row.proposals):
-        probability, token = joint[proposals[i].joint].probability, proposals[i].token
+        probability, token = probability_of(memory, row, proposals[i]), proposals[i].token
         if probability > MIN_PROBABILITY:
             cost = probability * scale
             index = count
@@ -223,7 +235,7 @@ def add(memory: Memory, parent: int, token: int, probability: float) -> int:
         above, depth = int64(tree.nodes[parent].token), int64(tree.nodes[parent].depth) + 1
     row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
     row.pair = above * step.vocabulary + token
-    row.asked = 0
+    row.asked, row.guess = 0, -1
     tree.contexts[0, node] = tree.contexts[1, node] = -1
     tree.sizes[0].rows = node + 1
     return depth
@@ -239,10 +251,29 @@ def lacks_noise(memory: Memory, depth: int) -> bool:
 
 
 @compiled
+def wants_guess(memory: Memory, node: int) -> bool:
+    """Whether the light head should guess under a row: not if the other sources are so sure that it brings little."""
+    step, row = memory.step[0], memory.tree.nodes[node]
+    if row.guess >= 0 or row.depth >= step.guess_depth:
+        return False
+    if row.parent >= 0 and memory.tree.nodes[row.parent].guess < 0:
+        return False
+    if row.probability * GAINS[guess_level(row)] < step.guess_price:
+        return False
+    ask(memory, node)
+    best = 0.0
+    for index in range(row.proposals):
+        joint = memory.tree.proposals[node, index].joint
+        best = max(best, memory.calibration.joint[joint].probability)
+    return bool(row.probability * (1 - best) * GAINS[guess_level(row)] >= step.guess_price)
+
+
+@compiled
 def _take(memory: Memory, limit: int, max_depth: int) -> int:
     """Take rows from the heap, likeliest first, until the tree is complete.
 
-    Returns -1, or the depth at which the sources need noise that is not in ``memory.noise`` yet.
+    Returns ``COMPLETE``; or ``GUESS_WANTED``; or the depth at which the sources need noise that is not in
+    ``memory.noise`` yet.
     """
     tree = memory.tree
     sizes, nodes, heap = tree.sizes[0], tree.nodes, tree.heap
@@ -252,6 +283,9 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
         if edge < 0:
             if lacks_noise(memory, nodes[node].depth):
                 return int64(nodes[node].depth)
+            if wants_guess(memory, node):
+                memory.step[0].wanted = node
+                return GUESS_WANTED
             if _expand(memory, node):
                 _replace_first(heap, sizes.heap, tree.edges[node, 0].cost, node, 0)
             else:
@@ -270,7 +304,7 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
         if depth < max_depth:
             _push(heap, sizes.heap, cost * memory.step[0].expansion_factor, row, -1)
             sizes.heap += 1
-    return -1
+    return COMPLETE
 
 
 @entry
@@ -280,8 +314,9 @@ def grow(memory: Memory, limit: int, max_depth: int, fresh: bool) -> int:
     Growth ends early where no further row can pay (``rows.pays``).
 
     Returns:
-        -1; or a depth of at least 0 at which noise is missing. The caller then stores that noise and calls again with
-        ``fresh`` False, which continues the same tree.
+        ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; or a depth of at
+        least 0 at which noise is missing. The caller then stores what is missing and calls again with ``fresh``
+        False, which continues the same tree.
     """
     tree = memory.tree
     if fresh:
@@ -289,7 +324,7 @@ def grow(memory: Memory, limit: int, max_depth: int, fresh: bool) -> int:
         add(memory, -1, memory.step[0].last, 1.0)
         _set(tree.heap[0], -1.0, 0, -1)
         tree.sizes[0].heap = 1
-    missing = _take(memory, limit, max_depth) if max_depth >= 1 else -1
-    if missing < 0:
+    missing = _take(memory, limit, max_depth) if max_depth >= 1 else COMPLETE
+    if missing == COMPLETE:
         memory.step[0].chosen = choose(memory)
     return missing

@@ -11,9 +11,10 @@ from ...core import Scores, TokenTree
 from . import grow as growing
 from . import learn as learning
 from .learn import CREDITED
-from .memory import ANSWERS, CORPUS, OTHER_PROPOSALS, STEP, SUFFIX, Memory, new_tree
+from .memory import ANSWERS, CORPUS, GUESSES, OTHER_PROPOSALS, STEP, SUFFIX, Guesses, Memory, new_tree
 from .rows import choose
 from .settings import AdaptiveSettings
+from .sources.light_head import GUESS_ROWS, READ, READ_SAMPLED, GuessSource, LightHead
 from .sources.suffix import NO_TEXT, Reader, SuffixTrie
 from .state import AdaptiveState
 
@@ -34,10 +35,13 @@ class Grower:
         noise: depth -> noise (V,) of the token chosen under nodes of that depth; None for greedy decoding.
         temperature: the temperature of sampling.
         use_corpus: whether the sequence is matched with those of the state's corpus, and added to it.
+        head: the light head; None for none.
 
     Attributes:
         memory: what compiled code reads and writes; exchanged when an array has been enlarged.
         rows: rows of the last tree.
+        hidden: the hidden state under which the last token was emitted, (hidden,) fp32; None if it is not known.
+        guesses: asks the head.
     """
 
     def __init__(
@@ -49,11 +53,16 @@ class Grower:
         noise: Callable[[int], Any] | None = None,
         temperature: float = 1.0,
         use_corpus: bool = False,
+        head: LightHead | None = None,
     ) -> None:
         sampled = noise is not None
         self._tables, self._noise_at = state.tables(sampled), noise
         self._top = config.sampled_top if sampled else config.top
         self.rows = 1
+        self.hidden: Any = None
+        self.guesses = None if head is None else GuessSource(head, sampled)
+        if head is not None:
+            self._tables.use_head(head)
         self.size = config.table_rows
         own = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
         earlier = state.corpus.begin() if use_corpus and "corpus" in config.sources else None
@@ -68,6 +77,7 @@ class Grower:
         self._rate, self._bias, self._chosen, self._position = (
             step[name] for name in ("rate", "bias", "chosen", "position")
         )
+        self._guess_depth, self._guess_price = step["guess_depth"], step["guess_price"]
         self._rate[0] = self._bias[0] = 1.0
 
         # The arrays of compiled code.
@@ -88,6 +98,7 @@ class Grower:
             path=np.zeros(rows, np.int64),
             tokens=np.zeros(max(rows, LEAST_TOKENS), np.int64),
             own=np.zeros(rows, np.int64),
+            guesses=_new_guesses(0 if head is None else GUESS_ROWS, READ_SAMPLED if sampled else READ),
             credit=np.zeros(len(CREDITED), np.int64),
         )
 
@@ -122,6 +133,8 @@ class Grower:
         for name, source in (("suffix", SUFFIX), ("corpus", CORPUS)):
             found = tree.matches["token"][source, parent].tolist()
             proposed[name] = found[: found.index(-1)] if -1 in found else found
+        guess = tree.nodes["guess"][parent]
+        proposed["head"] = [] if guess < 0 else self.memory.guesses.tokens[guess].tolist()
         names = [name for name, tokens in proposed.items() if token in tokens]
         return names or ["jacobi"]  # the previous step's answers, which this step's answers have replaced
 
@@ -200,9 +213,22 @@ class Grower:
         limit = min(limit, self.size)
         self._catch_up()
         self._refer()
+        guesses = self.guesses if self.hidden is not None else None
+        self._guess_depth[0] = 0
+        if guesses is not None:
+            guesses.begin()
+            self._guess_depth[0], self._guess_price[0] = (
+                guesses.head.levels,
+                self._rate[0] * guesses.head.cost,
+            )
         missing = growing.grow(self.memory, limit, max_depth, True)
-        while missing >= 0:
-            self._keep_noise(int(missing))
+        while missing != growing.COMPLETE:
+            if guesses is not None and missing == growing.GUESS_WANTED:
+                guesses.guess(self.memory, self.hidden)
+                if guesses.is_full:
+                    self._guess_depth[0] = 0
+            else:
+                self._keep_noise(int(missing))
             missing = growing.grow(self.memory, limit, max_depth, False)
         self.rows = int(self._tree_rows[0])
         return int(self._chosen[0])
@@ -285,3 +311,13 @@ class Grower:
         """The target's token under each of the first rows of the last step, as far as it is known."""
         own: list[int] = self.memory.own[:rows].tolist()
         return own
+
+
+def _new_guesses(rows: int, read: int) -> Guesses:
+    return Guesses(
+        np.full((rows, read), -1, np.int32),
+        np.zeros((rows, read), np.float32),
+        np.full((rows, GUESSES), -1, np.int32),
+        np.zeros((rows, GUESSES), np.int32),
+        np.zeros(GUESSES, np.float32),
+    )

@@ -15,12 +15,13 @@ from ...jit import compiled, entry, int64
 from .calibration import KINDS, WINDOW, count
 from .grow import add, ask, index_of
 from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory
+from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
 
 #: What accepted tokens are credited to: the sources, and the window for rows that only it evaluated.
-CREDITED = ("suffix", "logits", "jacobi", "corpus", "window")
-BY_SUFFIX, BY_LOGITS, BY_ANSWERS, BY_CORPUS, BY_WINDOW = range(5)
+CREDITED = ("suffix", "logits", "jacobi", "corpus", "window", "head")
+BY_SUFFIX, BY_LOGITS, BY_ANSWERS, BY_CORPUS, BY_WINDOW, BY_HEAD = range(6)
 
 
 @compiled
@@ -38,6 +39,8 @@ def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: in
         return BY_SUFFIX
     if recalled > 0:
         return BY_CORPUS
+    if right >= 0 and memory.tree.proposals[node, right].joint < 0:
+        return BY_HEAD
     return BY_ANSWERS if right >= 0 else BY_WINDOW
 
 
@@ -51,6 +54,17 @@ def _judge_matches(memory: Memory, source: int, node: int, truth: int) -> int:
             break
         count(memory.calibration.matches[source, matches[index].bucket], index == right)
     return right
+
+
+@compiled
+def _judge_guesses(memory: Memory, node: int, right: int) -> None:
+    """Count hits and trials of the light head's guesses at a node, alone and together with the other sources."""
+    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
+    kinds, level = memory.guesses.kinds[row.guess], guess_level(row)
+    for index in range(row.proposals):
+        count(calibration.both[proposals[index].both], index == right)
+        if proposals[index].guess >= 0:
+            count(calibration.guesses[level, kinds[proposals[index].guess]], index == right)
 
 
 @compiled
@@ -69,7 +83,10 @@ def _judge(memory: Memory, length: int) -> int:
             ask(memory, node)
         right = index_of(proposals, row.proposals, truth)
         for index in range(row.proposals):
-            count(calibration.joint[proposals[index].joint], index == right)
+            if proposals[index].joint >= 0:
+                count(calibration.joint[proposals[index].joint], index == right)
+        if row.guess >= 0:
+            _judge_guesses(memory, node, right)
         for index in range(row.cached):
             count(calibration.logits[row.order, proposals[index].kind], index == right)
         matched = _judge_matches(memory, SUFFIX, node, truth)

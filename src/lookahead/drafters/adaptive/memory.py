@@ -45,9 +45,11 @@ NODE = record(
     order="i4",  # the logit cache matched order + 1 tokens
     edges="i4",  # number of proposals that are likely enough for the heap
     entry="i8",  # scratch space of logit_cache.write_rows
+    guess="i4",  # the light head's guesses under it, a row of ``Guesses``; -1 for none
 )
-#: A proposed child of a row: the token, its joint bucket, its bucket in the logit cache, its score (sampling).
-PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4")
+#: A proposed child of a row: the token, its joint bucket (-1 if only the light head proposes it), its bucket in the
+#: logit cache, its score (sampling), its index in the head's guesses or -1, its bucket together with the head.
+PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4", guess="i4", both="i4")
 #: A token that followed the longest suffix match (-1 for none), and its bucket.
 MATCH = record(token="i4", bucket="i4")
 #: A proposal that may become a row; ``cost`` is minus the probability of its path from the root.
@@ -61,8 +63,10 @@ SIZES = record(rows="i8", heap="i8")
 #: The most tokens that one suffix match proposes, and the most answers of the last step kept per position.
 MATCHES = 3
 ANSWERS = 3
-#: The most proposals of a row besides those of the logit cache: two suffix matches and the answers.
-OTHER_PROPOSALS = 2 * MATCHES + ANSWERS
+#: The most tokens that the light head proposes under a row.
+GUESSES = 8
+#: The most proposals of a row besides those of the logit cache: two suffix matches, the answers, the head's guesses.
+OTHER_PROPOSALS = 2 * MATCHES + ANSWERS + GUESSES
 #: The two tries: of this sequence, and of earlier ones. Index into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
@@ -80,6 +84,9 @@ STEP = record(
     last="i8",
     rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
     bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
+    guess_depth="i8",  # the light head guesses under rows of a smaller depth; 0 for none
+    guess_price="f8",  # what a guess must bring, in tokens
+    wanted="i8",  # set by ``grow``: the row under which the head must guess
     chosen="i8",  # set by ``grow``: the number of rows that pay
 )
 
@@ -111,7 +118,9 @@ class Calibration(NamedTuple):
 
     logits: Any  # (3, kinds): of the logit cache, by order
     matches: Any  # (2, kinds): of suffix matches in this text and in earlier texts
-    joint: Any  # (kinds,): of the combination of all sources
+    joint: Any  # (kinds,): of the combination of all sources without the light head
+    guesses: Any  # (levels, kinds): of the light head
+    both: Any  # (kinds,): of the combination of the light head with all others
 
 
 class Tree(NamedTuple):
@@ -124,6 +133,16 @@ class Tree(NamedTuple):
     contexts: Any  # (2, rows): the longest context that matches at a row; -1 if not searched yet
     heap: Any  # (rows + 2,) HEAP_ENTRY
     sizes: Any  # (1,) SIZES
+
+
+class Guesses(NamedTuple):
+    """The light head's guesses in this step: under rows of the tree, in the order in which it was asked."""
+
+    ids: Any  # (rows, read): tokens, best first; -1 after the last
+    logs: Any  # (rows, read): logarithms of their probabilities
+    tokens: Any  # (rows, GUESSES): the tokens that are proposed; -1 after the last
+    kinds: Any  # (rows, GUESSES): their buckets
+    scores: Any  # (GUESSES,): scratch space
 
 
 class Memory(NamedTuple):
@@ -142,6 +161,7 @@ class Memory(NamedTuple):
     path: Any  # (rows,): the accepted rows of the last step
     tokens: Any  # (rows,): the target's token under each of them
     own: Any  # (rows,): the target's token under each row of the last step; filled in by ``learn``
+    guesses: Guesses
     credit: Any  # accepted tokens by ``learn.CREDITED``; added to by ``learn``
 
 

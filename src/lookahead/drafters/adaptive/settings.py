@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ...core import SettingsError
@@ -47,6 +48,7 @@ class AdaptiveSettings:
     max_entries: int = 400_000
     seed: int = 0
     chain: bool = False
+    head: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -54,6 +56,10 @@ class AdaptiveSettings:
                 check_whole(self, name, low, high)
         if not isinstance(self.chain, bool):
             raise SettingsError(f"chain must be true or false, got {self.chain!r}")
+        if self.head is not None and (not isinstance(self.head, (str, os.PathLike)) or not str(self.head)):
+            raise SettingsError(f"head must be the path of a light head, 'auto' or none, got {self.head!r}")
+        if isinstance(self.head, os.PathLike):
+            object.__setattr__(self, "head", os.fspath(self.head))
         if isinstance(self.sources, str):
             raise SettingsError(f"sources must be a list of names, got {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
-from .calibration import ORDERS, load, new_calibration
+from .calibration import ORDERS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
+from .sources.light_head import LightHead
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
 
@@ -26,6 +27,8 @@ LARGEST_FILE = 1 << 30
 #: The arrays that are saved for each table of the logit cache, and the most tokens of an entry that can be loaded.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
+#: The calibrations that are saved: those of a light head belong to the head.
+SAVED = ("logits", "matches", "joint")
 MAX_WIDTH = 64
 
 
@@ -35,6 +38,14 @@ class Tables:
     def __init__(self, config: AdaptiveSettings, sampled: bool) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
         self.calibration = new_calibration(sampled)
+        self._name = NAMES[sampled]
+        self._head: LightHead | None = None
+
+    def use_head(self, head: LightHead) -> None:
+        """Start with the counts of a light head's guesses, unless they are of this head already."""
+        if self._head is not head:
+            self._head = head
+            count_guesses(self.calibration, *head.counts[self._name])
 
 
 class AdaptiveState:
@@ -86,7 +97,8 @@ class AdaptiveState:
             for order in range(ORDERS):
                 parts = zip(PARTS, tables.logits.entries(order), strict=True)
                 arrays |= {f"{name}.{order}.{part}": array for part, array in parts}
-            for kind, buckets in tables.calibration._asdict().items():
+            for kind in SAVED:
+                buckets = getattr(tables.calibration, kind)
                 arrays |= {f"{name}.{kind}.{part}": buckets[part] for part in ("hits", "trials")}
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -137,7 +149,8 @@ class AdaptiveState:
             _check(keys, ids, odds, origins)
             self.largest = max(self.largest, int(ids.max(initial=-1)))
             tables.logits.load(order, keys, ids, odds, origins)
-        for kind, buckets in tables.calibration._asdict().items():
+        for kind in SAVED:
+            buckets = getattr(tables.calibration, kind)
             hits, trials = arrays[f"{name}.{kind}.hits"], arrays[f"{name}.{kind}.trials"]
             _must(hits.shape == trials.shape == buckets.shape, "another number of buckets")
             within = np.isfinite(trials) & (hits >= 0) & (hits <= trials)

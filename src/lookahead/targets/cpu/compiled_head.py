@@ -118,6 +118,12 @@ def _compiled() -> MachineCode:
     return MachineCode(_job(), 5, "head")
 
 
+def _log_mass(logits: Array) -> Array:
+    """For each row, the logarithm of the sum of exp(logit - largest logit)."""
+    mass: Array = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+    return mass
+
+
 class CompiledHead:
     """A light head for models on a CPU. Several threads may call it.
 
@@ -141,6 +147,7 @@ class CompiledHead:
         if bits not in QUANTIZE:
             raise SettingsError(f"the bits of a light head must be 4 or 8, got {bits}")
         self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
+        self.counts, self.cost = weights.counts, 0.0
         self._embed, self._lock, self._threads = embed, Lock(), 0
         self._kept = list[Any]()  # what the plan points to
         self._records = np.zeros(1, PLAN)
@@ -216,8 +223,8 @@ class CompiledHead:
             k: how many tokens to return for each, at most those of the shortlist.
 
         Returns:
-            the guessed states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their logits
-            minus the largest, fp32 (n, k).
+            the guessed states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and the logarithms
+            of their probabilities within the shortlist, fp32 (n, k).
         """
         count, hidden, buffers, pool = len(tokens), self.hidden, self._buffers, thread_pool(thread_count())
         embedded = self._embed(tokens)
@@ -229,6 +236,7 @@ class CompiledHead:
             pool.run(self._job, self._records.ctypes.data, self)
             logits = buffers["logits"][:count, : len(self.shortlist)]
             places, odds = top_of_rows(logits, min(k, len(self.shortlist)), buffers["peaks"][:count])
+            odds -= _log_mass(logits)[:, None]
             return buffers["x"][:count, :hidden].copy(), self.shortlist[places], odds
 
     def _reserve(self, threads: int) -> Any:
