@@ -477,11 +477,11 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
     state.save(path)
     with pytest.raises(SettingsError, match="between 0 and trials"):
         AdaptiveState.load(path)
-    np.savez(path.with_suffix(".npz"), format=np.array(2), **{"greedy.joint.hits": np.array([object()])})
+    np.savez(path.with_suffix(".npz"), format=np.array(3), **{"greedy.joint.hits": np.array([object()])})
     with pytest.raises(SettingsError, match="not a saved state"):
         AdaptiveState.load(path.with_suffix(".npz"))
     np.savez(path.with_suffix(".npz"), format=np.array(1))  # as an earlier version wrote
-    with pytest.raises(SettingsError, match="has format 1, this version reads 2"):
+    with pytest.raises(SettingsError, match="has format 1, this version reads 3"):
         AdaptiveState.load(path.with_suffix(".npz"))
     monkeypatch.setattr("lookahead.drafters.adaptive.state.LARGEST_FILE", 10)
     with pytest.raises(SettingsError, match="at most"):

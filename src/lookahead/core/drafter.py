@@ -51,6 +51,8 @@ class Start:
         cost_curve: what steps of this model cost on this machine (``drafters.adaptive.cost.CostCurve``), for drafters
             that choose the rows of a step by their cost; None if nothing was measured.
         head: a light head of this model (``drafters.adaptive.sources.light_head``); None for none.
+        base_table: what follows in the model's own text (``drafters.adaptive.sources.base_table.BaseTable``), for
+            drafters that read it; None for none.
     """
 
     prompt: Sequence[int]
@@ -61,6 +63,7 @@ class Start:
     predicted: Sequence[int] = ()
     cost_curve: Any = None
     head: Any = None
+    base_table: Any = None
 
     @property
     def text(self) -> list[int]:
@@ -135,6 +138,11 @@ class Drafter(ABC):
     def max_step_rows(self) -> int | None:
         """Rows of the largest step under these settings; None if the method adapts to any row limit."""
         return None
+
+    @property
+    def needs_base_table(self) -> bool:
+        """Whether ``start`` uses ``Start.base_table``. The caller then looks for the model's table."""
+        return False
 
     @property
     def needs_cost_curve(self) -> bool:

@@ -58,7 +58,7 @@ class Request:
         finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
         read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``
             predict ``token``.
-        noise, predicted, cost_curve, head: passed to the drafter; see ``core.drafter.Start``.
+        noise, predicted, cost_curve, head, base_table: passed to the drafter; see ``core.drafter.Start``.
         detokenizer: turns the emitted tokens into text; None for token ids only.
         seed: the seed of the random numbers, for the result; None for greedy decoding.
         tag: the caller's own value. ``LLM.run`` numbers its prompts with it.
@@ -75,6 +75,7 @@ class Request:
     predicted: abc.Sequence[int] = ()
     cost_curve: Any = None
     head: Any = None
+    base_table: Any = None
     detokenizer: Detokenizer | None = None
     seed: int | None = None
     tag: Any = None
@@ -194,6 +195,7 @@ class Sequence:
                 request.predicted,
                 request.cost_curve,
                 request.head,
+                request.base_table,
             )
         )
 

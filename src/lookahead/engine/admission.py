@@ -1,9 +1,11 @@
-"""Fits a request to its model when it leaves the queue: the drafter that the model allows, and what rows cost."""
+"""Fits a request to its model when it leaves the queue: the drafter, what rows cost, the base table."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..core import Request, Target
@@ -13,23 +15,32 @@ from .progress import notice_if_slow, say
 
 if TYPE_CHECKING:
     from ..drafters.adaptive.cost import CostCurve
+    from ..drafters.adaptive.sources.base_table import BaseTable
 
 
 class Admission:
     """The ``admit`` of an engine on one model.
 
     Without drafts, if the model cannot evaluate them, whatever drafter a request has; with the cost curve for
-    drafters that choose their rows by it.
+    drafters that choose their rows by it, and with the base table for those that read it.
 
     Args:
         model: the model that the targets evaluate.
         probed: the result of its probe.
         make_target: makes a target, to measure steps on.
+        base_table: the file of the model's base table; None to look for it.
     """
 
-    def __init__(self, model: Any, probed: Probe, make_target: Callable[[], Target]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        probed: Probe,
+        make_target: Callable[[], Target],
+        base_table: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._model = model
         self._probed = probed
+        self._given_table = base_table
         self._make_target = make_target
 
     def __call__(self, request: Request, target: Target) -> Request:
@@ -40,6 +51,8 @@ class Admission:
         wanted = request.drafter.wanted_head
         if wanted is not None and request.head is None:
             request = replace(request, head=self._head(wanted, target.path))
+        if request.drafter.needs_base_table and request.base_table is None:
+            request = replace(request, base_table=self._base_table)
         return request
 
     def _head(self, wanted: str, path: str) -> Any:
@@ -47,6 +60,15 @@ class Admission:
         from ..targets.light_head import head_of  # imports numba
 
         return head_of(self._model, path, wanted, self._make_target, say)
+
+    @cached_property
+    def _base_table(self) -> BaseTable | None:
+        """The base table of the model, if it has one."""
+        from ..drafters.adaptive.base_files import find_base_table, usable_table  # imports numba
+
+        config = self._model.config
+        path = self._given_table if self._given_table is not None else find_base_table(config)
+        return usable_table(path, int(config.get_text_config(decoder=True).vocab_size))
 
     def _cost_curve(self, path: str) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""

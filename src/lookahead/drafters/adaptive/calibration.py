@@ -70,6 +70,15 @@ NO_SECOND = BINS // 2
 FINE = 20
 BIN_OF = np.searchsorted(DISTANCES, np.arange(256) / FINE)
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
+#: The base table: upper ends of the intervals of a context's count, and of minus the logarithm of a probability
+#: (0.9, 0.75, 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
+BASE_COUNTS = (1, 3, 15)
+BASE_LOGS = (0.105, 0.288, 0.598, 0.916, 1.273, 1.609, 2.12, 2.659, 3.219, 3.912, 4.605)
+#: The axes of the buckets of the base table: greedy and sampled.
+BASE_AXES = (
+    (ORDERS, len(BASE_COUNTS) + 1, 2, len(BASE_LOGS) + 1),
+    (ORDERS, len(BASE_COUNTS) + 1, len(HEIGHTS) + 1, KINDS),
+)
 #: Joint buckets: the root's children, the next two depths, deeper.
 ZONES = 3
 #: At this position the last step gave other tokens or none, this token first, or this token later.
@@ -126,23 +135,23 @@ def new_calibration(sampled: bool) -> Calibration:
 
 
 @cache
-def _beginning(sampled: bool) -> tuple[Any, ...]:
+def _beginning(sampled: bool) -> Calibration:
     """Priors are sums of log-odds, one for each feature of a bucket, as fitted by scripts/fit_priors.py."""
     fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
-    odds = {kind: reduce(np.add.outer, features) for kind, features in fits.items()}
-    shapes = {"logits": (ORDERS, -1), "matches": (-1,), "joint": (-1,), "both": (-1,)}
-    logits, matches, joint, both = (
-        1 / (1 + np.exp(-odds[kind].reshape(shape))) for kind, shape in shapes.items()
-    )
-    # A head brings the counts of its own guesses (``count_guesses``).
-    guesses = np.full((GUESS_LEVELS, SAMPLED_GUESSES if sampled else GREEDY_GUESSES), 0.05)
-    parts = []
-    for priors in (logits, np.stack([matches] * 2), joint, guesses, both):
+    parts = {}
+    for kind in Calibration._fields:
+        if kind == "guesses":  # a head brings the counts of its own guesses (``count_guesses``)
+            priors = np.full((GUESS_LEVELS, SAMPLED_GUESSES if sampled else GREEDY_GUESSES), 0.05)
+        else:
+            odds = reduce(np.add.outer, map(np.asarray, fits[kind]))
+            priors = 1 / (1 + np.exp(-odds.reshape((ORDERS, -1) if kind == "logits" else -1)))
+        if kind == "matches":
+            priors = np.stack([priors] * 2)
         buckets = np.zeros(priors.shape, BUCKET)
         buckets["prior"] = priors
         load(buckets, buckets["hits"], buckets["trials"])
-        parts.append(buckets)
-    return tuple(parts)
+        parts[kind] = buckets
+    return Calibration(**parts)
 
 
 def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:

@@ -6,6 +6,7 @@ sequences may share. Nothing here reads a clock: drafts depend on the tokens and
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
+from .base_files import usable_table
 from .calibration import MAX_PROBABILITY
 from .cost import CONTEXT_STEP, CostCurve
 from .grower import Grower
@@ -33,16 +35,26 @@ class AdaptiveDraftState(DraftState):
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
             without a cost curve, the guess is used.
+        base_table: the file of a base table; None for that of ``sequence``.
 
     Raises:
         SettingsError: the state belongs to another model.
     """
 
-    def __init__(self, settings: AdaptiveSettings, state: AdaptiveState | None, sequence: Start) -> None:
+    def __init__(
+        self,
+        settings: AdaptiveSettings,
+        state: AdaptiveState | None,
+        sequence: Start,
+        base_table: str | os.PathLike[str] | None = None,
+    ) -> None:
         if state is not None and sequence.vocabulary:
             state.check(sequence.vocabulary)
         self._settings, self._state = settings, state
         self._vocabulary, self._sampling = sequence.vocabulary, sequence.noise
+        self._table = sequence.base_table
+        if base_table is not None:
+            self._table = usable_table(base_table, sequence.vocabulary)
         self._prompt, self._eos = sequence.prompt, sequence.eos
         self._curve: CostCurve = sequence.cost_curve if sequence.cost_curve is not None else CostCurve.guess()
         self._rule = RowRule()
@@ -126,6 +138,7 @@ class AdaptiveDraftState(DraftState):
                 temperature=1.0 if sampling is None else max(sampling.temperature, 1e-3),
                 use_corpus=self._state is not None,
                 head=self._head,
+                table=self._table if "base" in config.sources else None,
             )
             grower.use_costs(self._costs, self._slopes)
             if config.window_size and not config.chain:

@@ -44,10 +44,10 @@ from .calibration import (
     STATES,
     ZONE,
 )
-from .memory import CORPUS, SUFFIX, Memory
+from .memory import CORPUS, SUFFIX, Memory, index_of
 from .rows import choose, pays
+from .sources import base_table, logit_cache
 from .sources.light_head import GAINS, combine, guess_level
-from .sources.logit_cache import propose
 from .sources.suffix import match
 
 #: The sources are asked under a row when its probability times this factor is the largest in the heap.
@@ -56,17 +56,6 @@ EXPANSION_FACTOR = 0.5
 COMPLETE, GUESS_WANTED = -1, -2
 #: Edges with a smaller probability do not enter the heap.
 MIN_PROBABILITY = 0.002
-
-
-@compiled
-def index_of(tokens: Any, count: int, token: int) -> int:
-    """The index of a token among the first ``count`` records, or -1. A record with token -1 ends the list."""
-    for index in range(count):
-        if tokens[index].token == token:
-            return index
-        if tokens[index].token < 0:
-            break
-    return -1
 
 
 @compiled
@@ -86,24 +75,64 @@ def _match_level(memory: Memory, node: int, token: int) -> int:
 
 
 @compiled
+def _recall(memory: Memory, node: int) -> int:
+    """Collect what the logit cache and the base table propose. Returns the state of a token that neither proposes.
+
+    Sets the bucket of the pair for each proposal, or -1 where the base table has no entry: the logit cache's own
+    confidence counts there.
+    """
+    logit_cache.propose(memory, node)
+    base_table.propose(memory, node)
+    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
+    # The best level of each source: what it says of a token that only the other proposes.
+    cached, base = int64(-1), int64(-1)
+    for index in range(row.recalled):
+        proposal = proposals[index]
+        if proposal.kind >= 0:
+            cached = max(cached, calibration.logits[row.order, proposal.kind].level)
+        if proposal.base_kind >= 0:
+            base = max(base, calibration.base[proposal.base_kind].level)
+    not_cached = OTHER + cached if cached >= 0 else NOTHING
+    not_in_base = OTHER + base if base >= 0 else NOTHING
+    highest = int64(-1)
+    for index in range(row.recalled):
+        proposal = proposals[index]
+        proposal.pair = -1
+        if base >= 0:
+            first = calibration.logits[row.order, proposal.kind].level if proposal.kind >= 0 else not_cached
+            second = calibration.base[proposal.base_kind].level if proposal.base_kind >= 0 else not_in_base
+            proposal.pair = first * STATES + second
+        if index == 0 or base >= 0:
+            highest = max(highest, _confidence(memory, node, index))
+    return OTHER + highest if highest >= 0 else NOTHING
+
+
+@compiled
+def _confidence(memory: Memory, node: int, index: int) -> int:
+    """The level of a proposal of the logit cache, the base table or both."""
+    proposal = memory.tree.proposals[node, index]
+    if proposal.pair >= 0:
+        return int64(memory.calibration.pairs[proposal.pair].level)
+    return int64(memory.calibration.logits[memory.tree.nodes[node].order, proposal.kind].level)
+
+
+@compiled
 def ask(memory: Memory, node: int) -> None:
-    """Collect the proposals of all sources under a row: logit cache, suffix matches, answers of the last step."""
+    """Collect what the sources propose under a row: logit cache, base table, suffix matches, last step's answers."""
     row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
     zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
     match(memory.texts[SUFFIX], memory.tree, SUFFIX, node)
     match(memory.texts[CORPUS], memory.tree, CORPUS, node)
-    propose(memory, node)
-    # The logit cache's proposals come first, each with the state of the suffix matches.
+    unrecalled = _recall(memory, node)
+    # What the logit cache or the base table proposes comes first, each token with the state of the suffix matches.
     best = _match_level(memory, node, -1)
     unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
-    count, uncached = row.cached, NOTHING
+    count = int64(row.recalled)
     for index in range(count):
         proposal = proposals[index]
-        confidence = memory.calibration.logits[row.order, proposal.kind].level
+        confidence = _confidence(memory, node, index)
         level = _match_level(memory, node, proposal.token)
         proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
-        if index == 0:
-            uncached = OTHER + confidence
     # Then what only the suffix matches propose.
     for source in (SUFFIX, CORPUS):
         for proposed in memory.tree.matches[source, node]:
@@ -112,7 +141,7 @@ def ask(memory: Memory, node: int) -> None:
             if index_of(proposals, count, proposed.token) < 0:
                 level = _match_level(memory, node, proposed.token)
                 proposals[count].token = proposed.token
-                proposals[count].joint = zone + level * STATES + uncached
+                proposals[count].joint = zone + level * STATES + unrecalled
                 count += 1
     # Then the last step's answers at this position.
     if row.depth < len(memory.answers):
@@ -123,7 +152,7 @@ def ask(memory: Memory, node: int) -> None:
             index = index_of(proposals, count, token)
             if index < 0:
                 index = count
-                proposals[index].token, proposals[index].joint = token, unmatched + uncached
+                proposals[index].token, proposals[index].joint = token, unmatched + unrecalled
                 count += 1
             proposals[index].joint += answered * AGREEMENT
             answered = ANSWERED_LATER

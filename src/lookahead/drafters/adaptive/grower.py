@@ -11,9 +11,21 @@ from ...core import Scores, TokenTree
 from . import grow as growing
 from . import learn as learning
 from .learn import CREDITED
-from .memory import ANSWERS, CORPUS, GUESSES, OTHER_PROPOSALS, STEP, SUFFIX, Guesses, Memory, new_tree
+from .memory import (
+    ANSWERS,
+    BASE_PROPOSALS,
+    CORPUS,
+    GUESSES,
+    OTHER_PROPOSALS,
+    STEP,
+    SUFFIX,
+    Guesses,
+    Memory,
+    new_tree,
+)
 from .rows import choose
 from .settings import AdaptiveSettings
+from .sources.base_table import NO_TRIE, BaseTable
 from .sources.light_head import GUESS_ROWS, READ, READ_SAMPLED, GuessSource, LightHead
 from .sources.suffix import NO_TEXT, Reader, SuffixTrie
 from .state import AdaptiveState
@@ -36,6 +48,7 @@ class Grower:
         temperature: the temperature of sampling.
         use_corpus: whether the sequence is matched with those of the state's corpus, and added to it.
         head: the light head; None for none.
+        table: what follows in the model's own text; None for no such source.
 
     Attributes:
         memory: what compiled code reads and writes; exchanged when an array has been enlarged.
@@ -54,9 +67,10 @@ class Grower:
         temperature: float = 1.0,
         use_corpus: bool = False,
         head: LightHead | None = None,
+        table: BaseTable | None = None,
     ) -> None:
         sampled = noise is not None
-        self._tables, self._noise_at = state.tables(sampled), noise
+        self._tables, self._noise_at = state.tables(sampled, table), noise
         self._top = config.sampled_top if sampled else config.top
         self.rows = 1
         self.hidden: Any = None
@@ -85,9 +99,10 @@ class Grower:
         logits.make_room(0, self._top)
         rows = self.size
         self.memory = Memory(
-            tree=new_tree(rows, logits.width + OTHER_PROPOSALS),
+            tree=new_tree(rows, logits.width + BASE_PROPOSALS + OTHER_PROPOSALS),
             texts=(NO_TEXT, NO_TEXT),
             cache=logits.arrays,
+            base=NO_TRIE if table is None else table.trie,
             calibration=self._tables.calibration,
             step=step,
             costs=np.zeros(rows + 1),
@@ -129,7 +144,11 @@ class Grower:
         """The sources that proposed a row of the last tree, other than the root."""
         tree = self.memory.tree
         parent, token = tree.nodes["parent"][row], tree.nodes["token"][row]
-        proposed = {"logits": tree.proposals["token"][parent, : tree.nodes["cached"][parent]].tolist()}
+        recalled = tree.proposals[parent, : tree.nodes["recalled"][parent]]
+        proposed = {
+            name: recalled["token"][recalled[bucket] >= 0].tolist()
+            for name, bucket in (("logits", "kind"), ("base", "base_kind"))
+        }
         for name, source in (("suffix", SUFFIX), ("corpus", CORPUS)):
             found = tree.matches["token"][source, parent].tolist()
             proposed[name] = found[: found.index(-1)] if -1 in found else found

@@ -13,15 +13,15 @@ import numpy as np
 
 from ...jit import compiled, entry, int64
 from .calibration import KINDS, WINDOW, count
-from .grow import add, ask, index_of
-from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory
+from .grow import add, ask
+from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of
 from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
 
 #: What accepted tokens are credited to: the sources, and the window for rows that only it evaluated.
-CREDITED = ("suffix", "logits", "jacobi", "corpus", "window", "head")
-BY_SUFFIX, BY_LOGITS, BY_ANSWERS, BY_CORPUS, BY_WINDOW, BY_HEAD = range(6)
+CREDITED = ("suffix", "logits", "base", "jacobi", "corpus", "window", "head")
+BY_SUFFIX, BY_LOGITS, BY_BASE, BY_ANSWERS, BY_CORPUS, BY_WINDOW, BY_HEAD = range(7)
 
 
 @compiled
@@ -35,6 +35,8 @@ def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: in
     if 0 <= right < row.cached:
         origin = memory.tree.proposals[node, right].kind // KINDS % 3
         return BY_WINDOW if origin == WINDOW else BY_LOGITS
+    if 0 <= right < row.recalled:
+        return BY_BASE
     if matched > 0:
         return BY_SUFFIX
     if recalled > 0:
@@ -87,8 +89,14 @@ def _judge(memory: Memory, length: int) -> int:
                 count(calibration.joint[proposals[index].joint], index == right)
         if row.guess >= 0:
             _judge_guesses(memory, node, right)
-        for index in range(row.cached):
-            count(calibration.logits[row.order, proposals[index].kind], index == right)
+        for index in range(row.recalled):
+            proposal = proposals[index]
+            if proposal.pair >= 0:
+                count(calibration.pairs[proposal.pair], index == right)
+            if proposal.kind >= 0:
+                count(calibration.logits[row.order, proposal.kind], index == right)
+            if proposal.base_kind >= 0:
+                count(calibration.base[proposal.base_kind], index == right)
         matched = _judge_matches(memory, SUFFIX, node, truth)
         recalled = _judge_matches(memory, CORPUS, node, truth)
         if i < length - 1:

@@ -1,7 +1,8 @@
 """The memory of compiled code: arrays of records with named fields, in one named tuple, ``Memory``.
 
-This module computes nothing. Compiled functions take the whole ``Memory`` and a row number. ``draft_state`` allocates
-what belongs to one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own arrays.
+This module only finds a token in a list. Compiled functions take the whole ``Memory`` and a row number.
+``grower`` allocates what belongs to one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own
+arrays; the base table is mapped from its file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ...jit import compiled
 
 
 def record(**fields: str) -> Any:
@@ -39,17 +42,26 @@ NODE = record(
     pair="i8",  # key of the last two tokens: previous token * V + token
     probability="f8",  # estimated probability that verification reaches the row
     depth="i4",
-    asked="i4",  # 1 once the sources have been asked; the next four fields are valid from then on
+    asked="i4",  # 1 once the sources have been asked; the next fields are valid from then on
     proposals="i4",  # number of tokens that the sources propose as children
     cached="i4",  # how many of them come from the logit cache; these come first
+    recalled="i4",  # how many come from the logit cache, the base table or both; these come first
     order="i4",  # the logit cache matched order + 1 tokens
     edges="i4",  # number of proposals that are likely enough for the heap
     entry="i8",  # scratch space of logit_cache.write_rows
     guess="i4",  # the light head's guesses under it, a row of ``Guesses``; -1 for none
 )
-#: A proposed child of a row: the token, its joint bucket (-1 if only the light head proposes it), its bucket in the
-#: logit cache, its score (sampling), its index in the head's guesses or -1, its bucket together with the head.
-PROPOSAL = record(token="i4", joint="i4", kind="i4", score="f4", guess="i4", both="i4")
+#: A proposed child of a row.
+PROPOSAL = record(
+    token="i4",
+    joint="i4",  # its joint bucket, -1 if only the light head proposes it
+    kind="i4",  # its bucket in the logit cache, -1 if it is not from there
+    base_kind="i4",  # its bucket in the base table, -1 if it is not from there
+    pair="i4",  # the joint bucket of these two
+    score="f4",  # sampling: its score in the logit cache
+    guess="i4",  # its index in the light head's guesses, or -1
+    both="i4",  # its bucket together with the head
+)
 #: A token that followed the longest suffix match (-1 for none), and its bucket.
 MATCH = record(token="i4", bucket="i4")
 #: A proposal that may become a row; ``cost`` is minus the probability of its path from the root.
@@ -65,8 +77,11 @@ MATCHES = 3
 ANSWERS = 3
 #: The most tokens that the light head proposes under a row.
 GUESSES = 8
-#: The most proposals of a row besides those of the logit cache: two suffix matches, the answers, the head's guesses.
+#: The most proposals of a row besides those of the logit cache and the base table: two suffix matches, the answers,
+#: the head's guesses.
 OTHER_PROPOSALS = 2 * MATCHES + ANSWERS + GUESSES
+#: The most tokens that are read of an entry of the base table.
+BASE_PROPOSALS = 8
 #: The two tries: of this sequence, and of earlier ones. Index into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
@@ -116,11 +131,26 @@ class Cache(NamedTuple):
 class Calibration(NamedTuple):
     """The observed accuracy of proposals by kind, as ``BUCKET``."""
 
-    logits: Any  # (3, kinds): of the logit cache, by order
     matches: Any  # (2, kinds): of suffix matches in this text and in earlier texts
+    logits: Any  # (3, kinds): of the logit cache, by order
+    base: Any  # (kinds,): of the base table
+    pairs: Any  # (kinds,): of the combination of the logit cache and the base table
     joint: Any  # (kinds,): of the combination of all sources without the light head
     guesses: Any  # (levels, kinds): of the light head
     both: Any  # (kinds,): of the combination of the light head with all others
+
+
+class Trie(NamedTuple):
+    """The base table: n contexts, of which n_1 have one token and n_2 have two; see ``sources.base_table``."""
+
+    roots: Any  # (V,): token -> its node, or -1
+    children: Any  # (n_1 + n_2 + 1,): the children of node i are children[i] up to children[i + 1]
+    low: Any  # (n,): the last token of each context, its lower 16 bits
+    high: Any  # (n,): the other bits
+    counts: Any  # (n,): how often the context occurred, at most 255; 0 if it has no entry
+    ids_low: Any  # (n, width): the tokens of the entry, likeliest first, in the same way
+    ids_high: Any  # (n, width)
+    logs: Any  # (n, width): minus the logarithms of their probabilities in steps; ABSENT after the last
 
 
 class Tree(NamedTuple):
@@ -151,6 +181,7 @@ class Memory(NamedTuple):
     tree: Tree
     texts: tuple[TextEnd, TextEnd]
     cache: Cache
+    base: Trie
     calibration: Calibration
     step: Any  # (1,) STEP
     costs: Any  # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
@@ -163,6 +194,17 @@ class Memory(NamedTuple):
     own: Any  # (rows,): the target's token under each row of the last step; filled in by ``learn``
     guesses: Guesses
     credit: Any  # accepted tokens by ``learn.CREDITED``; added to by ``learn``
+
+
+@compiled
+def index_of(tokens: Any, count: int, token: int) -> int:
+    """The index of a token among the first ``count`` records, or -1. A record with token -1 ends the list."""
+    for index in range(count):
+        if tokens[index].token == token:
+            return index
+        if tokens[index].token < 0:
+            break
+    return -1
 
 
 def new_tree(rows: int, proposals: int) -> Tree:

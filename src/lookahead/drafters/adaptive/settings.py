@@ -12,11 +12,12 @@ from ..checks import check_whole
 SOURCES = {
     "suffix": "what followed the longest earlier match of the last tokens in this text",
     "logits": "the best tokens of the last row that was evaluated after the same last tokens",
+    "base": "what follows the last tokens in text that the model wrote by itself (lookahead learn)",
     "jacobi": "what the last step answered at the same position",
     "corpus": "suffix matches over the texts of earlier requests too, if a state is kept",
 }
 #: All but the corpus: text of one request is proposed in another only if the caller asks for it.
-DEFAULT_SOURCES = ("suffix", "logits", "jacobi")
+DEFAULT_SOURCES = ("suffix", "logits", "base", "jacobi")
 #: The fewest rows of the tree from which a chain is chosen.
 SEARCHED_ROWS = 64
 #: Smallest and largest value of each whole number.

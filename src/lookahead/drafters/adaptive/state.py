@@ -17,29 +17,32 @@ import numpy as np
 from ...core import SettingsError
 from .calibration import ORDERS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
+from .sources.base_table import BaseTable
 from .sources.light_head import LightHead
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
 
-FORMAT = 2
+FORMAT = 3
 #: Largest unpacked size, in bytes, of a file that ``load`` reads.
 LARGEST_FILE = 1 << 30
 #: The arrays that are saved for each table of the logit cache, and the most tokens of an entry that can be loaded.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
 #: The calibrations that are saved: those of a light head belong to the head.
-SAVED = ("logits", "matches", "joint")
+SAVED = ("matches", "logits", "base", "pairs", "joint")
 MAX_WIDTH = 64
 
 
 class Tables:
     """Logit cache and calibration; greedy and sampled decoding have separate ones, and sampling keeps more tokens."""
 
-    def __init__(self, config: AdaptiveSettings, sampled: bool) -> None:
+    def __init__(self, config: AdaptiveSettings, sampled: bool, table: BaseTable | None = None) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
         self.calibration = new_calibration(sampled)
         self._name = NAMES[sampled]
         self._head: LightHead | None = None
+        if table is not None:
+            load(self.calibration.base, *table.counts[self._name])
 
     def use_head(self, head: LightHead) -> None:
         """Start with the counts of a light head's guesses, unless they are of this head already."""
@@ -80,10 +83,15 @@ class AdaptiveState:
                 f"the vocabulary has {vocabulary}"
             )
 
-    def tables(self, sampled: bool) -> Tables:
-        """The tables of greedy or of sampled decoding."""
+    def tables(self, sampled: bool, table: BaseTable | None = None) -> Tables:
+        """The tables of greedy or of sampled decoding.
+
+        Args:
+            sampled: which.
+            table: the base table of the first sequence, whose counts its buckets start with.
+        """
         if sampled not in self._tables:
-            self._tables[sampled] = Tables(self.settings, sampled)
+            self._tables[sampled] = Tables(self.settings, sampled, table)
         return self._tables[sampled]
 
     def save(self, path: str | Path) -> None:

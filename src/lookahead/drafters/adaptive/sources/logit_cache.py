@@ -38,7 +38,7 @@ from ..calibration import (
     interval_of,
 )
 from ..hashing import enter, find, new_slots, rehash, remove
-from ..memory import OTHER_PROPOSALS, SPAN, Cache, Memory, Tree
+from ..memory import BASE_PROPOSALS, OTHER_PROPOSALS, SPAN, Cache, Memory, Tree
 
 #: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is correct.
 FURTHEST = -6.0
@@ -100,7 +100,7 @@ def greedy_kind(odds: Any, index: int, origin: int) -> int:
 @compiled
 def _room(tree: Tree, ids: Any) -> int:
     """The number of tokens of an entry to read; another request with this state may have stored more."""
-    return min(len(ids), int64(tree.proposals.shape[1]) - OTHER_PROPOSALS)
+    return min(len(ids), int64(tree.proposals.shape[1]) - BASE_PROPOSALS - OTHER_PROPOSALS)
 
 
 @compiled

@@ -1,0 +1,389 @@
+"""The base table: what follows one, two and three tokens in text that the model wrote by itself, before any request.
+
+It is read-only and mapped into memory, so all sequences and processes share one copy, and nothing is ever evicted.
+``lookahead.learning`` builds it. The entry of a context holds the tokens that the target found likeliest after it, by
+the mean of the target's probabilities over all places where the context occurred.
+
+The contexts are the nodes of a trie, sorted by level and then by tokens. A node's children are adjacent:
+
+    level 0 (one token)       node 0: 5      node 1: 6      node 2: 7
+    level 1 (two tokens)      node 3: 5 6    node 4: 6 7
+    level 2 (three tokens)    node 5: 5 6 7
+
+    roots     token -> node     5 -> 0, 6 -> 1, 7 -> 2, others -> -1
+    children  [3, 4, 5, 5, 6, 6]: the children of node i are children[i] up to children[i + 1]
+
+After the tokens 5 6 7, the entries of 5 6 7 (node 5), 6 7 (node 4) and 7 (node 2) apply; the longest is taken. Binary
+search finds a child.
+
+The file is in the format of safetensors: it is checked when it is opened, and cannot hold code. Token ids are stored
+as their lower 16 bits and the rest, and probabilities as steps of ``STEP`` in the logarithm, so that most bytes of
+small vocabularies are zero, and a file compresses well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....core import SettingsError
+from ....jit import compiled, int64
+from ..calibration import (
+    BASE_AXES,
+    BASE_COUNTS,
+    BASE_LOGS,
+    BINS,
+    DISTANCES,
+    HEIGHTS,
+    KINDS,
+    NO_SECOND,
+    interval_of,
+)
+from ..memory import BASE_PROPOSALS, Memory, Trie, index_of
+
+FORMAT = "1"
+#: Largest size of a file in bytes, most tokens of an entry, and the largest vocabulary.
+LARGEST_FILE, MAX_WIDTH, MAX_VOCABULARY = 1 << 30, 64, 1 << 24
+#: A stored logarithm l stands for the probability exp(-l * STEP); ``ABSENT`` for no token.
+STEP, ABSENT = np.float32(1 / 32), 255
+#: The interval of each count, and of each stored logarithm.
+COUNT_OF = np.searchsorted(BASE_COUNTS, np.arange(256))
+LOG_OF = np.searchsorted(BASE_LOGS, np.arange(256) * STEP)
+#: dtype of each array of a file.
+ARRAYS = {
+    "roots": np.int32,
+    "children": np.int32,
+    "low": np.uint16,
+    "high": np.uint8,
+    "counts": np.uint8,
+    "ids_low": np.uint16,
+    "ids_high": np.uint8,
+    "logs": np.uint8,
+    "greedy_hits": np.float32,
+    "greedy_trials": np.float32,
+    "sampled_hits": np.float32,
+    "sampled_trials": np.float32,
+}
+
+
+@compiled
+def token_of(trie: Trie, node: int) -> int:
+    """The last token of a node's context."""
+    return int64(trie.high[node]) << 16 | int64(trie.low[node])
+
+
+@compiled
+def candidate(trie: Trie, node: int, index: int) -> int:
+    """The token at an index of a node's entry."""
+    return int64(trie.ids_high[node, index]) << 16 | int64(trie.ids_low[node, index])
+
+
+@compiled
+def order_of(trie: Trie, node: int) -> int:
+    """The number of tokens of a node's context, less one."""
+    first_pair = trie.children[0]
+    if node < first_pair:
+        return 0
+    return 1 if node < trie.children[first_pair] else 2
+
+
+@compiled
+def _child(trie: Trie, node: int, token: int) -> int:
+    """The child of a node with this token, or -1; also -1 if there is no such node."""
+    if node < 0:
+        return -1
+    low, high = int64(trie.children[node]), int64(trie.children[node + 1])
+    while low < high:
+        middle = (low + high) >> 1
+        found = token_of(trie, middle)
+        if found == token:
+            return middle
+        if found < token:
+            low = middle + 1
+        else:
+            high = middle
+    return -1
+
+
+@compiled
+def _root(trie: Trie, token: int) -> int:
+    return int64(trie.roots[token]) if 0 <= token < len(trie.roots) else -1
+
+
+@compiled
+def find_entry(trie: Trie, before: int, previous: int, last: int) -> int:
+    """The node of the longest context with an entry that ends a text with these last three tokens; -1 for none."""
+    node = _child(trie, _child(trie, _root(trie, before), previous), last)
+    if node >= 0 and trie.counts[node] > 0:
+        return node
+    node = _child(trie, _root(trie, previous), last)
+    if node >= 0 and trie.counts[node] > 0:
+        return node
+    node = _root(trie, last)
+    return node if node >= 0 and trie.counts[node] > 0 else -1
+
+
+@compiled
+def greedy_kind(trie: Trie, node: int, index: int) -> int:
+    """The bucket of an entry's token: length and count of the context, first or later, probability."""
+    context = order_of(trie, node) * (len(BASE_COUNTS) + 1) + COUNT_OF[trie.counts[node]]
+    return int64(
+        (context * 2 + (1 if index > 0 else 0)) * (len(BASE_LOGS) + 1) + LOG_OF[trie.logs[node, index]]
+    )
+
+
+@compiled
+def score_of(trie: Trie, node: int, index: int, noise: Any, temperature: float) -> float:
+    """The log-odds of a candidate against the first of its entry, over the temperature, plus its noise."""
+    steps = np.float32(int64(trie.logs[node, 0]) - int64(trie.logs[node, index]))
+    return np.float64(steps * STEP / temperature + noise[candidate(trie, node, index)])
+
+
+@compiled
+def sampled_kind(trie: Trie, node: int, best: float, second: float, score: float, first: bool) -> int:
+    """The bucket of a candidate when sampling.
+
+    Args:
+        best, second: the two highest scores of the entry; ``second`` is minus infinity if there is none.
+        score: the candidate's.
+        first: whether it is the best one. Then its lead counts, else its distance from the best.
+    """
+    context = order_of(trie, node) * (len(BASE_COUNTS) + 1) + COUNT_OF[trie.counts[node]]
+    base = (context * (len(HEIGHTS) + 1) + interval_of(HEIGHTS, best)) * KINDS
+    if not first:
+        return int64(base + BINS + interval_of(DISTANCES, best - score))
+    return int64(base + (NO_SECOND if second == -np.inf else interval_of(DISTANCES, best - second)))
+
+
+@compiled
+def propose(memory: Memory, node: int) -> None:
+    """Add what the base table proposes to the proposals of the logit cache, which come first."""
+    step, trie = memory.step[0], memory.base
+    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    count = int64(row.cached)
+    for index in range(count):
+        proposals[index].base_kind = -1
+    row.recalled = count
+    above = memory.tree.nodes[row.parent].pair if node > 0 else step.before * step.vocabulary + step.previous
+    entry = find_entry(trie, above // step.vocabulary, above % step.vocabulary, int64(row.token))
+    if entry < 0:
+        return
+    size = 0
+    while size < min(trie.logs.shape[1], BASE_PROPOSALS) and trie.logs[entry, size] != ABSENT:
+        size += 1
+    noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
+    best, second = -np.inf, -np.inf
+    if step.sampled:
+        for i in range(size):
+            score = score_of(trie, entry, i, noise, step.temperature)
+            best, second = max(best, score), max(second, min(best, score))
+    for i in range(size):
+        token = candidate(trie, entry, i)
+        index = index_of(proposals, count, token)
+        if index < 0:
+            index = count
+            proposals[index].token, proposals[index].kind = token, -1
+            count += 1
+        if step.sampled:
+            score = score_of(trie, entry, i, noise, step.temperature)
+            proposals[index].base_kind = sampled_kind(trie, entry, best, second, score, score == best)
+        else:
+            proposals[index].base_kind = greedy_kind(trie, entry, i)
+    row.recalled = count
+
+
+def _fixed(array: Any) -> Any:
+    """A read-only array: numba distinguishes these from others, and compiled code is compiled for one kind only."""
+    array.flags.writeable = False
+    return array
+
+
+def _no_trie() -> Trie:
+    shapes = {"children": (1,), "ids_low": (0, 1), "ids_high": (0, 1), "logs": (0, 1)}
+    return Trie(*(_fixed(np.zeros(shapes.get(name, (0,)), ARRAYS[name])) for name in Trie._fields))
+
+
+#: Without a table: no context is found.
+NO_TRIE = _no_trie()
+
+
+@dataclass(frozen=True)
+class BaseTable:
+    """An opened table.
+
+    Attributes:
+        path: its file.
+        trie: its arrays, mapped into memory.
+        counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from text that was not used
+            for the entries.
+        vocabulary: V.
+        model: the model's configuration, as ``table_key`` writes it.
+        learned: tokens of the text that it was built from.
+    """
+
+    path: Path
+    trie: Trie
+    counts: dict[str, tuple[Any, Any]]
+    vocabulary: int
+    model: str
+    learned: int
+
+    @property
+    def contexts(self) -> list[int]:
+        """The number of entries for one, two and three tokens."""
+        counts, ends = self.trie.counts, np.cumsum(self._levels())
+        return [int((part > 0).sum()) for part in np.split(counts, ends[:-1])]
+
+    def _levels(self) -> list[int]:
+        first = int(self.trie.children[0])
+        second = int(self.trie.children[first]) - first
+        return [first, second, len(self.trie.low) - first - second]
+
+    def check(self, vocabulary: int) -> None:
+        """Raise SettingsError unless the table is of this vocabulary."""
+        if self.vocabulary != vocabulary:
+            raise SettingsError(
+                f"a base table must have the model's vocabulary of {vocabulary} tokens, "
+                f"{self.path} has {self.vocabulary}; learn one with lookahead learn"
+            )
+
+
+def save_table(
+    path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, model: str, learned: int
+) -> None:
+    """Write a table, as a whole: readers of an older file at this path keep reading that one.
+
+    Raises:
+        SettingsError: the folder cannot be written, or its disk is full.
+    """
+    from safetensors.numpy import save_file
+
+    arrays = trie._asdict()
+    for name, (hits, trials) in counts.items():
+        arrays |= {f"{name}_hits": hits, f"{name}_trials": trials}
+    ready = {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in ARRAYS.items()}
+    about = {"format": FORMAT, "vocabulary": str(vocabulary), "model": model, "learned": str(learned)}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(ready, temporary, about)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except Exception as error:  # the library has an error class of its own for a full disk
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"{path.parent} must be a folder that can be written, with room on its disk ({reason})"
+        ) from None
+
+
+def open_table(path: str | os.PathLike[str]) -> BaseTable:
+    """Open a table. A process opens each version of a file once.
+
+    Raises:
+        SettingsError: there is no such file, or it is no base table, or it is damaged.
+    """
+    file = Path(path)
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise SettingsError(f"a base table must be a file, got {file} ({error.strerror})") from None
+    return _opened(file.absolute(), status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@lru_cache(maxsize=16)
+def _opened(path: Path, *version: int) -> BaseTable:
+    try:
+        about, arrays = _mapped(path)
+        trie = Trie(*(arrays[name] for name in Trie._fields))
+        vocabulary, learned = int(about["vocabulary"]), int(about["learned"])
+        _check(trie, vocabulary)
+        counts = {}
+        for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
+            hits, trials = arrays[f"{name}_hits"], arrays[f"{name}_trials"]
+            _must(hits.shape == trials.shape == (math.prod(axes),), "another number of buckets")
+            _must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
+            counts[name] = hits, trials
+        return BaseTable(path, trie, counts, vocabulary, about["model"], learned)
+    except (ValueError, KeyError, OSError) as error:
+        detail = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise SettingsError(f"{path} is no base table that can be used: {detail}; learn it again") from None
+
+
+def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """(metadata, arrays) of a file, which stays on disk until its pages are read."""
+    from safetensors import SafetensorError, safe_open
+
+    size = path.stat().st_size
+    _must(size <= LARGEST_FILE, f"it has {size} bytes, and at most {LARGEST_FILE} are read")
+    try:
+        with safe_open(path, framework="np") as opened:  # checks the header, and that the file is complete
+            about = opened.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    if about.get("format") != FORMAT:
+        raise ValueError(f"its format is {about.get('format', 'another')}, this version reads {FORMAT}")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    arrays = {}
+    for name, dtype in ARRAYS.items():
+        entry, kind = header[name], np.dtype(dtype)
+        shape, begin = entry["shape"], 8 + length + entry["data_offsets"][0]
+        _must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} is of another type")
+        _must(begin % kind.itemsize == 0, f"{name} is not aligned")
+        array = (
+            np.frombuffer(memory, kind, int(np.prod(shape)), begin) if np.prod(shape) else np.zeros(0, kind)
+        )
+        arrays[name] = _fixed(array.reshape(shape))
+    return about, arrays
+
+
+def _must(right: Any, otherwise: str) -> None:
+    if not right:
+        raise ValueError(otherwise)
+
+
+def _check(trie: Trie, vocabulary: int) -> None:
+    """Raise ValueError unless every index in these arrays is in range and the order is as it must be."""
+    nodes = len(trie.low)
+    _must(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
+    _must(trie.roots.shape == (vocabulary,), "roots of another vocabulary")
+    _must(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
+    _must(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
+    width = trie.logs.shape[-1] if trie.logs.ndim == 2 else 0
+    _must(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
+    _must(
+        trie.ids_low.shape == trie.ids_high.shape == trie.logs.shape == (nodes, width),
+        "entries of other shapes",
+    )
+
+    # The nodes of each level follow each other, and so do the children of one node.
+    first = int((trie.roots >= 0).sum())
+    children = trie.children.astype(np.int64)
+    _must(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
+    _must(children[0] == first and len(children) > first, "children out of range")
+    _must((np.diff(children) >= 0).all() and children[-1] == nodes, "children out of order")
+    _must(children[first] == len(children) - 1, "levels out of order")
+    tokens = trie.high.astype(np.int64) << 16 | trie.low
+    if nodes:
+        ends = np.zeros(nodes, bool)
+        ends[children[children < nodes]] = True  # the first child of a node
+        ends[0] = True
+        _must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
+
+    # The candidates of an entry are tokens, likeliest first.
+    ids, there = trie.ids_high.astype(np.int64) << 16 | trie.ids_low, trie.logs != ABSENT
+    _must((ids[there] < vocabulary).all(), "a token out of range")
+    _must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
+    _must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")

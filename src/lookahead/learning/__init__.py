@@ -1,0 +1,1 @@
+"""Text that a model writes by itself, and what drafters learn from it before their first request."""

@@ -1,0 +1,349 @@
+"""A model's own text: written in batches, saved in parts, continued after an interruption.
+
+The texts answer requests. Two in five requests are openings of this package (``openings``); the others are written by
+the model itself, as the user's turn of its chat template. Half of the answers are greedy, half are drawn at a
+temperature of 0.8. A model without chat template continues the openings, and texts that it began itself.
+
+Each text has a number, which determines its opening, its seed and its temperature. A folder holds parts, each a numpy
+archive (.npz, no pickled objects) of the texts that ended since the last part:
+
+    numbers (n,), kinds (n,), temperatures (n,)    of each text; kinds index ``KINDS``
+    prompts (n,), lengths (n,)                     tokens of its prompt and of its completion
+    tokens (total,) int32                          prompt, completion, next prompt, ...
+    ids (positions, TOP) int32                     the best tokens at each position of the completions, best first
+    logprobs (positions, TOP) float16              their log-probabilities at temperature 1
+
+Parts are replaced or added as whole files, so a process that is killed loses only texts since the last part.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import Choose, Scores, SettingsError, TokenTree
+from ..core.verify import as_choose
+from ..drafters import Plain
+from ..engine.prompts import has_chat_template
+from ..options import Options
+from .openings import beginning, opening
+
+if TYPE_CHECKING:
+    from ..core import Engine
+    from ..llm import LLM
+
+#: A request from ``openings`` was answered; the model wrote a request; it answered its own request.
+KINDS = ("answer", "request", "own answer")
+ANSWER, REQUEST, OWN_ANSWER = range(3)
+#: Best tokens of each position that are kept.
+TOP = 16
+#: Sequences that are decoded together, and the longest completion of an answer and of a request.
+BATCH, LONGEST, LONGEST_REQUEST = 64, 192, 48
+#: The temperature of requests and of half of the answers.
+TEMPERATURE = 0.8
+#: A part is saved after so many seconds.
+PART_SECONDS = 30.0
+#: An answer ends if its last tokens repeat, with a period of at most ``PERIOD``, for ``REPEATS`` times.
+PERIOD, REPEATS = 32, 4
+#: Stands for the user's turn in a chat template.
+_MARK = "\u2062turn\u2062"
+
+
+class Recorder(Choose):
+    """A ``Choose`` that keeps the best tokens of every position at which a token is chosen.
+
+    Args:
+        choose: chooses the tokens.
+
+    Attributes:
+        ids, logprobs: of each position, (TOP,); fewer if the vocabulary is smaller.
+    """
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self.ids: list[Any] = []
+        self.logprobs: list[Any] = []
+
+    def __call__(self, scores: Scores, node: int) -> int:
+        ids, odds = scores.top([node], TOP)
+        self.ids.append(np.asarray(ids[0], np.int32).copy())
+        self.logprobs.append((np.asarray(odds[0]) - _log_mass(scores, node)).astype(np.float16))
+        return self._choose(scores, node)
+
+    def overlap(self, tree: TokenTree) -> None:
+        self._choose.overlap(tree)
+
+
+def _log_mass(scores: Any, node: int) -> float:
+    """The logarithm of the sum of exp(logit - largest logit)."""
+    host = scores.host(node) if hasattr(scores, "host") else None
+    row = host[0] if host is not None else np.asarray(scores.row(node).float().cpu())
+    return float(np.log(np.exp(row - row.max()).sum(dtype=np.float64)))
+
+
+def loops(tokens: list[int]) -> bool:
+    """Whether the end of a text repeats itself."""
+    for period in range(1, PERIOD + 1):
+        if len(tokens) < REPEATS * period:
+            return False
+        tail = tokens[-REPEATS * period :]
+        if tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+@dataclass(slots=True)
+class Text:
+    """One text. ``kind`` indexes ``KINDS``; ``ids`` and ``logprobs`` have a row for each token of the completion."""
+
+    number: int
+    kind: int
+    temperature: float
+    prompt: list[int]
+    completion: list[int]
+    ids: Any
+    logprobs: Any
+
+
+@dataclass(slots=True)
+class _Job:
+    number: int
+    kind: int
+    temperature: float
+    recorder: Recorder | None = None
+
+
+@dataclass
+class Folder:
+    """A folder of saved parts.
+
+    Attributes:
+        path: the folder; it is created when the first part is saved.
+        next_number: the number of the first text that was not saved; texts of later numbers may have been.
+        tokens: tokens of all saved completions.
+
+    Raises:
+        SettingsError: the folder cannot be read, or a part is damaged.
+    """
+
+    path: Path
+    next_number: int = field(init=False, default=0)
+    tokens: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for text in self.read():
+            self.next_number = max(self.next_number, text.number + 1)
+            self.tokens += len(text.completion)
+
+    def parts(self) -> list[Path]:
+        """The files, in the order in which they were saved."""
+        return sorted(self.path.glob("part-*.npz"))
+
+    def read(self) -> Iterator[Text]:
+        """All saved texts."""
+        for file in self.parts():
+            yield from read_part(file)
+
+    def save(self, texts: list[Text]) -> None:
+        """Add a part.
+
+        Raises:
+            SettingsError: the folder cannot be written, or the disk is full; what was saved before is complete.
+        """
+        if not texts:
+            return
+        parts = self.parts()
+        number = int(parts[-1].stem.rpartition("-")[2]) + 1 if parts else 0
+        file = self.path / f"part-{number:06d}.npz"
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as opened:
+                    np.savez_compressed(opened, **_packed(texts))
+                    opened.flush()
+                    os.fsync(opened.fileno())
+                os.replace(temporary, file)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"{self.path} must be a folder that can be written, with room on its disk "
+                f"({error.strerror or error}); the {self.tokens} tokens saved before are complete"
+            ) from None
+        self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
+        self.tokens += sum(len(text.completion) for text in texts)
+
+
+def _packed(texts: list[Text]) -> dict[str, Any]:
+    return {
+        "numbers": np.array([text.number for text in texts], np.int64),
+        "kinds": np.array([text.kind for text in texts], np.int8),
+        "temperatures": np.array([text.temperature for text in texts], np.float32),
+        "prompts": np.array([len(text.prompt) for text in texts], np.int32),
+        "lengths": np.array([len(text.completion) for text in texts], np.int32),
+        "tokens": np.array([t for text in texts for t in (*text.prompt, *text.completion)], np.int32),
+        "ids": np.concatenate([text.ids for text in texts]),
+        "logprobs": np.concatenate([text.logprobs for text in texts]),
+    }
+
+
+def read_part(file: Path) -> Iterator[Text]:
+    """The texts of one part.
+
+    Raises:
+        SettingsError: the file is damaged.
+    """
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            part = {name: archive[name] for name in archive.files}
+        total, positions = int(part["prompts"].sum() + part["lengths"].sum()), int(part["lengths"].sum())
+        if len(part["tokens"]) != total or not len(part["ids"]) == len(part["logprobs"]) == positions:
+            raise ValueError("its arrays do not fit each other")
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise SettingsError(f"{file} must be a part of a model's own text ({error}); delete it") from None
+    begin = position = 0
+    for index, number in enumerate(part["numbers"].tolist()):
+        middle = begin + int(part["prompts"][index])
+        end, next_position = middle + int(part["lengths"][index]), position + int(part["lengths"][index])
+        yield Text(
+            number,
+            int(part["kinds"][index]),
+            float(part["temperatures"][index]),
+            part["tokens"][begin:middle].tolist(),
+            part["tokens"][middle:end].tolist(),
+            part["ids"][position:next_position],
+            part["logprobs"][position:next_position],
+        )
+        begin, position = end, next_position
+
+
+class Writer:
+    """Writes a model's own text.
+
+    Args:
+        llm: the model, with a tokenizer.
+        folder: the folder of the text; texts with numbers from ``folder.next_number`` on are added.
+        batch: sequences that are decoded together.
+
+    Raises:
+        SettingsError: the model has no tokenizer.
+    """
+
+    def __init__(self, llm: LLM, folder: Folder, batch: int = BATCH) -> None:
+        if llm.tokenizer is None:
+            raise SettingsError(f"a model's own text needs a tokenizer, and {llm.tokenizer_error}")
+        self.llm, self.folder, self.batch = llm, folder, batch
+        self._chats = has_chat_template(llm.tokenizer)
+        self._before = self._before_turn() if self._chats else ""
+
+    def _before_turn(self) -> str:
+        """What the chat template writes before the user's turn."""
+        chat = [{"role": "user", "content": _MARK}]
+        return str(self.llm.tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
+
+    def write(
+        self,
+        enough: Callable[[int, float], bool],
+        progress: Callable[[int, float], None] = lambda tokens, seconds: None,
+    ) -> int:
+        """Write texts until there are enough of them. Returns the number of new tokens, all of which are saved.
+
+        Args:
+            enough: called with the new tokens and the seconds so far, before every step; True ends the writing.
+                Unfinished texts are saved as they are.
+            progress: called with the same numbers after every step.
+
+        Raises:
+            SettingsError: a part could not be saved.
+            LookaheadError: decoding failed; the texts before are saved.
+        """
+        numbers = count(self.folder.next_number)
+        begin = saved = monotonic()
+        tokens, ended = 0, list[Text]()
+        engine = self.llm.engine(max_sequences=self.batch)
+        try:
+            while not enough(tokens, monotonic() - begin):
+                while engine.running + engine.waiting < self.batch:
+                    self._add(engine, next(numbers))
+                for update in engine.step():
+                    tokens += len(update.tokens)
+                    if update.result is None:
+                        continue
+                    update.result.checked()
+                    job = update.sequence.request.tag
+                    ended.append(_text(job, update.result.prompt_tokens, update.result.tokens))
+                    if job.kind == REQUEST:
+                        self._answer(engine, job.number, update.result.tokens)
+                if monotonic() - saved > PART_SECONDS:
+                    self.folder.save(ended)
+                    saved, ended = monotonic(), []
+                progress(tokens, monotonic() - begin)
+        finally:
+            for sequence in engine.sequences:
+                if sequence.tokens:
+                    ended.append(_text(sequence.request.tag, sequence.request.prompt, sequence.tokens))
+            engine.close()
+            self.folder.save(ended)
+        return tokens
+
+    def _add(self, engine: Engine, number: int) -> None:
+        """Add the first sequence of a number: an answer to an opening, or a request."""
+        temperature = TEMPERATURE if number % 2 else 0.0
+        if number // 2 % 5 < 2:
+            text = opening(number)
+            self._submit(engine, _Job(number, ANSWER, temperature), self._prompt(text))
+            return
+        begun = self._before + beginning(number)
+        if not begun:
+            begun = opening(number).partition(" ")[0]
+        ids = list(self.llm.tokenizer(begun, add_special_tokens=not self._chats).input_ids)
+        self._submit(engine, _Job(number, REQUEST, TEMPERATURE), ids)
+
+    def _answer(self, engine: Engine, number: int, written: list[int]) -> None:
+        """Add the answer to a request that the model has written."""
+        words = self.llm.tokenizer.decode(written, skip_special_tokens=True)
+        text = (beginning(number) + words).strip() or opening(number)
+        temperature = TEMPERATURE if number % 2 else 0.0
+        self._submit(engine, _Job(number, OWN_ANSWER, temperature), self._prompt(text))
+
+    def _prompt(self, text: str) -> Any:
+        return [{"role": "user", "content": text}] if self._chats else text
+
+    def _submit(self, engine: Engine, job: _Job, prompt: Any) -> None:
+        longest = LONGEST_REQUEST if job.kind == REQUEST else LONGEST
+        options = Options(max_new_tokens=longest, temperature=job.temperature, drafter=Plain())
+        request = self.llm.prepare(prompt, options, 3 * job.number + job.kind if job.temperature else None)
+        job.recorder = Recorder(as_choose(request.choose))
+        tokens: list[int] = []
+
+        def finished(token: int) -> str | None:
+            tokens.append(token)
+            return "loop" if len(tokens) % 16 == 0 and loops(tokens) else None
+
+        engine.add(
+            replace(request, choose=job.recorder, finished=finished, detokenizer=None, tag=job, seed=None)
+        )
+
+
+def _text(job: _Job, prompt: Any, completion: list[int]) -> Text:
+    assert job.recorder is not None
+    ids, logprobs = np.stack(job.recorder.ids), np.stack(job.recorder.logprobs)
+    length = min(len(completion), len(ids))  # an interruption may fall between a choice and its token
+    return Text(
+        job.number,
+        job.kind,
+        job.temperature,
+        list(prompt),
+        list(completion[:length]),
+        ids[:length],
+        logprobs[:length],
+    )

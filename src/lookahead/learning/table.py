@@ -1,0 +1,271 @@
+"""Builds base tables (``drafters.adaptive.sources.base_table``) from a model's own text.
+
+For each context of one, two and three tokens, the entry is the mean of the target's probabilities over the places
+where the context occurred, mixed with the entry of the context without its first token, which counts as one more
+place. A tenth of the texts is held out first, to count how often proposals of each kind are right; the final table is
+then built from all texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..core import SettingsError
+from ..drafters.adaptive.calibration import BASE_AXES, ORDERS
+from ..drafters.adaptive.memory import Trie
+from ..drafters.adaptive.sources import base_table
+from ..drafters.adaptive.sources.base_table import ABSENT, ARRAYS, STEP
+from .self_text import TEMPERATURE, Text
+
+#: Best tokens of a position that enter the means, and tokens of an entry.
+READ, WIDTH = 10, 8
+#: Weight of the shorter context's entry, in places.
+SHORTER = 1.0
+#: Smallest probability that is stored.
+LEAST = 0.004
+#: Of so many times so many texts with consecutive numbers, the last so many are held out; they are of all kinds.
+HELD_OUT = 10
+#: The most trials of a bucket that a table starts with, so that a request's own text still counts.
+MOST_TRIALS = 100.0
+
+#: Held-out places at which proposals are counted.
+MOST_PLACES = 20_000
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Places:
+    """All positions of a text's completions that have three tokens before them.
+
+    Attributes:
+        contexts: (n, 3) int64, the last three tokens.
+        ids, probabilities: (n, READ), the target's best tokens there.
+        tokens: (n,), the chosen tokens.
+        greedy: (n,), whether the text is greedy.
+        held_out: (n,), whether the text is held out.
+    """
+
+    contexts: Array
+    ids: Array
+    probabilities: Array
+    tokens: Array
+    greedy: Array
+    held_out: Array
+
+    @classmethod
+    def of(cls, texts: Iterable[Text]) -> Places:
+        """The positions of these texts."""
+        contexts, ids, probabilities, tokens, greedy, held_out = ([] for _ in range(6))
+        for text in texts:
+            whole, start = np.array([*text.prompt, *text.completion], np.int64), len(text.prompt)
+            skipped = max(0, ORDERS - start)
+            count = len(text.completion) - skipped
+            if count <= 0:
+                continue
+            first = start + skipped - ORDERS
+            windows = np.lib.stride_tricks.sliding_window_view(whole, ORDERS)
+            contexts.append(windows[first : first + count])
+            ids.append(text.ids[skipped:, :READ])
+            probabilities.append(np.exp(text.logprobs[skipped:, :READ].astype(np.float32)))
+            tokens.append(whole[start + skipped :])
+            greedy.append(np.full(count, text.temperature == 0))
+            held_out.append(np.full(count, text.number // HELD_OUT % HELD_OUT == HELD_OUT - 1))
+        if not contexts:
+            empty = np.zeros((0, READ))
+            return cls(
+                np.zeros((0, ORDERS), np.int64), empty.astype(np.int32), empty, *[np.zeros(0, bool)] * 3
+            )
+        parts = (contexts, ids, probabilities, tokens, greedy, held_out)
+        return cls(*(np.concatenate(part) for part in parts))
+
+    def where(self, chosen: Array) -> Places:
+        """The chosen positions."""
+        return Places(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Level:
+    """The entries of all contexts of one length.
+
+    Attributes:
+        keys: (n,), the contexts as numbers with these digits in base V, ascending.
+        counts: (n,), places of each.
+        ids, probabilities: (n, WIDTH), best first; -1 and 0 after the last.
+        gains: (n,), how much its entry differs from that of the shorter context, over all of its places.
+    """
+
+    keys: Array
+    counts: Array
+    ids: Array
+    probabilities: Array
+    gains: Array
+
+
+def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: int) -> tuple[Array, Array]:
+    """The WIDTH largest sums of weights by group and token: (ids, sums), each (count, WIDTH)."""
+    keys = groups * vocabulary + ids
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    firsts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+    sums, keys = np.add.reduceat(weights[order], firsts), keys[firsts]
+    groups, ids = keys // vocabulary, keys % vocabulary
+    order = np.lexsort((-sums, groups))
+    groups, ids, sums = groups[order], ids[order], sums[order]
+    ranks = np.arange(len(groups)) - np.searchsorted(groups, np.arange(count))[groups]
+    kept = ranks < WIDTH
+    best_ids, best = np.full((count, WIDTH), -1, np.int64), np.zeros((count, WIDTH))
+    best_ids[groups[kept], ranks[kept]], best[groups[kept], ranks[kept]] = ids[kept], sums[kept]
+    return best_ids, best
+
+
+def levels_of(places: Places, vocabulary: int) -> list[Level]:
+    """The entries of all contexts of one, two and three tokens."""
+    levels = list[Level]()
+    keys, digit = np.zeros(len(places.tokens), np.int64), 1
+    for order in range(ORDERS):
+        keys = keys + places.contexts[:, ORDERS - 1 - order] * digit
+        digit *= vocabulary
+        unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        groups, ids = np.repeat(group, places.ids.shape[1]), places.ids.ravel().astype(np.int64)
+        weights, shorter = places.probabilities.ravel().astype(np.float64), 0.0
+        if order:
+            # The shorter context's entry is one more place.
+            above, shorter = levels[-1], SHORTER
+            rows = np.searchsorted(above.keys, unique % (digit // vocabulary))
+            there = above.ids[rows] >= 0
+            groups = np.r_[groups, np.repeat(np.arange(len(unique)), WIDTH)[there.ravel()]]
+            ids = np.r_[ids, above.ids[rows][there]]
+            weights = np.r_[weights, SHORTER * above.probabilities[rows][there]]
+        best_ids, best = _means(groups, ids, weights, vocabulary, len(unique))
+        best /= (counts + shorter)[:, None]
+        gains = counts.astype(np.float64)
+        if order:
+            gains *= _differences(best_ids, best, above.ids[rows], above.probabilities[rows])
+        levels.append(Level(unique, counts, best_ids, best, gains))
+    return levels
+
+
+def _differences(ids: Array, probabilities: Array, others: Array, their: Array) -> Array:
+    """For each row, the probability of its candidates that the other row does not give them."""
+    same = (ids[:, :, None] == others[:, None, :]) & (ids >= 0)[:, :, None]
+    given = (same * their[:, None, :]).sum(axis=2)
+    differences: Array = np.maximum(probabilities - given, 0).sum(axis=1)
+    return differences
+
+
+def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Trie:
+    """The levels as a trie.
+
+    Args:
+        levels: of one, two and three tokens.
+        vocabulary: V.
+        most: keep about so many contexts, those whose entries differ most from those of shorter ones; None for all.
+    """
+    kept = [np.ones(len(level.keys), bool) for level in levels]
+    if most is not None and sum(map(len, kept)) > most:
+        room = max(1, most - len(kept[0]))
+        gains = np.concatenate([level.gains for level in levels[1:]])
+        least = np.partition(gains, len(gains) - room)[len(gains) - room] if room < len(gains) else 0.0
+        for order, level in enumerate(levels[1:], 1):
+            kept[order] = level.gains >= least
+    entries = [mask.copy() for mask in kept]
+    # A node needs its parent, the context without its last token; a parent that was left out has no entry.
+    digits = [level.keys[mask] for level, mask in zip(levels, kept, strict=True)]
+    for order in (2, 1):
+        digits[order - 1] = np.union1d(digits[order - 1], digits[order] // vocabulary)
+
+    firsts = [np.searchsorted(digits[order] // vocabulary, digits[order - 1]) for order in (1, 2)]
+    starts = np.cumsum([len(level) for level in digits])
+    children = np.r_[firsts[0] + starts[0], firsts[1] + starts[1], starts[2]]
+    roots = np.full(vocabulary, -1)
+    roots[digits[0]] = np.arange(len(digits[0]))
+    tokens = np.concatenate([level % vocabulary for level in digits])
+    nodes = len(tokens)
+    counts, ids, logs = np.zeros(nodes), np.zeros((nodes, WIDTH), np.int64), np.full((nodes, WIDTH), ABSENT)
+    for order, level in enumerate(levels):
+        with_entry = np.flatnonzero(entries[order])
+        rows = np.searchsorted(digits[order], level.keys[with_entry]) + (starts[order - 1] if order else 0)
+        probabilities = level.probabilities[with_entry]
+        probabilities[:, 1:][probabilities[:, 1:] < LEAST] = 0
+        there = probabilities > 0
+        steps = np.round(-np.log(np.maximum(probabilities, 1e-30)) / STEP).clip(0, ABSENT - 1)
+        counts[rows] = level.counts[with_entry].clip(1, 255)
+        ids[rows] = np.where(there, level.ids[with_entry], 0)
+        logs[rows] = np.where(there, steps, ABSENT)
+    arrays = {
+        "roots": roots,
+        "children": children,
+        "low": tokens & 0xFFFF,
+        "high": tokens >> 16,
+        "counts": counts,
+        "ids_low": ids & 0xFFFF,
+        "ids_high": ids >> 16,
+        "logs": logs,
+    }
+    return Trie(*(np.ascontiguousarray(arrays[name], ARRAYS[name]) for name in Trie._fields))
+
+
+def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
+    """(hits, trials) of the table's buckets on these positions, greedy and sampled."""
+    greedy, sampled = ((np.zeros(prod(axes)), np.zeros(prod(axes))) for axes in BASE_AXES)
+    random = np.random.default_rng(0)
+    for index in range(min(len(places.tokens), MOST_PLACES)):
+        before, previous, last = places.contexts[index].tolist()
+        node = base_table.find_entry(trie, before, previous, last)
+        if node < 0:
+            continue
+        ids, probabilities = places.ids[index], places.probabilities[index]
+        count = int((trie.logs[node] != ABSENT).sum())
+        entry = [base_table.candidate(trie, node, i) for i in range(count)]
+        if places.greedy[index]:
+            for i, token in enumerate(entry):
+                kind = base_table.greedy_kind(trie, node, i)
+                greedy[1][kind] += 1
+                greedy[0][kind] += token == ids[0]
+            continue
+        # Fresh noise for the candidates of both: the target's token is the best of its own.
+        noise = dict(zip([*ids.tolist(), *entry], random.gumbel(size=len(ids) + count).tolist(), strict=True))
+        scores = np.log(probabilities) / TEMPERATURE + [noise[token] for token in ids.tolist()]
+        truth = int(ids[scores.argmax()])
+        own = [base_table.score_of(trie, node, i, noise, TEMPERATURE) for i in range(count)]
+        order = sorted(range(count), key=own.__getitem__, reverse=True)
+        second = own[order[1]] if count > 1 else -np.inf
+        for place, i in enumerate(order):
+            kind = base_table.sampled_kind(trie, node, own[order[0]], second, own[i], place == 0)
+            sampled[1][kind] += 1
+            sampled[0][kind] += entry[i] == truth
+    return {name: _limited(*part) for name, part in (("greedy", greedy), ("sampled", sampled))}
+
+
+def _limited(hits: Array, trials: Array) -> tuple[Array, Array]:
+    scale = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1.0))
+    return hits * scale, trials * scale
+
+
+def build(
+    texts: Iterable[Text], vocabulary: int, most: int | None = None
+) -> tuple[Trie, dict[str, tuple[Array, Array]], int]:
+    """(trie, counts of its kinds, tokens of the texts), for ``save_table``.
+
+    Args:
+        texts: a model's own texts.
+        vocabulary: V.
+        most: the most contexts to keep, about; None for all.
+
+    Raises:
+        SettingsError: there is hardly any text.
+    """
+    places = Places.of(texts)
+    if places.held_out.all() or not len(places.tokens):
+        raise SettingsError(
+            f"a table needs more of the model's own text, got {len(places.tokens)} tokens; learn longer"
+        )
+    trial = trie_of(levels_of(places.where(~places.held_out), vocabulary), vocabulary, most)
+    counts = count_kinds(trial, places.where(places.held_out))
+    return trie_of(levels_of(places, vocabulary), vocabulary, most), counts, len(places.tokens)
