@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import (
+    DraftState,
     Engine,
     LookaheadError,
     NumericalError,
@@ -12,6 +13,7 @@ from lookahead.core import (
     Request,
     SettingsError,
     Start,
+    TokenTree,
     decode,
 )
 from lookahead.core.stats import Stats, first_divergence, timed
@@ -202,6 +204,75 @@ def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
     assert ours.finish_reason == "error"
     assert isinstance(ours.error, OutOfMemory)
     assert len(ours.tokens) == 1
+
+
+class Crowded(FakeTarget):
+    """Memory for 60 tokens of all sequences together."""
+
+    def forward(self, trees):
+        if sum(len(self.committed[slot]) for slot, _ in trees) > 60:
+            raise OutOfMemory("the cache of a step did not fit in memory")
+        return super().forward(trees)
+
+
+def test_without_memory_for_one_row_of_each_the_longest_sequence_ends_and_the_others_go_on():
+    prompts, limits = [[1, 2, 3], list(range(12)), [5, 6]], (15, 40, 15)
+    requests = [Request(prompt, Plain(), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    ours = run(Crowded(40), [*requests, Request([9] * 20, Plain(), 40)])
+    assert [sequence.finish_reason for sequence in ours] == ["length", "length", "length", "error"]
+    assert isinstance(ours[3].error, OutOfMemory)
+    for sequence, request in zip(ours, requests, strict=False):
+        (alone,) = run(FakeTarget(40), [request])
+        assert sequence.tokens == alone.tokens
+
+
+class Spoiled(FakeTarget):
+    """Drafted tokens from 12 on make the logits of all rows of their step NaN."""
+
+    def forward(self, trees):
+        scores = super().forward(trees)
+        for one, (_, tree) in zip(scores, trees, strict=True):
+            if max(tree.tokens[1:], default=0) >= 12:
+                one.best = lambda node: self.nan()
+        return scores
+
+    def nan(self):
+        raise NumericalError("the logits are NaN")
+
+
+class Wild(Plain):
+    """Drafts the next token, and one that spoils the step."""
+
+    def start(self, sequence):
+        return WildState(sequence.first)
+
+
+class WildState(DraftState):
+    def __init__(self, last):
+        self.last = last
+
+    def draft(self, max_depth, max_rows=1, batch=1):
+        tree = TokenTree(self.last)
+        if max_depth and max_rows > 2:
+            tree.add_candidate([(self.last + 1) % 12])
+            tree.add_candidate([13])
+        return tree
+
+    def observe(self, tree, scores, path, tokens):
+        self.last = tokens[-1]
+
+
+def test_drafts_whose_logits_are_nan_end_no_sequence():
+    def next_token(prefix):
+        return (prefix[-1] + 1) % 12
+
+    target, drafter = Spoiled(16, next_token), Wild()
+    with pytest.warns(RuntimeWarning, match="evaluated twice") as said:
+        (ours,) = run(target, [Request([1, 2, 3], drafter, 40)])
+    assert len(said) == 1
+    assert ours.finish_reason == "length"
+    (plain,) = run(FakeTarget(16, next_token), [Request([1, 2, 3], Plain(), 40)])
+    assert ours.tokens == plain.tokens
 
 
 def test_nan_logits_end_one_sequence_and_not_the_others():

@@ -6,13 +6,15 @@ import torch
 from families import tiny_model
 from lookahead import attention
 from lookahead.attention import exact
-from lookahead.core import TokenTree
+from lookahead.core import DraftState, Request, TokenTree, decode
+from lookahead.drafters import Plain
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cpu.execution_plan import KEY_BLOCK
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.exact_mode import ExactTarget
 from lookahead.targets.paths import make_target, probe
+from lookahead.testing import run
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
 SHORT = [7 + i % 50 for i in range(40)]  # long enough that exact mode reads a page of it
@@ -111,3 +113,45 @@ def test_nan_of_rejected_rows_ends_with_their_step(model, path):
     plant(ours, 0, len(SHORT) + 1)
     trees = [(0, narrow), (1, narrow)]
     assert_close(evaluate(ours, trees), evaluate(theirs, trees))
+
+
+@pytest.mark.filterwarnings("ignore:the logits of a step with drafts were NaN")
+@pytest.mark.parametrize("path", ["transformers", "exact", "sdpa"])
+def test_a_drafted_token_that_gives_nan_changes_no_text(path):
+    """Masked rows of the same step have a weight of 0, and 0 times NaN is NaN."""
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
+    target = on_path(model, path)
+    prompt, text = [5, 9, 14, 5, 9, 14, 5, 9], []
+    for update in decode(target, [Request(prompt, Plain(), 30)]):
+        text += update.tokens
+    bad = next(token for token in range(95, 2, -1) if token not in [*prompt, *text])
+    model.model.embed_tokens.weight.data[bad] = torch.nan
+    (plain,) = run(target, [Request(prompt, Plain(), 30)])
+    drafter = Predicting([*text[:10], bad, bad, *text[10:20]])
+    (ours,) = run(target, [Request(prompt, drafter, 30)])
+    assert ours.tokens == plain.tokens == text
+
+
+class Predicting(Plain):
+    """Drafts pieces of a text, right or wrong."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def start(self, sequence):
+        return PredictingState(self.text, sequence.first)
+
+
+class PredictingState(DraftState):
+    def __init__(self, text, last):
+        self.text, self.last = text, last
+
+    def draft(self, max_depth, max_rows=1, batch=1):
+        tree = TokenTree(self.last)
+        for at in range(0, len(self.text), 4):
+            if max_depth > 4 and max_rows > 50:
+                tree.add_candidate(self.text[at : at + 4])
+        return tree
+
+    def observe(self, tree, scores, path, tokens):
+        self.last = tokens[-1]

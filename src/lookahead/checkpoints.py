@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from .core import SettingsError
+from .core import OutOfMemory, SettingsError
 from .core.errors import first_line
 from .models.gguf_decoded import GGUFCheckpoint, missing_packages
 from .models.gguf_settings import check_file
@@ -121,7 +121,14 @@ class Checkpoint:
                 f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
             )
-        return (model if "device_map" in how else model.to(device)).eval()
+        try:
+            return (model if "device_map" in how else model.to(device)).eval()
+        except torch.OutOfMemoryError:
+            size = sum(weight.nbytes for weight in model.parameters()) / 1e9
+            raise OutOfMemory(
+                f"the weights of {self.name} ({size:.1f} GB) must fit on {device}; use device='cpu', a smaller "
+                "dtype, device_map='auto' or a quantization_config"
+            ) from None
 
     def read_tokenizer(self) -> tuple[Any, str]:
         """(tokenizer, ""), or (None, why there is none); token ids need no tokenizer.

@@ -5,6 +5,7 @@ A model that cannot be used is rejected here, before the first token, with one l
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import partial
 from importlib.util import find_spec
@@ -218,15 +219,27 @@ def _device(device: str | torch.device | None) -> str:
         return "cpu"
     import torch
 
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None and not count and said:  # such as a driver that is too old
+        why = str(said[0].message).split(". ")[0]
+        warnings.warn(
+            f"the GPU cannot be used, so the model runs on the CPU ({why})",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    asked = str(device or ("cuda" if count else "cpu"))
     try:
-        result = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=result)
+        torch.zeros(1, device=torch.device(asked))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        known = f"cpu, cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda" if count else "cpu"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
         raise SettingsError(
-            f"device must be one that torch can use here ({known}), got {str(device)!r} ({first_line(error)})"
+            f"device must be one that torch can use here ({known}), got {asked!r} ({first_line(error)}{hidden})"
         ) from None
-    return str(result)
+    return str(torch.device(asked))
 
 
 def _torch_has_gpu_code() -> bool:
@@ -246,8 +259,19 @@ def _check_causal(model: Any, name: str) -> None:
     with torch.no_grad():
         try:
             rows = [model(input_ids=pair[None]).logits[0, 0].float() for pair in ids]
+            alone = [model(input_ids=token.view(1, 1)).logits for token in ids[0] if rows[0].isnan().any()]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise SettingsError(f"{name} cannot evaluate plain token ids: {first_line(error)}") from None
+    if alone and all(logits.isnan().any() for logits in alone):
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise SettingsError(
+            f"a model's logits must be numbers, and those of {name} are NaN in {dtype} for every token tried; "
+            + (
+                "float16 overflows in some models: load it with dtype='bfloat16'"
+                if dtype == "float16"
+                else "check its weights"
+            )
+        )
     deviation = float(rows[0].std()) or 1.0
     if float((rows[0] - rows[1]).abs().max()) / deviation > 0.05:
         raise SettingsError(

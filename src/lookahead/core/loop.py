@@ -38,7 +38,7 @@ from itertools import count
 from time import monotonic
 
 from .drafter import UNLIMITED_ROWS, DraftState
-from .errors import LookaheadError, OutOfMemory, SettingsError, failure
+from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
 from .target import CachingTarget, Scores, Target
@@ -130,7 +130,9 @@ class Engine:
         self._new_slots = count()
         #: Largest number of rows of a tree that fits in memory, as far as is known.
         self._max_rows = UNLIMITED_ROWS
-        self._said_too_large = False
+        self._said_too_large = self._said_nan_drafts = False
+        #: Sequences whose last step had NaN logits; the next one has no drafts.
+        self._without_drafts: set[Sequence] = set()
         self._turn_of_trees = False
         self._in_step = False
 
@@ -265,6 +267,7 @@ class Engine:
         if group is None:
             return
         group.remove(sequence)
+        self._without_drafts.discard(sequence)
         if sequence.drafting is not None and sequence.error is None:
             with _ended_by_errors(sequence, "the drafter"):
                 sequence.stats.drafter = sequence.drafting.stats()
@@ -342,7 +345,16 @@ class Engine:
                 if sequence.finish_reason is not None:  # its code failed during the forward pass
                     continue
                 with _ended_by_errors(sequence, "the choice of a token"):
-                    path, tokens = verify(tree, partial(sequence.choose, scores), sequence.emit)
+                    try:
+                        path, tokens = verify(tree, partial(sequence.choose, scores), sequence.emit)
+                    except NumericalError:
+                        # A row that the root does not see can still reach it, as 0 times NaN in an attention.
+                        if len(tree) == 1:
+                            raise
+                        self._without_drafts.add(sequence)
+                        continue
+                    if sequence in self._without_drafts:
+                        self._note_nan_drafts(sequence)
                     sequence.stats.count_step(len(tree), tree.verifiable(), len(tokens))
                     steps[sequence] = tokens, path, tree
         with timed("commit", stats):
@@ -355,6 +367,19 @@ class Engine:
                     with _ended_by_errors(sequence, "the drafter"):
                         _state_of(sequence).observe(tree, scores, path, tokens)
         return steps
+
+    def _note_nan_drafts(self, sequence: Sequence) -> None:
+        """The root has logits without drafts, and had none with them: say so once, and draft again."""
+        self._without_drafts.remove(sequence)
+        if not self._said_nan_drafts:
+            self._said_nan_drafts = True
+            warnings.warn(
+                "the logits of a step with drafts were NaN, and those of the same step without drafts are not; such "
+                "steps are evaluated twice (the output stays the same); float16 overflows in some models: try "
+                "bfloat16",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _draft_and_forward(
         self, target: Target, stats: list[Stats]
@@ -386,9 +411,11 @@ class Engine:
             except OutOfMemory as error:
                 rows = max(len(tree) for _, tree in drafted)
                 if rows == 1:
-                    for sequence, _ in drafted:
-                        sequence.fail(error)
-                    return []
+                    # The longest sequence ends, and the others go on in its memory.
+                    longest, _ = max(drafted, key=lambda pair: pair[0].evaluated + len(pair[0].tokens))
+                    longest.fail(error)
+                    self._drop(longest)
+                    continue
                 if not self._said_too_large:
                     self._said_too_large = True
                     warnings.warn(
@@ -403,7 +430,7 @@ class Engine:
         """The drafter's tree, checked. A tree that the target cannot evaluate ends this sequence, not the pass."""
         left = sequence.request.max_new_tokens - len(sequence.tokens)
         depth = max(0, min(left - 1, target.depth_limit(sequence.slot)))
-        rows = max(1, min(self._max_rows, share))
+        rows = 1 if sequence in self._without_drafts else max(1, min(self._max_rows, share))
         tree = _state_of(sequence).draft(depth, rows, batch)
         if len(tree) > rows or max(tree.depths) > depth or tree.tokens[0] != sequence.tokens[-1]:
             raise SettingsError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from .errors import NumericalError
 from .target import Scores
 from .tree import TokenTree
 
@@ -61,10 +62,18 @@ def verify(
     Returns:
         (path, tokens): the rows to commit, root first, and the emitted tokens. Both have the same length: the last
         token is the bonus token, which has no row yet. ``core.loop`` shows an example.
+
+    Raises:
+        NumericalError: no token can be chosen under the root.
     """
-    path, tokens = [0], []
+    path, tokens = [0], list[int]()
     while True:
-        token = choose(path[-1])
+        try:
+            token = choose(path[-1])
+        except NumericalError:
+            if not tokens:
+                raise
+            return path[:-1], tokens  # the row is evaluated again as the next root
         tokens.append(token)
         if finished is not None and finished(token):
             return path, tokens
