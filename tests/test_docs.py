@@ -169,7 +169,13 @@ def test_the_page_of_benchmarks_lists_every_program_and_every_result():
 
 
 #: What stands near the first use of a letter.
-SPELLED_OUT = {"S": "token", "W": "column|window", "N": "n-gram|N tokens", "G": "candidate|at most G", "Q": "row"}
+SPELLED_OUT = {
+    "S": "token",
+    "W": "column|window",
+    "N": "n-gram|N tokens",
+    "G": "candidate|at most G",
+    "Q": "row",
+}
 SPELLED_OUT |= {"S_zh": "token", "W_zh": "列|窗口", "N_zh": "n-gram", "G_zh": "候选|最多保留 G", "Q_zh": "行"}
 
 
@@ -177,7 +183,8 @@ def test_letters_are_spelled_out_at_their_first_use(tmp_path):
     site, out = module("site"), tmp_path / "docs"
     site.gather(out)
     pages = [path for folder in (out, tmp_path / "docs-zh") for path in folder.rglob("*.md")]
-    own = [p for p in pages if not {"files", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "glossary.md"} & set(p.parts)]
+    others = {"files", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "glossary.md"}
+    own = [p for p in pages if not others & set(p.parts)]
     assert len(own) > 70
     for path in own:
         language = "_zh" if "docs-zh" in path.parts else ""
@@ -186,7 +193,8 @@ def test_letters_are_spelled_out_at_their_first_use(tmp_path):
             first = re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)
             if first is not None and "cli.md" not in path.name:
                 near = prose[max(0, first.start() - 70) : first.end() + 70]
-                assert re.search(SPELLED_OUT[letter + language], near), f"{path.relative_to(tmp_path)}: {letter}: {near}"
+                where = f"{path.relative_to(tmp_path)}: {letter}: {near}"
+                assert re.search(SPELLED_OUT[letter + language], near), where
 
 
 def test_the_site_has_every_page(tmp_path):

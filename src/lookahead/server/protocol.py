@@ -74,7 +74,8 @@ class LookaheadFields(Strict):
 
     drafter: str | None = Field(
         None,
-        description=f"One of {', '.join(known_names())}, or W,N,G (columns, n-gram size, candidates); settings may follow, as in 15,5,15:seed=1.",
+        description=f"One of {', '.join(known_names())}, or W,N,G (columns, n-gram size, candidates); settings may "
+        "follow, as in 15,5,15:seed=1.",
     )
     window_size: int | None = Field(None, description="W: columns of the window.")
     ngram_size: int | None = Field(None, description="N: tokens of an n-gram.")

@@ -58,7 +58,8 @@ class Settings(BaseSettings):
     )
     drafter: str | None = Field(
         None,
-        description=f"The drafter of requests that name none: {', '.join(known_names())}, or W,N,G (columns, n-gram size, candidates); "
+        description=f"The drafter of requests that name none: {', '.join(known_names())}, or W,N,G (columns, "
+        "n-gram size, candidates); "
         "settings may follow, as in 15,5,15:pool_from_prompt=false.",
     )
     pool_from_prompt: bool | None = Field(None, description="Whether prompts fill the pool of lookahead.")
