@@ -1,6 +1,7 @@
 """The base table: built from a model's own text, found by the last tokens, and never trusted when read from disk."""
 
 import json
+import zlib
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -341,3 +342,15 @@ def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert base_files.find_base_table(config) == learned
+
+
+def test_the_package_brings_the_table_of_its_default_model():
+    config = SimpleNamespace(vocab_size=49_152, hidden_size=576, num_hidden_layers=30)
+    file = base_files.INCLUDED / f"{base_files.table_name(config)}.safetensors"
+    table = open_table(file)
+    table.check(49_152)
+    assert table.learned > 400_000
+    assert min(table.contexts) > 10_000
+    assert all(trials.sum() > 1000 for _, trials in table.counts.values())
+    packed = zlib.compress(file.read_bytes())
+    assert len(packed) < 4_000_000

@@ -264,7 +264,7 @@ def save_table(
     Raises:
         SettingsError: the folder cannot be written, or its disk is full.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     arrays = trie._asdict()
     for name, (hits, trials) in counts.items():
@@ -275,12 +275,12 @@ def save_table(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(ready, temporary, about)
+            temporary.write_bytes(save(ready, about))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    except Exception as error:  # the library has an error class of its own for a full disk
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise SettingsError(
             f"{path.parent} must be a folder that can be written, with room on its disk ({reason})"
         ) from None
