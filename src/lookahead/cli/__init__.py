@@ -23,6 +23,7 @@ from .console import Interrupted, is_follower, note, problem
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
+from .learn import learn
 from .serve import RAW, serve
 from .show import show
 from .tune import tune
@@ -115,7 +116,7 @@ def _root(
         )
 
 
-for command in (generate, show, chat, demo, verify, doctor, tune):
+for command in (generate, show, chat, demo, verify, doctor, tune, learn):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=RAW)(serve)
 app.add_typer(

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
 from .adapter import Json, load_model, with_options
@@ -151,7 +152,24 @@ def _model(llm: LLM) -> dict[str, Any]:
         "path_reason": target.reason,
         "promise": target.promise,
         "drafters": list(DRAFTERS),
+        "base_table": _base_table(llm),
     }
+
+
+def _base_table(llm: LLM) -> str:
+    """The table that the adaptive drafter reads, or what to do."""
+    from ..drafters.adaptive.base_files import find_base_table
+    from ..drafters.adaptive.sources.base_table import open_table
+
+    file = find_base_table(llm.model.config)
+    if file is None:
+        return "none; lookahead learn makes one"
+    try:
+        table = open_table(file)
+        table.check(llm.vocabulary)
+    except SettingsError as error:
+        return str(error)
+    return f"{file}, from {table.learned:,} tokens"
 
 
 def _plain(value: Any) -> str:

@@ -96,6 +96,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
+        from ..drafters.adaptive.base_files import find_base_table, usable_table
         from ..drafters.adaptive.cost import CostCurve
         from ..drafters.adaptive.state import AdaptiveState
 
@@ -110,6 +111,9 @@ class Proposer:
         on_cpu = vllm_config.device_config.device_type == "cpu"
         self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.guess()
         self._most_requests = MOST_ON_CPU if on_cpu and drafter.rows is None else inf
+        config = getattr(vllm_config.model_config, "hf_config", None)
+        found = find_base_table(config) if config is not None and drafter.needs_base_table else None
+        self._table = usable_table(found, self._vocabulary)
         self._texts: list[Text | None] = []
         self._logits: Any = None
 
@@ -153,7 +157,11 @@ class Proposer:
             text = texts[row]
             if text is None:
                 start = Start(
-                    tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary, cost_curve=self._curve
+                    tokens[:-1].tolist(),
+                    int(tokens[-1]),
+                    vocabulary=self._vocabulary,
+                    cost_curve=self._curve,
+                    base_table=self._table,
                 )
                 state = self._drafter.start(start)
             else:

@@ -19,8 +19,12 @@ Parts are replaced or added as whole files, so a process that is killed loses on
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -127,6 +131,7 @@ class Folder:
 
     Attributes:
         path: the folder; it is created when the first part is saved.
+        scan: whether to read the parts that are there.
         next_number: the number of the first text that was not saved; texts of later numbers may have been.
         tokens: tokens of all saved completions.
 
@@ -135,13 +140,26 @@ class Folder:
     """
 
     path: Path
+    scan: bool = True
     next_number: int = field(init=False, default=0)
     tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for text in self.read():
+        for text in self.read() if self.scan else ():
             self.next_number = max(self.next_number, text.number + 1)
             self.tokens += len(text.completion)
+
+    def check_writable(self) -> None:
+        """Raise SettingsError unless the folder can be written: before hours of work, not after them."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise SettingsError(
+                f"{self.path} must be a folder that can be written ({error.strerror or error}); set XDG_CACHE_HOME, "
+                "or give another path"
+            ) from None
 
     def parts(self) -> list[Path]:
         """The files, in the order in which they were saved."""
@@ -166,14 +184,15 @@ class Folder:
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as opened:
-                    np.savez_compressed(opened, **_packed(texts))
-                    opened.flush()
-                    os.fsync(opened.fileno())
-                os.replace(temporary, file)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with _uninterrupted():
+                try:
+                    with temporary.open("wb") as opened:
+                        np.savez_compressed(opened, **_packed(texts))
+                        opened.flush()
+                        os.fsync(opened.fileno())
+                    os.replace(temporary, file)
+                finally:
+                    temporary.unlink(missing_ok=True)
         except OSError as error:
             raise SettingsError(
                 f"{self.path} must be a folder that can be written, with room on its disk "
@@ -181,6 +200,22 @@ class Folder:
             ) from None
         self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
         self.tokens += sum(len(text.completion) for text in texts)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _packed(texts: list[Text]) -> dict[str, Any]:

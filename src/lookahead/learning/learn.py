@@ -1,0 +1,93 @@
+"""``learn``: a model's own text, and the base table that is built from it.
+
+The text is kept in the user's cache folder, so that learning can be interrupted and continued; the table is built
+anew from all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core import SettingsError
+from ..drafters.adaptive.base_files import learned_file, table_name
+from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
+from ..records import cache_folder
+from .self_text import Folder, Writer
+from .table import build
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When there is enough text: after so many seconds, or with so many tokens in all; None for no limit."""
+
+    seconds: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not self.seconds > 0:
+            raise SettingsError(f"the time to learn must be above 0, got {self.seconds:g} seconds")
+        if self.tokens is not None and self.tokens < 1:
+            raise SettingsError(f"the tokens to learn from must be at least 1, got {self.tokens}")
+        if self.seconds is None and self.tokens is None:
+            raise SettingsError("learning needs a limit in minutes or in tokens; give one of them")
+
+    def share(self, kept: int, tokens: int, seconds: float) -> float:
+        """How much of it is done, at least 0; it is reached at 1.
+
+        Args:
+            kept: tokens of earlier runs.
+            tokens, seconds: of this run.
+        """
+        by_time = seconds / self.seconds if self.seconds is not None else 0.0
+        by_text = (kept + tokens) / self.tokens if self.tokens is not None else 0.0
+        return max(by_time, by_text)
+
+
+class Learner:
+    """Writes text of a model and builds its table.
+
+    Args:
+        llm: the model, with a tokenizer.
+        output: the file of the table; None for the one that is found by the model's sizes.
+
+    Raises:
+        SettingsError: the model has no tokenizer, a folder cannot be written, or a part of earlier text is damaged.
+    """
+
+    def __init__(self, llm: LLM, output: Path | None = None) -> None:
+        config = llm.model.config
+        self._llm, self._name = llm, table_name(config)
+        self.output = output if output is not None else learned_file(config)
+        self.folder = Folder(cache_folder() / "self-text" / self._name)
+        self.folder.check_writable()
+        Folder(self.output.absolute().parent, scan=False).check_writable()
+        self._writer = Writer(llm, self.folder)
+
+    def write(self, goal: Goal, progress: Callable[[float, int, float], None]) -> int:
+        """Write text until the goal is reached. Returns the new tokens, which are saved, also after an interruption.
+
+        Args:
+            goal: when there is enough.
+            progress: called after every step with the share of the goal, the new tokens and the seconds.
+        """
+        kept = self.folder.tokens
+        return self._writer.write(
+            lambda tokens, seconds: goal.share(kept, tokens, seconds) >= 1,
+            lambda tokens, seconds: progress(goal.share(kept, tokens, seconds), tokens, seconds),
+        )
+
+    def build(self) -> BaseTable:
+        """Build the table from all text so far, and save it.
+
+        Raises:
+            SettingsError: there is hardly any text, or the table cannot be saved.
+        """
+        trie, counts, learned = build(self.folder.read(), self._llm.vocabulary)
+        save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
+        return open_table(self.output)

@@ -1,0 +1,133 @@
+"""``lookahead learn``: from a model to a table that every command finds, interrupted and continued."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import lookahead
+from lookahead.core import SettingsError
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
+from lookahead.learning import self_text
+from lookahead.learning.learn import Goal, Learner
+from lookahead.learning.self_text import Folder, Writer
+from test_cli import call, refused
+from toy import save
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+
+
+def test_what_was_learned_is_found_and_changes_no_text():
+    code, out, err = call("learn", "tiny", "--tokens", 3000, "--json")
+    assert code == 0, err
+    assert "no chat template, so it continues short texts" in err
+    report = json.loads(out)
+    llm = lookahead.load("tiny")
+    assert report["file"] == str(learned_file(llm.model.config)) == str(find_base_table(llm.model.config))
+    assert 2900 < report["tokens"] < 3500
+    assert not report["interrupted"]
+    prompts = ["def is_prime(n):\n", "class Stack:\n", "import os\n"]
+    plain = llm.generate(prompts, max_new_tokens=60, drafter=Plain())
+    drafted = llm.generate(prompts, max_new_tokens=60, drafter=Adaptive(rows=4))
+    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
+    assert sum(text.stats.drafter["accepted_by_base"] for text in drafted) > 10
+    without = llm.generate(prompts, max_new_tokens=60, drafter=Adaptive(rows=4, sources=("suffix", "logits")))
+    assert sum(text.stats.drafter["accepted_by_base"] for text in without) == 0
+    _, out, _ = call("doctor", "tiny", "--json")
+    assert json.loads(out)["model"]["base_table"].startswith(report["file"])
+
+
+def test_doctor_says_that_there_is_none(chats):
+    _, out, _ = call("doctor", chats, "--json")
+    assert json.loads(out)["model"]["base_table"] == "none; lookahead learn makes one"
+
+
+def test_a_second_run_continues_the_first(chats, tmp_path):
+    file = tmp_path / "table"
+    assert call("learn", chats, "--tokens", 900, "--output", file)[0] == 0
+    before = file.read_bytes()
+    code, out, err = call("learn", chats, "--tokens", 1500, "--output", file)
+    assert code == 0
+    assert "tokens of earlier runs" in err
+    assert f"kept in {file}" in out
+    assert file.read_bytes() != before
+    llm = lookahead.load(chats)
+    with_table = llm.generate([5, 6, 7], max_new_tokens=30, drafter=Adaptive(rows=4, base_table=file))
+    assert with_table.tokens == llm.generate([5, 6, 7], max_new_tokens=30, drafter=Plain()).tokens
+
+
+def test_an_interruption_ends_the_writing_and_another_leaves_the_table_for_later(chats, monkeypatch):
+    def interrupt(self, goal, progress):
+        Writer(self._llm, self.folder, 4).write(lambda tokens, seconds: tokens > 800)
+        raise KeyboardInterrupt
+
+    def again(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Learner, "write", interrupt)
+    code, out, err = call("learn", chats, "--minutes", 5, "--json")
+    assert code == 0
+    assert json.loads(out)["interrupted"]
+    assert "interrupted: building the table from what there is" in err
+    kept = Learner(lookahead.load(chats)).folder.tokens
+    monkeypatch.setattr(Learner, "build", again)
+    code, out, err = call("learn", chats)
+    assert code == 130
+    assert out == ""
+    assert "tokens are kept, and another run continues" in err
+    assert Learner(lookahead.load(chats)).folder.tokens > kept
+
+
+def test_a_part_is_saved_whole_when_it_is_interrupted(chats, tmp_path, monkeypatch):
+    llm = lookahead.load(chats)
+    writing = self_text.np.savez_compressed
+
+    def slow(*arguments, **arrays):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        writing(*arguments, **arrays)
+
+    monkeypatch.setattr(self_text.np, "savez_compressed", slow)
+    with pytest.raises(KeyboardInterrupt):
+        Writer(llm, Folder(tmp_path), 4).write(lambda tokens, seconds: tokens > 200)
+    assert Folder(tmp_path).tokens > 200
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    thread = threading.Thread(target=Folder(tmp_path).save, args=(list(Folder(tmp_path).read()),))
+    monkeypatch.setattr(self_text.np, "savez_compressed", writing)
+    thread.start()
+    thread.join()
+    assert len(Folder(tmp_path).parts()) == 2
+
+
+def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatch):
+    refused("the time to learn must be above 0, got -60 seconds", "learn", chats, "--minutes", -1)
+    refused("the tokens to learn from must be at least 1, got 0", "learn", chats, "--tokens", 0)
+    (tmp_path / "file").write_text("")
+    refused("must be a folder that can be written", "learn", chats, "--output", tmp_path / "file" / "table")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused("must be a folder that can be written .*; set XDG_CACHE_HOME", "learn", chats)
+    with pytest.raises(SettingsError, match="needs a limit in minutes or in tokens"):
+        Goal()
+    assert Goal(10.0, 1000).share(500, 100, 1.0) == pytest.approx(0.6)
+
+
+def test_a_table_of_another_vocabulary_is_said_and_left_out(chats, tmp_path):
+    file = tmp_path / "table"
+    call("learn", "tiny", "--tokens", 600, "--output", file)
+    llm = lookahead.load(chats)
+    plain = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Plain())
+    with pytest.warns(UserWarning, match="drafting goes on without a base table"):
+        text = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Adaptive(rows=4, base_table=file))
+    assert text.tokens == plain.tokens
