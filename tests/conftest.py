@@ -163,9 +163,12 @@ def openai():
     return importlib.import_module("openai")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Headless Chromium, where it and playwright are installed; started once."""
+    """Headless Chromium, where it and playwright are installed; started once a file.
+
+    While playwright runs, this thread has a running event loop, and tests of other files start loops of their own.
+    """
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no Chromium here (apt-get install chromium)")
