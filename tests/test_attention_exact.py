@@ -101,6 +101,6 @@ def test_texts_are_those_of_plain_decoding(kernel, monkeypatch):
     monkeypatch.setitem(ROWS, "cpu", 4)
     assert certificate.certificate(model, facts, hook) is None
     found = assert_same_as_autoregressive(
-        ExactTarget(model, facts, hook), [[5, 9, 14, 5, 9, 14, 5, 9]], (4, 3, 4), 10
+        ExactTarget(model, facts, hook), [[5, 9, 14, 5, 9, 14, 5, 9]], "4,3,4", 10
     )
     assert found[0].stats.accepted > 0

@@ -92,7 +92,7 @@ def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
     ahead, asked_ahead = text(True)
     assert ahead.tokens == plain.tokens
     assert ahead.stats.accepted > 0
-    assert asked == list(range(40))
+    assert not asked  # on a CPU, a token is found without the noise of every other token
     assert len(asked_ahead) > len(asked)
 
 
