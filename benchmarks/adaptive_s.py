@@ -149,7 +149,8 @@ def credit_by_source(records: Sequence[dict[str, Any]], most: int) -> Any:
                     label = f"{workload}, T = {temperature:g}, {method.removeprefix('adaptive ')}"
                     bars.append((label, record["credit"]))
     left = [0.0] * len(bars)
-    for number, source in enumerate(CREDITS):
+    shown = [source for source in CREDITS if any(source in credit for _, credit in bars)]
+    for number, source in enumerate(shown):
         parts = [credit.get(source, 0.0) for _, credit in bars]
         axes.barh(range(len(bars)), parts, left=left, color=COLOURS[number], label=source, height=0.7)
         left = [a + b for a, b in zip(left, parts, strict=True)]

@@ -140,6 +140,11 @@ def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(toy, monkeyp
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
+def test_rows_are_assumed_nearly_free_on_a_gpu():
+    assert CostCurve.typical(on_gpu=True).cost(64) == pytest.approx(1.2)
+    assert CostCurve.typical().cost(64) > 4
+
+
 def test_of_repeated_steps_the_faster_half_counts():
     measured = Measurement()
     measured.add((1, 64, 1), [1.0, 1.02, 9.0, 9.0])

@@ -58,7 +58,7 @@ def was_busy(records: Iterable[Record]) -> str:
         return ""
     return (
         f"Other work ran on the machine (load up to {max(busy):.1f} on {loads[0][1]} cores): "
-        "the times are unreliable; tokens per step and equality do not depend on them."
+        "the times are unreliable; S and equality do not depend on them."
     )
 
 

@@ -344,11 +344,13 @@ def curve_of(
     key = (*_numbers_of(model), path)
     if key not in mine:
         precompile.wait()
-        mine[key] = _load_or_measure(make_target(), model_key(model, path), notice)
+        mine[key] = _load_or_measure(
+            make_target(), model_key(model, path), notice, str(model.device).startswith("cuda")
+        )
     return mine[key]
 
 
-def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -> CostCurve:
+def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
     try:
         warm_up(target)
         try:
@@ -363,7 +365,7 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None]) -
         # Some tokens have NaN logits, which a sequence reports when it meets them; or the model is too short.
         return CostCurve.guess()
     if not measured.steady:
-        return CostCurve.typical()
+        return CostCurve.typical(on_gpu)
     curve = measured.curve()
     with suppress(OSError):  # the folder cannot be written: the next process measures again
         save_curve(name, curve)
