@@ -191,7 +191,8 @@ def _time_sequences(
         slots = list(range(number))
         target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
         try:
-            _plain_step(target, slots)
+            for _ in range(2 if target.path == "cuda-graph" else 1):  # compiles, and captures
+                _plain_step(target, slots)
             result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
         finally:
             for slot in slots:
