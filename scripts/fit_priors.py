@@ -24,6 +24,7 @@ import lookahead
 from lookahead import Adaptive, AdaptiveState
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
+    BASE_AXES,
     HEIGHTS,
     KINDS,
     MATCH_ORDERS,
@@ -38,6 +39,7 @@ OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
 CATEGORIES = ("translation", "summarization", "qa", "rag")
 #: Axes of the buckets of each kind, and the groups of axes that have a number of their own.
 SUFFIX = (MATCH_ORDERS, len(SHARES) + 1, 3, 2), [(0,), (1,), (2,), (3,)]
+PAIRS = (STATES, STATES), [(0,), (1,), (0, 1)]
 JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
 
 
@@ -89,9 +91,14 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     suffix = fit(counts.matches["hits"][0], counts.matches["trials"][0], *SUFFIX)
     zones, answered, rows, columns, pairs = fit(counts.joint["hits"], counts.joint["trials"], *JOINT)
     pairs = (pairs + rows[:, None] + columns).ravel()
+    cached, based, recalled = fit(counts.pairs["hits"], counts.pairs["trials"], *PAIRS)
+    axes = BASE_AXES[sampled]
+    of_base = fit(counts.base["hits"], counts.base["trials"], axes, [(axis,) for axis in range(len(axes))])
     fitted = {
         "matches": suffix,
         "logits": fit(counts.logits["hits"], counts.logits["trials"], *logits),
+        "base": of_base,
+        "pairs": [(recalled + cached[:, None] + based).ravel()],
         "joint": [zones, answered, pairs],
     }
     return {kind: [np.round(part, 2).tolist() for part in parts] for kind, parts in fitted.items()}
@@ -123,7 +130,9 @@ def main() -> None:
                 seed=number,
             )
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
-    fits = {"greedy": priors_of(state, False), "sampled": priors_of(state, True)}
+    fits = json.loads(OUT.read_text())  # those of a light head stay
+    fits["greedy"] |= priors_of(state, False)
+    fits["sampled"] |= priors_of(state, True)
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")
     for sampled, name in enumerate(fits):
         joint = state.tables(bool(sampled)).calibration.joint
