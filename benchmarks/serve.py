@@ -32,8 +32,8 @@ import httpx
 
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record, describe, environment, machine, was_busy
-from lookahead.cli.adapter import numbers
 from lookahead.cli.bench import command_line
+from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.records import finite
 

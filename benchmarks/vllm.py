@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from lookahead.bench import Records
 from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
-from lookahead.cli.adapter import numbers
+from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 
 from .chain_s import table

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from lookahead.options import offered
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields
 from lookahead.server.settings import Settings
@@ -20,8 +21,8 @@ def tables():
     """Rows by the name of their table."""
     both = Generating.model_fields
     settings = [
-        (f"`{name}`", "" if f.default in (None, False, []) else f"`{f.default}`", f.description)
-        for name, f in Settings.model_fields.items()
+        (f"`{name}`", "" if f.default in (None, False) else f"`{f.default}`", f.metadata["help"])
+        for name, (_, f) in offered(Settings).items()
     ]
     families = sorted(Metrics().registry.collect(), key=lambda family: family.name)
     metrics = [

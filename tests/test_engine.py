@@ -12,6 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.processors import make_process
 from lookahead.engine.text import TextDecoder
-from lookahead.options import BatchOptions, LoadOptions, Options
+from lookahead.options import BatchKeywords, BatchOptions, Keywords, LoadOptions, Options
 from test_gguf import KIND, write
 from toy import VOCABULARY, save, tokenizer
 
@@ -400,7 +401,7 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"max_new_tokens": -4}, "at least 1, got -4"),
         ({"max_new_tokens": 2.5}, "whole number"),
         ({"max_new_tokens": True}, "whole number"),
-        ({"max_tokens": 5}, "unknown option 'max_tokens'; known are max_new_tokens"),
+        ({"max_tokens": 5}, "unknown option 'max_tokens' .did you mean 'max_new_tokens'"),
         ({"drafter": "medusa"}, "drafter must be one of lookahead"),
         ({"drafter": "code", "config": "7b"}, "unknown option 'config'"),
         ({"drafter": "0,5,5"}, "window_size must be a whole number between 1 and 512, got 0"),
@@ -436,18 +437,51 @@ def test_wrong_calls_are_refused(llm):
     refused("seeds must be one per prompt", llm.run, ["a", "b"], seeds=[1])
 
 
-def test_option_names_are_written_once_each():
-    for call, options in (
-        (lookahead.LLM.generate, BatchOptions),
-        (lookahead.LLM.run, BatchOptions),
-        (lookahead.LLM.stream, Options),
-        (lookahead.load, LoadOptions),
-    ):
-        names = inspect.signature(call).parameters
-        for field in dataclasses.fields(options):
-            assert field.name in names
-            assert f"    {field.name}: {field.metadata['help']}" in call.__doc__
-            assert f"    {field.name}: {field.metadata['help']}" in options.__doc__
+def test_the_keywords_written_out_are_the_options():
+    """Names and defaults of ``generate`` and ``load``; names and types of the keywords of ``stream`` and ``run``."""
+    for call, options in ((lookahead.LLM.generate, BatchOptions), (lookahead.load, LoadOptions)):
+        written = inspect.signature(call).parameters
+        declared = {field.name: field.default for field in dataclasses.fields(options)}
+        assert {name: written[name].default for name in declared} == declared
+        assert written.keys() - declared.keys() <= {"self", "prompt", "unknown"}
+    for keywords, options in ((Keywords, Options), (BatchKeywords, BatchOptions)):
+        types = get_type_hints(options)
+        assert get_type_hints(keywords) == {
+            field.name: types[field.name] for field in dataclasses.fields(options)
+        }
+
+
+def test_stream_and_run_take_options_or_the_same_keywords(llm):
+    given = {"max_new_tokens": 12, "temperature": 0.8, "seed": 4}
+    expected = llm.generate(PROMPT, **given).tokens
+    for options in ({"options": Options(**given)}, given):
+        stream = llm.stream(PROMPT, **options)
+        "".join(stream)
+        *_, last = llm.run([PROMPT], **options)
+        assert stream.result.tokens == last.result.tokens == expected
+    (_, second) = llm.run(
+        [PROMPT, PROMPT], BatchOptions(max_new_tokens=1, seeds=[1, 2], temperature=1.0, batch_size=2)
+    )
+    assert second.result.seed == 2
+    refused("options and seed cannot be given together", llm.stream, PROMPT, Options(), seed=1)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "run"])
+def test_an_unknown_keyword_suggests_the_nearest_one(llm, call):
+    prompt = [PROMPT] if call == "run" else PROMPT
+    refused(
+        r"unknown option 'max_tokens' \(did you mean 'max_new_tokens'\?\); known are max_new_tokens, stop",
+        getattr(llm, call),
+        prompt,
+        max_tokens=5,
+    )
+    refused("unknown option 'whatever'; known are", getattr(llm, call), prompt, whatever=5)
+
+
+def test_an_unknown_keyword_of_load_suggests_the_nearest_one(folder):
+    refused(
+        r"unknown option 'torch_dtype' \(did you mean 'dtype'\?\)", lookahead.load, folder, torch_dtype="auto"
+    )
 
 
 # ---------------------------------------------------------------- failures while decoding
@@ -499,7 +533,7 @@ def test_load_checks_its_settings_before_it_reads(tmp_path):
     for keywords, match in [
         ({"dtype": "int3"}, "dtype must be auto or one of float32"),
         ({"device": "quantum"}, "device must be"),
-        ({"threads": 0}, "threads must be at least 1"),
+        ({"threads": 0}, "threads must be a whole number of at least 1"),
         ({"drafter": "medusa"}, "drafter must be one of"),
         ({"drafter": "9,9"}, "W,N,G"),
     ]:

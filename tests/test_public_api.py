@@ -1,6 +1,7 @@
 """What users may rely on: the exact names of the package, and that each of them is explained."""
 
 import inspect
+import re
 from typing import get_overloads
 
 import pytest
@@ -61,7 +62,7 @@ def test_calls_explain_every_argument_and_name_their_errors(call):
     described = inspect.getdoc(call)
     assert "Raises:\n    SettingsError: " in described
     for name in inspect.signature(call).parameters.keys() - {"self"}:
-        assert f"    {name}: " in described, name
+        assert re.search(rf"^ {{4}}(\*\*)?{name}: ", described, re.M), name
 
 
 def test_generate_has_a_type_for_one_prompt_and_for_a_list():

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from math import inf
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
 from .drafters import Adaptive, Lookahead, as_drafter
@@ -22,8 +22,7 @@ from .engine.processors import make_process
 from .engine.progress import notice_if_slow
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder
-from .fields import keywords_of
-from .options import BatchOptions, Options
+from .options import BatchKeywords, BatchOptions, Keywords, Options, Process, refuse_unknown
 from .targets.fingerprint import fingerprint
 from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe
@@ -215,24 +214,63 @@ class LLM:
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
     @overload
-    @keywords_of(BatchOptions)
-    def generate(self, prompt: OnePrompt, **options: Any) -> Result: ...  # type: ignore[overload-overlap]
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, **keywords: Unpack[BatchKeywords]
+    ) -> Result: ...
 
     @overload
-    @keywords_of(BatchOptions)
-    def generate(self, prompt: Sequence[OnePrompt], **options: Any) -> list[Result]: ...
+    def generate(self, prompt: Sequence[OnePrompt], **keywords: Unpack[BatchKeywords]) -> list[Result]: ...
 
     @overload
-    @keywords_of(BatchOptions)
-    def generate(self, prompt: torch.Tensor, **options: Any) -> Result | list[Result]: ...
+    def generate(self, prompt: torch.Tensor, **keywords: Unpack[BatchKeywords]) -> Result | list[Result]: ...
 
-    @keywords_of(BatchOptions)
-    def generate(self, prompt: Any, **options: Any) -> Any:
-        """The text that follows a prompt, or a list of texts for a list of prompts.
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        stop: str | Sequence[str] | None = None,
+        ignore_eos: bool = False,
+        min_new_tokens: int | None = None,
+        drafter: Any = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        repetition_penalty: float | None = None,
+        no_repeat_ngram_size: int | None = None,
+        seed: int | None = None,
+        bad_words: Sequence[str | Sequence[int]] | None = None,
+        logits_processor: Process | Sequence[Process] | None = None,
+        batch_size: int | None = None,
+        seeds: Sequence[int] | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """The continuation of a prompt, or a list of continuations for a list of prompts.
 
         Args:
             prompt: a text, chat messages, token ids, or a list of these.
-            {options}
+            max_new_tokens: largest number of new tokens; the model's context may end a sequence earlier.
+            stop: end before this text; a list for several.
+            ignore_eos: continue after the model's end tokens.
+            min_new_tokens: smallest number of new tokens before an end token.
+            drafter: how to draft: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or what ``as_drafter`` takes; None
+                for the drafter of ``load``. State that calls share is a field: ``Lookahead(pool=...)``, for one
+                prompt at a time, or ``Adaptive(state=...)``.
+            temperature: 0 is greedy; above 0 samples.
+            top_k: draw from the k most likely tokens.
+            top_p: draw from the most likely tokens that together have probability p.
+            min_p: draw from tokens with at least p times the probability of the most likely one.
+            typical_p: draw from locally typical tokens that together have probability p (Meister et al., 2023).
+            repetition_penalty: above 1 discourages tokens of the prompt and of the completion; 1 is neutral.
+            no_repeat_ngram_size: repeat no n-gram of this size.
+            seed: seed of the random numbers; by default torch's generator chooses it. Prompt i has seed + i.
+            bad_words: texts, or lists of token ids, that never appear.
+            logits_processor: callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.
+            batch_size: number of prompts that share forward passes; None for all.
+            seeds: a seed for each prompt, instead of seed + i.
+            **unknown: any other name is an error, which suggests the nearest one.
 
         Returns:
             A ``Result``, or a list of them in the order of the prompts.
@@ -241,22 +279,40 @@ class LLM:
             SettingsError: an option or a prompt is not valid; nothing was decoded.
             NumericalError, OutOfMemory: decoding failed. ``run`` yields the steps until then.
         """
+        refuse_unknown(BatchOptions, unknown)
         prompts, several = as_list(prompt)
-        if options.get("batch_size") is None:
-            options["batch_size"] = max(1, len(prompts))
+        options = BatchOptions(
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            min_new_tokens=min_new_tokens,
+            drafter=drafter,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            seed=seed,
+            bad_words=bad_words,
+            logits_processor=logits_processor,
+            batch_size=batch_size if batch_size is not None else max(1, len(prompts)),
+            seeds=seeds,
+        )
         results: dict[int, Result] = {}
-        for update in self.run(prompts, **options):
+        for update in self.run(prompts, options):
             if update.result is not None:
                 results[update.index] = update.result.checked()
         return [results[i] for i in range(len(prompts))] if several else results[0]
 
-    @keywords_of(Options)
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """The text that follows one prompt, in pieces, as tokens are accepted; see ``Stream``.
+    def stream(self, prompt: Prompt, options: Options | None = None, **keywords: Unpack[Keywords]) -> Stream:
+        """The continuation of one prompt, in pieces, as tokens are accepted; see ``Stream``.
 
         Args:
             prompt: a text, chat messages or token ids.
-            {options}
+            options: the options of the generation.
+            **keywords: the same options as keywords, which ``generate`` describes.
 
         Raises:
             SettingsError: an option or the prompt is not valid; raised at once, before the first piece.
@@ -264,24 +320,26 @@ class LLM:
         prompts, several = as_list(prompt)
         if several:
             raise SettingsError(f"stream takes one prompt, got a list of {len(prompts)}; use run or generate")
-        return Stream(self.run(prompts, **options))
+        return Stream(self.run(prompts, Options.of(options, keywords)))
 
-    @keywords_of(BatchOptions)
-    def run(self, prompts: Sequence[Prompt], **options: Any) -> Updates:
+    def run(
+        self, prompts: Sequence[Prompt], options: Options | None = None, **keywords: Unpack[BatchKeywords]
+    ) -> Updates:
         """Decode a list of prompts and yield every step of each.
 
-        At most ``batch_size`` prompts are decoded together; whenever one ends, the next one joins. An error in one
-        prompt ends only that prompt: its last update has a result with the ``finish_reason`` "error".
+        At most ``batch_size`` prompts are decoded together, one without it; whenever one ends, the next one joins. An
+        error in one prompt ends only that prompt: its last update has a result with the ``finish_reason`` "error".
 
         Args:
             prompts: texts, chat messages or token ids.
-            {options}
+            options: the options of the generation; ``BatchOptions`` also has the size of batches.
+            **keywords: the same options as keywords, which ``generate`` describes.
 
         Raises:
             SettingsError: an option or a prompt is not valid; raised at once.
             RankError: a rank of the group is gone, so no further prompt can be decoded.
         """
-        chosen = BatchOptions.of(options)
+        chosen = BatchOptions.of(options, keywords)
         drafter = chosen.drafting(self.drafter)
         if isinstance(drafter, Lookahead) and drafter.pool is not None and len(prompts) > 1:
             raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")

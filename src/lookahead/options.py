@@ -1,31 +1,139 @@
-"""The options of loading, generating and drafting, each declared once with its help and rule. Loads no torch.
+"""The options of loading, generating and drafting, each declared once with its help and its rule.
 
-A new option is one field here: the types, signatures and docstrings of the Python API are made from it, and so is the
-command line. Fields of ``Options`` that name a warper are applied in the order of the fields. Other options are
-applied in ``processors`` and ``loading``.
+A field of these dataclasses is an option of the commands, of the server and of the plug-in for llm.
+``lookahead.load`` and ``LLM.generate`` write the same keywords out, and a test compares both. Fields of ``Options``
+that name a warper are applied in the order of the fields; other options take effect in ``engine.processors`` and
+``loading``.
+
+This module does not import torch.
 """
 
 # ruff: noqa: RUF009
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Self, TypedDict, get_type_hints
 
 from .core import Drafter, SettingsError
+from .core.errors import nearest
 from .drafters import as_drafter, known_names
-from .fields import OptionSet, documented, option
 
-if TYPE_CHECKING:
-    import torch
+#: What must hold, as in "a whole number", and the test for it.
+Rule = tuple[str, Callable[[Any], bool]]
+#: A logits processor: (ids (1, L), scores (1, V)) -> scores (1, V).
+Process = Callable[[Any, Any], Any]
 
-    from .sampling import Process
+# ------------------------------------------------------------------------------- declaring an option
 
-MACHINE = "Model and machine"
+
+def option(
+    default: Any,
+    help: str,
+    rule: Rule | None = None,
+    *,
+    common: bool = False,
+    metavar: str | None = None,
+    kind: Any = None,
+    text: bool = True,
+    keyword: bool = True,
+    secret: bool = False,
+    warper: tuple[str, float] | None = None,
+) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: its neutral value.
+        help: its description, for every place that offers it.
+        rule: the rule that every other value must satisfy.
+        common: whether ``--help`` shows it; ``--help-all`` shows every option.
+        metavar: the placeholder for its value on a command line.
+        kind: its type as text, if that differs from the field's type.
+        text: whether places that read text offer it: the command line, the environment, files, requests.
+        keyword: whether it is a keyword-only argument in Python.
+        secret: whether messages must not show its value.
+        warper: the class of transformers that applies it to the scores when sampling, and its neutral value, which
+            also gives the type.
+    """
+    metadata = {"help": help, "rule": rule, "common": common, "metavar": metavar, "kind": kind, "text": text}
+    metadata["warper"] = warper
+    return dataclasses.field(default=default, kw_only=keyword, repr=not secret, metadata=metadata)
+
+
+hidden = partial(option, text=False)
+
+
+@dataclass(frozen=True)
+class OptionSet:
+    """Base class of the dataclasses of options.
+
+    Attributes:
+        GROUP: the heading of these options in ``--help``.
+    """
+
+    GROUP: ClassVar[str] = "Options"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, rule = getattr(self, field.name), field.metadata["rule"]
+            if rule is not None and not (value is None and field.default is None) and not rule[1](value):
+                shown = f", got {value!r}" if field.repr else ""
+                raise SettingsError(f"{field.name} must be {rule[0]}{shown}")
+
+    @classmethod
+    def of(cls, options: OptionSet | None, keywords: Mapping[str, Any]) -> Self:
+        """Options from an object, or from keywords.
+
+        Raises:
+            SettingsError: both are given, a name is not an option, or a value is not allowed.
+        """
+        if options is None:
+            refuse_unknown(cls, keywords)
+            return cls(**keywords)
+        if keywords:
+            raise SettingsError(
+                f"options and {next(iter(keywords))} cannot be given together; put all of them into options"
+            )
+        return options if isinstance(options, cls) else cls(**options.keywords())
+
+    def keywords(self) -> dict[str, Any]:
+        """The options that are not at their defaults, as keywords."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in values if value != field.default}
+
+
+def refuse_unknown(options: type[OptionSet], given: Collection[str]) -> None:
+    """Raise SettingsError for the first name that is not an option; the message suggests the nearest one."""
+    known = [field.name for field in fields(options)]
+    for name in given:
+        if name not in known:
+            raise SettingsError(
+                f"unknown option {name!r}{nearest(name, known)}; known are {', '.join(known)}"
+            )
+
+
+def offered(options: type[OptionSet], only: Collection[str] = ()) -> dict[str, tuple[Any, Field[Any]]]:
+    """(type, field) of the options that can be given as text, by name: all of them, or ``only`` some."""
+    hints = get_type_hints(options)
+    chosen = [field for field in fields(options) if field.metadata["text"]]
+    return {
+        field.name: (field.metadata["kind"] or hints[field.name], field)
+        for field in chosen
+        if not only or field.name in only
+    }
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+# ------------------------------------------------------------------------------- rules
 
 
 def _whole(value: Any) -> bool:
@@ -43,37 +151,93 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-#: Names of drafters, for help texts.
-DRAFTERS = tuple(known_names())
-COUNT = ("a whole number of at least 1", lambda n: _whole(n) and n >= 1)
-KEPT = ("a whole number of at least 0", lambda n: _whole(n) and n >= 0)
-THREADS = ("at least 1", COUNT[1])
+def at_least(low: int, high: float = inf, more: str = "") -> Rule:
+    """A whole number in a range."""
+    limits = f"of at least {low}" if high == inf else f"from {low} to {high}"
+    return f"a whole number {limits}{more}", lambda n: _whole(n) and low <= n <= high
+
+
+def one_of(*values: str) -> Rule:
+    """One of some texts."""
+    return f"one of {', '.join(values)}", values.__contains__
+
+
+COUNT = at_least(1)
+KEPT = at_least(0)
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
-PARALLEL = ("'lookahead' or None", "lookahead".__eq__)
-#: Options that only llama.cpp has, and the types that it can cache keys and values in.
-OF_LLAMA_CPP = ("n_gpu_layers", "flash_attn", "cache_type_k", "cache_type_v", "ctx_size")
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-CACHE_TYPES = (f"one of {', '.join(KV_TYPES)}", KV_TYPES.__contains__)
-ENGINES = ("'llama.cpp' or None", "llama.cpp".__eq__)
-LAYERS = ("a whole number of at least -1; -1 is all", lambda n: _whole(n) and n >= -1)
-CELLS = ("a whole number of at least 256", lambda n: _whole(n) and n >= 256)
 WHOLE = ("a whole number or None", _whole)
 NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 0 <= t < inf)
 POSITIVE = ("above 0; 1 is neutral", lambda r: _number(r) and 0 < r < inf)
 YES_OR_NO = ("true or false", lambda given: isinstance(given, bool))
 CALLABLES = ("a callable or a list of callables", lambda given: all(map(callable, _listed(given))))
+#: Types in which llama.cpp can cache keys and values.
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+#: Names of drafters, for help texts.
+DRAFTERS = tuple(known_names())
 
-sampling = partial(option, panel="Sampling")
-llama_cpp = partial(option, panel="Engine llama.cpp")
-hidden = partial(option, cli=False)
+# ------------------------------------------------------------------------------- loading
+
+#: Options that only llama.cpp has.
+OF_LLAMA_CPP = ("n_gpu_layers", "flash_attn", "cache_type_k", "cache_type_v", "ctx_size")
 
 
-@documented
-@dataclass(frozen=True, slots=True)
-class LoadOptions(OptionSet):
-    """How to load a model, and its default drafter."""
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(OptionSet):
+    """Where and in what form a model runs: what ``load`` and the server have in common."""
 
-    PANEL = MACHINE
+    GROUP: ClassVar[str] = "Model and machine"
+
+    dtype: Any = option(
+        "auto",
+        "auto (the checkpoint's; quantized weights stay packed on a CPU), float32, bfloat16, float16 or float64.",
+        kind=str,
+        common=True,
+    )
+    device: Any = option(None, "cpu, cuda, cuda:1, ...; the default is a GPU if there is one.", kind=str)
+    threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", at_least(1))
+    engine: str | None = option(
+        None,
+        "llama.cpp evaluates a GGUF file, through the package llama-cpp-python: every architecture, quantization and "
+        "device that it supports. The next five options have the names that they have there.",
+        ("'llama.cpp' or None", "llama.cpp".__eq__),
+        metavar="llama.cpp",
+    )
+    n_gpu_layers: int | None = option(
+        None,
+        "llama.cpp: layers on the GPU; by default all, if there is a GPU.",
+        at_least(-1, more="; -1 is all"),
+    )
+    flash_attn: str | None = option(
+        None,
+        "llama.cpp: flash attention; the default is auto.",
+        one_of("auto", "on", "off"),
+        metavar="auto|on|off",
+    )
+    cache_type_k: str | None = option(
+        None, "llama.cpp: type of cached keys; the default is f16.", one_of(*KV_TYPES), metavar="TYPE"
+    )
+    cache_type_v: str | None = option(
+        None,
+        "llama.cpp: type of cached values; the default is f16. Quantized types need flash attention.",
+        one_of(*KV_TYPES),
+        metavar="TYPE",
+    )
+    ctx_size: int | None = option(
+        None,
+        "llama.cpp: initial capacity for all sequences together, in tokens; it doubles when full.",
+        at_least(256),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
+        if alone and self.engine is None:
+            raise SettingsError(f"{alone[0]} needs engine='llama.cpp', which is not given; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(MachineOptions):
+    """How to load a model, and its default drafter; ``lookahead.load`` describes them."""
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
@@ -82,18 +246,11 @@ class LoadOptions(OptionSet):
         metavar="MODEL",
         keyword=False,
         kind=str,
-    )
-    dtype: str | torch.dtype = option(
-        "auto",
-        "auto (the checkpoint's; quantized weights stay packed on a CPU), float32, bfloat16, float16 or float64.",
-        kind=str,
+        common=True,
     )
     weights: str | None = option(
         None,
         "Quantize the matrices while loading: q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized GGUF file keeps its own.",
-    )
-    device: str | torch.device | None = option(
-        None, "cpu, cuda, cuda:1, ...; the default is a GPU if there is one.", kind=str
     )
     device_map: Any = option(
         None,
@@ -105,49 +262,20 @@ class LoadOptions(OptionSet):
         'Quantize while loading, by a configuration of transformers (JSON in a shell: {"quant_method": ...}).',
         kind=str,
     )
-    threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", THREADS)
     attention: str | None = option(
         None, "Attention of the model; by default transformers chooses.", metavar="sdpa|eager"
     )
     exact: bool = option(
         False,
-        "Use only paths on which drafting changes no bit of a text, in any dtype; an error if the model has none.",
+        "Use only paths on which drafting changes no bit of the logits; an error if the model has none.",
         YES_OR_NO,
     )
     revision: str | None = option(None, "Revision of a hub id.")
     trust_remote_code: bool = option(False, "Let the model's own code run.")
     local_files_only: bool = option(False, "Use no network.")
-    engine: str | None = llama_cpp(
-        None,
-        "llama.cpp evaluates a GGUF file, by the package llama-cpp-python: every architecture, quantization and "
-        "device that it supports. The options below have the names that they have there.",
-        ENGINES,
-        metavar="llama.cpp",
-    )
-    n_gpu_layers: int | None = llama_cpp(
-        None, "Layers on the GPU; by default all, if there is a GPU.", LAYERS
-    )
-    flash_attn: str | None = llama_cpp(
-        None,
-        "Flash attention; the default is auto.",
-        ("auto, on or off", ("auto", "on", "off").__contains__),
-        metavar="auto|on|off",
-    )
-    cache_type_k: str | None = llama_cpp(
-        None, "Type of cached keys; the default is f16.", CACHE_TYPES, metavar="TYPE"
-    )
-    cache_type_v: str | None = llama_cpp(
-        None,
-        "Type of cached values; quantized types need flash attention.",
-        CACHE_TYPES,
-        metavar="TYPE",
-    )
-    ctx_size: int | None = llama_cpp(
-        None, "Initial capacity for all texts together, in tokens; it doubles when full.", CELLS
-    )
     prefix_cache: int = option(
         0,
-        "Number of finished texts whose keys and values are kept for prompts with the same beginning.",
+        "Number of finished sequences whose keys and values are kept for prompts with the same beginning.",
         KEPT,
     )
     parallel_timeout: float | None = option(
@@ -155,21 +283,10 @@ class LoadOptions(OptionSet):
     )
     parallel: str | None = hidden(
         None,
-        "'lookahead' divides every step among the processes that torchrun started. Then load returns on rank 0 "
-        "only; the other ranks work for it, and exit.",
-        PARALLEL,
+        "'lookahead' divides every step among the processes that torchrun started.",
+        ("'lookahead' or None", "lookahead".__eq__),
     )
-    drafter: Any = hidden(
-        None,
-        "The drafter of calls that name none: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes "
-        "('adaptive', 'code', '15,5,15', ...). None is Adaptive().",
-    )
-
-    def __post_init__(self) -> None:
-        OptionSet.__post_init__(self)
-        alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
-        if alone and self.engine is None:
-            raise SettingsError(f"{alone[0]} needs engine='llama.cpp', which is not given; leave it out")
+    drafter: Any = hidden(None, "The drafter of calls that name none.")
 
     def drafting(self) -> Drafter | None:
         """The drafter; None if none was given.
@@ -180,70 +297,78 @@ class LoadOptions(OptionSet):
         return as_drafter(self.drafter) if self.drafter is not None else None
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(OptionSet):
-    """The options of one generation.
+# ------------------------------------------------------------------------------- generating
 
-    The defaults give the model's greedy text. Only the end tokens are taken from the model's generation config.
-    ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OptionSet):
+    """The options of one generation; ``LLM.generate`` describes them.
+
+    The defaults give the model's greedy continuation. Only the end tokens are taken from the model's generation
+    config. ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
     """
 
+    GROUP: ClassVar[str] = "Generation"
+
     max_new_tokens: int = option(
-        128, "Largest number of new tokens; the model's context may end a text earlier.", COUNT
+        128,
+        "Largest number of new tokens; the model's context may end a sequence earlier.",
+        COUNT,
+        common=True,
     )
     stop: str | Sequence[str] | None = option(
         None, "End before this text; a list for several.", kind=list[str]
     )
     ignore_eos: bool = option(False, "Continue after the model's end tokens.", YES_OR_NO)
     min_new_tokens: int | None = option(None, "Smallest number of new tokens before an end token.", COUNT)
-    drafter: Any = hidden(
-        None,
-        "How to draft: a Drafter such as Lookahead(15, 5, 15), or what as_drafter takes; None for that of load. "
-        "State that calls share is a field: Lookahead(pool=...), for one prompt at a time, or Adaptive(state=...).",
+    drafter: Any = hidden(None, "How to draft; None for the drafter of load.")
+    temperature: float = option(
+        0.0,
+        "0 is greedy; above 0 samples.",
+        NOT_NEGATIVE,
+        warper=("TemperatureLogitsWarper", 1.0),
+        common=True,
     )
-    temperature: float = sampling(
-        0.0, "0 is greedy; above 0 samples.", NOT_NEGATIVE, warper=("TemperatureLogitsWarper", 1.0)
-    )
-    top_k: int | None = sampling(
+    top_k: int | None = option(
         None, "Draw from the k most likely tokens.", COUNT, warper=("TopKLogitsWarper", 0)
     )
-    top_p: float | None = sampling(
+    top_p: float | None = option(
         None,
         "Draw from the most likely tokens that together have probability p.",
         SHARE,
         warper=("TopPLogitsWarper", 1.0),
     )
-    min_p: float | None = sampling(
+    min_p: float | None = option(
         None,
         "Draw from tokens with at least p times the probability of the most likely one.",
         SHARE,
         warper=("MinPLogitsWarper", 0.0),
     )
-    typical_p: float | None = sampling(
+    typical_p: float | None = option(
         None,
         "Draw from locally typical tokens that together have probability p (Meister et al., 2023).",
         SHARE,
         warper=("TypicalLogitsWarper", 1.0),
     )
-    repetition_penalty: float | None = sampling(
-        None, "Above 1 discourages tokens of the prompt and the text; 1 is neutral.", POSITIVE
+    repetition_penalty: float | None = option(
+        None, "Above 1 discourages tokens of the prompt and of the completion; 1 is neutral.", POSITIVE
     )
-    no_repeat_ngram_size: int | None = sampling(None, "Repeat no n-gram of this size.", COUNT)
-    seed: int | None = sampling(
+    no_repeat_ngram_size: int | None = option(None, "Repeat no n-gram of this size.", COUNT)
+    seed: int | None = option(
         None,
         "Seed of the random numbers; by default torch's generator chooses it. Prompt i has seed + i.",
         WHOLE,
+        common=True,
     )
     bad_words: Sequence[str | Sequence[int]] | None = hidden(
         None, "Texts, or lists of token ids, that never appear."
     )
     logits_processor: Process | Sequence[Process] | None = hidden(
-        None, "Callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.", CALLABLES
+        None, "Callables that are applied to the scores before temperature.", CALLABLES
     )
 
     def __post_init__(self) -> None:
-        OptionSet.__post_init__(self)
+        super().__post_init__()
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise SettingsError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
@@ -289,46 +414,84 @@ class Options(OptionSet):
         return _listed(self.logits_processor)
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchOptions(Options):
     """Options of a list of prompts: those of each generation, and the size of batches."""
 
-    batch_size: int | None = option(
-        None,
-        "Number of prompts that share forward passes; None is all for generate and 1 for run.",
-        COUNT,
+    batch_size: int | None = hidden(
+        None, "Number of prompts that share forward passes; None is all for generate and 1 for run.", COUNT
     )
     seeds: Sequence[int] | None = hidden(None, "A seed for each prompt, instead of seed + i.")
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOptions(OptionSet):
-    """How to draft, on a command line: the name of a drafter, and single settings of it."""
+class Keywords(TypedDict, total=False):
+    """The keywords of ``LLM.stream``, for type checkers: the fields of ``Options``."""
 
-    PANEL = "Drafting"
+    max_new_tokens: int
+    stop: str | Sequence[str] | None
+    ignore_eos: bool
+    min_new_tokens: int | None
+    drafter: Any
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    seed: int | None
+    bad_words: Sequence[str | Sequence[int]] | None
+    logits_processor: Process | Sequence[Process] | None
+
+
+class BatchKeywords(Keywords, total=False):
+    """The keywords of ``LLM.generate`` and ``LLM.run``, for type checkers: the fields of ``BatchOptions``."""
+
+    batch_size: int | None
+    seeds: Sequence[int] | None
+
+
+# ------------------------------------------------------------------------------- drafting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions(OptionSet):
+    """The name of a drafter, and the pool of lookahead: what commands and the server have in common."""
+
+    GROUP: ClassVar[str] = "Drafting"
 
     drafter: str | None = option(
         None,
-        f"How to draft: {', '.join(DRAFTERS)}, or W,N,G as in 15,5,15; settings may follow, as in "
-        "lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings of it are given.",
+        f"How to draft: {', '.join(DRAFTERS)}, or W,N,G (columns, n-gram size, candidates) as in 15,5,15; "
+        "settings may follow, as in lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings of "
+        "it are given.",
         metavar="NAME",
+        common=True,
     )
+    pool_from_prompt: bool | None = option(None, "Whether n-grams of the prompt fill the pool (lookahead).")
+    pool_from_output: bool | None = option(
+        None, "Whether n-grams of the completion itself fill the pool (lookahead)."
+    )
+    max_pool_keys: int | None = option(
+        None, "Largest number of keys in the pool; the oldest is dropped first (lookahead)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(DrafterOptions):
+    """How to draft, on a command line and in requests: the name of a drafter, and single settings of it."""
+
     window_size: int | None = option(None, "W: columns of the window, or tokens of a block (jacobi).")
     ngram_size: int | None = option(None, "N: tokens of an n-gram.")
     guess_set_size: int | None = option(None, "G: candidates per step.")
-    no_pool_from_prompt: bool = option(False, "Put no n-grams of the prompt into the pool.")
-    no_pool_from_output: bool = option(False, "Put no n-grams of the text itself into the pool.")
-    max_pool_keys: int | None = option(
-        None, "Largest number of keys in the pool; the oldest is dropped first."
-    )
     max_jacobi_iterations: int | None = option(
         None, "Steps without an accepted token after which a window or a block starts again."
     )
     max_rows: int | None = option(None, "Largest number of rows of a step (adaptive).")
     sources: str | None = option(
-        None, "Sources of candidates (adaptive): suffix, logits, jacobi, corpus.", metavar="LIST"
+        None,
+        "Sources of candidates (adaptive): suffix, logits, base, jacobi, corpus.",
+        metavar="LIST",
     )
     rows: int | None = option(None, "A fixed number of rows of every step, whatever they cost (adaptive).")
     warm: Path | None = option(
@@ -346,17 +509,9 @@ class DraftOptions(OptionSet):
         """
         given = self.keywords()
         warm = given.pop("warm", None)
-        for flag in ("pool_from_prompt", "pool_from_output"):
-            if given.pop(f"no_{flag}", False):
-                given[flag] = False
         drafter = as_drafter(given) if given else None
         if warm is not None and not (drafter is None or drafter.name == "adaptive"):
             raise SettingsError(
                 f"--warm keeps what adaptive learns and has no effect with {drafter}; leave it out"
             )
         return drafter
-
-
-def flag_of(name: str) -> str:
-    """The flag of an option on the command line."""
-    return f"--{name.replace('_', '-')}"

@@ -17,14 +17,15 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..core import LookaheadError, SettingsError
 from . import bench
-from .adapter import Command, ranks, without_types
 from .chat import chat
+from .command import Command, without_types
 from .console import Interrupted, is_follower, note, problem
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .learn import learn
-from .serve import RAW, serve
+from .serve import serve
+from .shared import ranks
 from .show import show
 from .tune import tune
 from .verify_exact import verify
@@ -116,9 +117,8 @@ def _root(
         )
 
 
-for command in (generate, show, chat, demo, verify, doctor, tune, learn):
+for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn):
     app.command(cls=Command)(command)
-app.command(cls=Command, context_settings=RAW)(serve)
 app.add_typer(
     bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"
 )

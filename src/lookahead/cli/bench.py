@@ -16,9 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from ..core import SettingsError
-from ..options import DRAFTERS, MACHINE, OF_LLAMA_CPP, LoadOptions, Options
-from .adapter import Command, numbers, quiet, with_options
+from ..options import DRAFTERS, OF_LLAMA_CPP, LoadOptions, MachineOptions, Options
+from .adapter import with_options
+from .command import Command
 from .console import note, progress_bar
+from .shared import numbers, quiet
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest
@@ -49,7 +51,7 @@ Steps = Annotated[
         "--path",
         help="The path that evaluates steps.",
         metavar="auto|cpu|transformers",
-        rich_help_panel=MACHINE,
+        rich_help_panel=MachineOptions.GROUP,
     ),
 ]
 MORE = (
@@ -152,7 +154,7 @@ def step_cost(
             help="auto, float32, bfloat16 or float16, separated by commas; auto measures a quantized GGUF file as it "
             "packs its weights, and other models in their own dtype.",
             metavar="LIST",
-            rich_help_panel=MACHINE,
+            rich_help_panel=MachineOptions.GROUP,
         ),
     ] = "auto",
     contexts: Annotated[

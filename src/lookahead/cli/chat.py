@@ -13,8 +13,9 @@ from .. import Adaptive
 from ..core import LookaheadError
 from ..engine.prompts import chat_prompt, has_chat_template
 from ..options import DraftOptions, LoadOptions, Options
-from .adapter import load_model, warm_pool, with_options
+from .adapter import with_options
 from .console import note, problem, summary
+from .shared import load_model, warm_pool
 
 if TYPE_CHECKING:
     from ..core import Result

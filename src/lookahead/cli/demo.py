@@ -20,9 +20,10 @@ from .. import Plain
 from ..core import SettingsError
 from ..engine.prompts import chat_prompt
 from ..options import LoadOptions
-from .adapter import load_model, read_text, with_options
+from .adapter import with_options
 from .console import diverged, note
 from .generate import print_text
+from .shared import load_model, read_text
 
 if TYPE_CHECKING:
     from ..core import Result

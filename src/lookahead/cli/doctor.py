@@ -20,7 +20,8 @@ from .. import __version__
 from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
-from .adapter import Json, load_model, with_options
+from .adapter import with_options
+from .shared import Json, load_model
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -15,11 +15,12 @@ import typer
 
 from .. import Adaptive, Plain
 from ..core import LookaheadError, SettingsError
-from ..fields import OptionSet
-from ..options import DraftOptions, LoadOptions, Options, flag_of
+from ..options import DraftOptions, LoadOptions, Options, OptionSet, flag_of
 from ..records import RecordWriter, drop_torn_line, read_records
-from .adapter import Task, dismiss, load_model, read_bytes, read_text, warm_pool, with_options
+from .adapter import with_options
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
+from .shared import dismiss, load_model, read_bytes, read_text, warm_pool
+from .task import Task
 
 if TYPE_CHECKING:
     from ..core import Result

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
-from .adapter import Json, load_model, with_options
+from .adapter import with_options
 from .console import Interrupted, note, stderr
+from .shared import Json, load_model
 
 #: Minutes if neither minutes nor tokens are given.
 MINUTES = 10.0

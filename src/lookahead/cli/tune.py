@@ -11,8 +11,9 @@ from rich.table import Table
 
 from ..core import SettingsError
 from ..options import LoadOptions
-from .adapter import Json, load_model, numbers, with_options
+from .adapter import with_options
 from .console import note
+from .shared import Json, load_model, numbers
 
 
 @with_options()

@@ -14,8 +14,9 @@ from rich.text import Text
 from .. import Adaptive, Plain
 from ..core import SettingsError
 from ..options import DraftOptions, LoadOptions, Options, flag_of
-from .adapter import Json, load_model, with_options
+from .adapter import with_options
 from .console import diverged, note
+from .shared import Json, load_model
 
 if TYPE_CHECKING:
     from ..llm import LLM

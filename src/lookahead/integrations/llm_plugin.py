@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import llm
@@ -17,8 +16,7 @@ from pydantic import Field, create_model
 
 from ..core import SettingsError
 from ..engine.prompts import chat_prompt
-from ..fields import offered_types
-from ..options import DraftOptions, LoadOptions, Options
+from ..options import DraftOptions, LoadOptions, Options, offered
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -40,19 +38,15 @@ LONGEST = 512
 def _options() -> Any:
     """The library's options as a class of options for llm."""
     model_fields: dict[str, Any] = {}
-    for options, only in ((Options, ()), (DraftOptions, ("drafter",)), (LoadOptions, LOADING)):
-        types = offered_types(options)
-        for field in fields(options):
-            if field.name not in types or (only and field.name not in only):
-                continue
-            kind = types[field.name]
-            if kind == list[str]:
-                kind = str | kind  # llm's -o passes one string
-            default = LONGEST if field.name == "max_new_tokens" else field.default
-            model_fields[RENAMED.get(field.name, field.name)] = (
-                kind if default is not None else kind | None,
-                Field(default, description=field.metadata["help"]),
-            )
+    declared = offered(Options) | offered(DraftOptions, ("drafter",)) | offered(LoadOptions, LOADING)
+    for name, (kind, field) in declared.items():
+        if kind == list[str]:
+            kind = str | kind  # llm's -o passes one string
+        default = LONGEST if name == "max_new_tokens" else field.default
+        model_fields[RENAMED.get(name, name)] = (
+            kind if default is not None else kind | None,
+            Field(default, description=field.metadata["help"]),
+        )
     return create_model("Options", __base__=llm.Options, **model_fields)
 
 
@@ -97,11 +91,11 @@ class LookaheadModel(llm.Model):
 
     def _load(self, how: dict[str, Any]) -> LLM:
         if self._loaded is None or self._loaded[0] != how:
-            from ..cli.adapter import load_model
+            from ..cli.shared import load_model
 
             self._loaded = None  # two models may not fit
             path = self.model_id.partition("/")[2] or None
-            self._loaded = how, load_model(LoadOptions(path, prefix_cache=1, **how))
+            self._loaded = how, load_model(LoadOptions(path_or_id=path, prefix_cache=1, **how))
         return self._loaded[1]
 
 

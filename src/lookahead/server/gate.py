@@ -41,7 +41,7 @@ class Gate:
         self._app, self._settings, self._metrics, self._ready = app, settings, metrics, ready
         self._routes = routes
         key = settings.api_key
-        self._key = b"Bearer " + key.get_secret_value().encode() if key is not None else None
+        self._key = b"Bearer " + key.encode() if key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

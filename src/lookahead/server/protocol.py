@@ -8,9 +8,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from ..drafters import known_names
+from ..options import DraftOptions, offered
 
 Text = Annotated[str, Field(max_length=1 << 22)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -69,23 +69,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class LookaheadFields(Strict):
-    """How to draft for this request. The text does not depend on it."""
+#: The settings of ``DraftOptions`` that a request may give.
+DRAFTING = (
+    *("drafter", "window_size", "ngram_size", "guess_set_size", "pool_from_prompt", "pool_from_output"),
+    *("max_pool_keys", "max_jacobi_iterations"),
+)
+_declared: dict[str, Any] = {
+    name: (kind | None, Field(None, description=field.metadata["help"]))
+    for name, (kind, field) in offered(DraftOptions, DRAFTING).items()
+}
 
-    drafter: str | None = Field(
-        None,
-        description=f"One of {', '.join(known_names())}, or W,N,G (columns, n-gram size, candidates); settings may "
-        "follow, as in 15,5,15:seed=1.",
-    )
-    window_size: int | None = Field(None, description="W: columns of the window.")
-    ngram_size: int | None = Field(None, description="N: tokens of an n-gram.")
-    guess_set_size: int | None = Field(None, description="G: candidates per step.")
-    pool_from_prompt: bool | None = Field(None, description="Whether the prompt fills the n-gram pool.")
-    pool_from_output: bool | None = Field(None, description="Whether the text itself fills the n-gram pool.")
-    max_pool_keys: int | None = Field(None, description="Largest number of keys in the n-gram pool.")
-    max_jacobi_iterations: int | None = Field(
-        None, description="Steps without an accepted token after which a window or a block starts again."
-    )
+
+class LookaheadFields(create_model("DraftFields", __base__=Strict, **_declared)):  # type: ignore[misc]
+    """How to draft for this request. The completion does not depend on it."""
+
     stats: bool = Field(False, description="Add statistics of drafting to each choice of the answer.")
     trace: bool = Field(
         False, description="Add the token tree of each step to the chunks of a stream; needs stream."

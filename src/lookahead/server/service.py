@@ -8,26 +8,11 @@ from time import monotonic
 
 from ..llm import LLM
 from ..loading import load_with
-from ..options import OF_LLAMA_CPP, LoadOptions
 from .api_errors import Refused
 from .engine_thread import Loop
 from .metrics import Metrics
 from .prepare import Preparer
 from .settings import Settings
-
-
-def load_model(settings: Settings) -> LLM:
-    """The model that the settings name."""
-    return load_with(
-        LoadOptions(
-            settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=settings.threads,
-            drafter=settings.drafting(),
-            **{name: getattr(settings, name) for name in ("engine", *OF_LLAMA_CPP)},
-        )
-    )
 
 
 class Server:
@@ -49,7 +34,7 @@ class Server:
     def __init__(self, settings: Settings, load: Callable[[], LLM] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self._load = load if load is not None else lambda: load_model(settings)
+        self._load = load if load is not None else lambda: load_with(settings.loading())
         self.preparer: Preparer | None = None
         self.name = settings.served_model_name or ""
         self.failed: Callable[[], None] = lambda: None

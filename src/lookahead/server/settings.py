@@ -2,99 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-from pydantic_settings.sources import YamlConfigSettingsSource
+from typing import Any, ClassVar, Self
 
 from ..core import Drafter, SettingsError
-from ..drafters import Adaptive, as_drafter, known_names
+from ..core.errors import nearest
+from ..drafters import Adaptive, as_drafter
+from ..options import (
+    COUNT,
+    KEPT,
+    YES_OR_NO,
+    DrafterOptions,
+    LoadOptions,
+    MachineOptions,
+    at_least,
+    offered,
+    option,
+)
 
 
-class Settings(BaseSettings):
+def _seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
+
+
+POSITIVE_SECONDS = ("a number above 0", lambda given: _seconds(given) and given > 0)
+SECONDS = ("a number of at least 0", _seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(MachineOptions, DrafterOptions):
     """The settings of ``lookahead serve``; each is an option, a key of the YAML file and an environment variable."""
 
-    model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid", validate_default=True)
+    GROUP: ClassVar[str] = "Options"
 
-    model: str | None = Field(
-        None, description="A directory or a hub id; the default is SmolLM2-135M-Instruct."
-    )
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
-    api_key: SecretStr | None = Field(
-        None, description="API key that every request must have; by default none is required."
-    )
-    served_model_name: str | None = Field(
-        None, description="The model's name in the API; the default is MODEL."
-    )
-    max_model_len: int | None = Field(
+    model: str | None = option(
         None,
-        ge=2,
-        description="Tokens of the longest text, prompt included; the default is the model's context, up to 4096.",
+        "A directory, a .gguf file or a hub id; the default is SmolLM2-135M-Instruct.",
+        metavar="MODEL",
+        keyword=False,
+        common=True,
     )
-    max_concurrent: int = Field(
-        64, ge=1, le=4096, description="Largest number of texts that are decoded together."
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", common=True)
+    port: int = option(8000, "Port to listen on; 0 for a free one.", at_least(0, 65535), common=True)
+    api_key: str | None = option(
+        None, "API key that every request must have; by default none is required.", secret=True, common=True
     )
-    max_queue: int = Field(
-        256, ge=0, description="Largest number of texts that wait; further requests get status 429."
-    )
-    dtype: str = Field("auto", description="auto (the checkpoint's), float32, bfloat16 or float16.")
-    device: str | None = Field(None, description="cpu, cuda, ...; the default is a GPU if there is one.")
-    threads: int | None = Field(None, ge=1, description="Threads of torch on the CPU.")
-    engine: str | None = Field(
+    served_model_name: str | None = option(None, "The model's name in the API; the default is MODEL.")
+    max_model_len: int | None = option(
         None,
-        description="llama.cpp evaluates a GGUF file, by the package llama-cpp-python; by default this library does.",
+        "Tokens of the longest sequence, prompt included; the default is the model's context, up to 4096.",
+        at_least(2),
+        common=True,
     )
-    n_gpu_layers: int | None = Field(None, description="llama.cpp: layers on the GPU; by default all.")
-    flash_attn: str | None = Field(None, description="llama.cpp: flash attention, auto, on or off.")
-    cache_type_k: str | None = Field(None, description="llama.cpp: type of cached keys; the default is f16.")
-    cache_type_v: str | None = Field(
-        None, description="llama.cpp: type of cached values; the default is f16."
+    max_concurrent: int = option(
+        64, "Largest number of sequences that are decoded together.", at_least(1, 4096), common=True
     )
-    ctx_size: int | None = Field(
-        None, description="llama.cpp: initial capacity for all texts together, in tokens."
+    max_queue: int = option(
+        256, "Largest queue length; further requests are rejected with status 429.", KEPT, common=True
     )
-    drafter: str | None = Field(
-        None,
-        description=f"The drafter of requests that name none: {', '.join(known_names())}, or W,N,G (columns, "
-        "n-gram size, candidates); "
-        "settings may follow, as in 15,5,15:pool_from_prompt=false.",
+    max_rows: int = option(
+        256, "Largest number of rows of a step that a request may ask for by W,N,G.", at_least(1, 4096)
     )
-    pool_from_prompt: bool | None = Field(None, description="Whether prompts fill the pool of lookahead.")
-    pool_from_output: bool | None = Field(None, description="Whether the text itself fills the pool.")
-    max_pool_keys: int | None = Field(None, ge=1, description="Largest number of keys in the pool.")
-    max_rows: int = Field(
+    row_budget: int = option(
+        64, "Rows of all trees in one pass; with more sequences, each drafts fewer rows.", COUNT
+    )
+    prompt_rows: int = option(
         256,
-        ge=1,
-        le=4096,
-        description="Largest number of rows of a step that a request may ask for by W,N,G.",
+        "Rows of prompts in one pass; longer prompts are evaluated in chunks, alternately with steps.",
+        COUNT,
     )
-    row_budget: int = Field(
-        64, ge=1, description="Rows of all trees in one pass; with more texts, each drafts fewer rows."
-    )
-    prompt_rows: int = Field(
-        256,
-        ge=1,
-        description="Rows of prompts in one pass; longer prompts are evaluated in chunks, in turn with steps.",
-    )
-    prefix_cache: int = Field(
+    prefix_cache: int = option(
         8,
-        ge=0,
-        le=1024,
-        description="Number of finished texts whose keys and values are kept for prompts with the same beginning.",
+        "Number of finished sequences whose keys and values are kept for prompts with the same beginning.",
+        at_least(0, 1024),
     )
-    max_body_bytes: int = Field(4 << 20, ge=1024, description="Bytes of the largest request body.")
-    max_choices: int = Field(16, ge=1, description="Largest number of texts of a request: prompts times n.")
-    request_timeout: float = Field(600.0, gt=0, description="Seconds until a request is ended.")
-    shutdown_timeout: float = Field(
-        20.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
+    max_body_bytes: int = option(4 << 20, "Bytes of the largest request body.", at_least(1024))
+    max_choices: int = option(16, "Largest number of completions of a request: prompts times n.", COUNT)
+    request_timeout: float = option(600.0, "Seconds until a request is ended.", POSITIVE_SECONDS)
+    shutdown_timeout: float = option(
+        20.0, "Seconds that running requests have to finish after SIGTERM.", SECONDS
     )
-    cors_origins: list[str] = Field(
-        [], description="Origins whose pages may call the server; none by default."
+    cors_origins: Sequence[str] | None = option(
+        None, "Origins whose pages may call the server; none by default.", kind=list[str]
     )
-    log_text: bool = Field(False, description="Also log prompts and texts.")
+    log_text: bool = option(False, "Also log prompts and completions.", YES_OR_NO)
 
     @classmethod
     def read(cls, given: dict[str, Any] | None = None, config: Path | None = None) -> Self:
@@ -103,34 +97,58 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: an unknown key, a value that is not allowed, or no such file.
         """
+        # From the extra [serve], which the help of the command does not need.
+        from pydantic import Field, ValidationError, create_model
+        from pydantic_settings import BaseSettings, SettingsConfigDict
+        from pydantic_settings.sources import YamlConfigSettingsSource
+
         if config is not None and not config.is_file():
             raise SettingsError(f"--config must be a YAML file that exists, got {config}")
 
-        class Sources(cls):  # type: ignore[valid-type,misc]
+        class Sources(BaseSettings):
+            model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid")
+
             @classmethod
             def settings_customise_sources(
-                cls, settings_cls: type[BaseSettings], *, init_settings: Any, env_settings: Any, **rest: Any
-            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                cls,
+                settings_cls: type[BaseSettings],
+                init_settings: Any,
+                env_settings: Any,
+                dotenv_settings: Any,
+                file_secret_settings: Any,
+            ) -> tuple[Any, ...]:
                 file = [YamlConfigSettingsSource(settings_cls, config)] if config is not None else []
                 return init_settings, env_settings, *file
 
+        declared: dict[str, Any] = {
+            name: (kind if field.default is not None else kind | None, Field(field.default))
+            for name, (kind, field) in offered(cls).items()
+        }
         try:
-            settings = cls(**dict(Sources(**given or {})))
+            values = create_model("Declared", __base__=Sources, **declared)(**given or {})
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             if first["type"] == "extra_forbidden":
-                known = ", ".join(cls.model_fields)
-                raise SettingsError(f"unknown setting {name!r}; known are {known}") from None
+                known = ", ".join(declared)
+                raise SettingsError(
+                    f"unknown setting {name!r}{nearest(name, declared)}; known are {known}"
+                ) from None
             shown = "" if name == "api_key" else f" (got {first['input']!r:.60})"
             raise SettingsError(f"{name}: {first['msg']}{shown}") from None
         except Exception as error:  # PyYAML's own, and a file that is no mapping
             raise SettingsError(f"--config must be a YAML file of settings; {config}: {error}") from None
-        settings.drafting()
+        settings = cls(**values.model_dump(exclude_unset=True))
+        settings.loading()
         return settings
 
     def drafting(self) -> Drafter:
         """The drafter of requests that name none."""
-        names = ("drafter", "pool_from_prompt", "pool_from_output", "max_pool_keys")
+        names = [field.name for field in fields(DrafterOptions)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return as_drafter(given) if given else Adaptive()
+
+    def loading(self) -> LoadOptions:
+        """How the model is loaded."""
+        machine = {field.name: getattr(self, field.name) for field in fields(MachineOptions)}
+        return LoadOptions(path_or_id=self.model, drafter=self.drafting(), **machine)

@@ -6,7 +6,6 @@ import ctypes
 import re
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...core import LookaheadError, OutOfMemory, SettingsError
+from ...options import MachineOptions
 
 PACKAGE = "llama-cpp-python"
 #: Supported versions: from the first up to, but not including, the second.
@@ -41,22 +41,12 @@ CACHE_TYPES = {
     "q5_0": 6,
     "q5_1": 7,
 }
+#: The type of cached keys and values, and the tokens that a context has room for, without an option.
+KV_TYPE, CELLS = "f16", 1024
 #: Return values of ``llama_decode``: no free cells, and no memory.
 NO_ROOM, NO_MEMORY = 1, -2
 #: The level of errors in llama.cpp's log.
 ERROR = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How llama.cpp loads and evaluates a model; the names are those of its command line."""
-
-    threads: int | None = None
-    n_gpu_layers: int | None = None
-    flash_attn: str = "auto"
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    ctx_size: int = 1024
 
 
 class EngineFailed(LookaheadError):
@@ -113,7 +103,7 @@ class Weights:
 
     Args:
         file: a GGUF file.
-        settings: how it is loaded.
+        options: how it is loaded; the names are those of llama.cpp's command line.
 
     Attributes:
         trees: whether a sequence can be truncated, which rejected rows require. A recurrent state cannot.
@@ -122,16 +112,16 @@ class Weights:
         SettingsError: llama.cpp cannot load it, or it does not decode text.
     """
 
-    def __init__(self, file: Path, settings: Settings) -> None:
+    def __init__(self, file: Path, options: MachineOptions) -> None:
         lib = self.library = library()
         parameters = lib.llama_model_default_params()
-        if settings.n_gpu_layers is not None:
-            if settings.n_gpu_layers and not lib.llama_supports_gpu_offload():
+        if options.n_gpu_layers is not None:
+            if options.n_gpu_layers and not lib.llama_supports_gpu_offload():
                 raise SettingsError(
-                    f"n_gpu_layers must be 0 where llama.cpp is built without a GPU, got {settings.n_gpu_layers}; "
+                    f"n_gpu_layers must be 0 where llama.cpp is built without a GPU, got {options.n_gpu_layers}; "
                     f"build {PACKAGE} for the GPU (its README says how)"
                 )
-            parameters.n_gpu_layers = settings.n_gpu_layers
+            parameters.n_gpu_layers = options.n_gpu_layers
         _errors.clear()
         self.pointer = lib.llama_model_load_from_file(str(file).encode(), parameters)
         if not self.pointer:
@@ -141,7 +131,8 @@ class Weights:
             raise SettingsError(
                 f"lookahead decoding needs a decoder-only language model, and {file.name} is not"
             )
-        self.file, self.settings = file, settings
+        self.file = file
+        self.options = options
         self.vocabulary = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.pointer)))
         self.positions = int(lib.llama_model_n_ctx_train(self.pointer))
         self.window = int(lib.llama_model_n_swa(self.pointer))
@@ -152,7 +143,7 @@ class Weights:
     @property
     def device(self) -> str:
         """The device that evaluates the model: "GPU" or "CPU"."""
-        on_gpu = self.library.llama_supports_gpu_offload() and self.settings.n_gpu_layers != 0
+        on_gpu = self.library.llama_supports_gpu_offload() and self.options.n_gpu_layers != 0
         return "GPU" if on_gpu else "CPU"
 
 
@@ -170,11 +161,11 @@ class Context:
 
     Raises:
         OutOfMemory: the cells do not fit in memory.
-        SettingsError: llama.cpp refuses the settings.
+        SettingsError: llama.cpp refuses the options.
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:
-        lib, settings = weights.library, weights.settings
+        lib, options = weights.library, weights.options
         parameters = lib.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
         parameters.n_seq_max = weights.sequences
@@ -182,10 +173,10 @@ class Context:
         # Otherwise llama.cpp drops rows that have left the window, but a truncation may need them again.
         parameters.swa_full = True
         parameters.no_perf = True
-        parameters.n_threads = parameters.n_threads_batch = settings.threads or cpu_count() or 1
-        parameters.flash_attn_type = FLASH_ATTENTION[settings.flash_attn]
-        parameters.type_k = CACHE_TYPES[settings.cache_type_k]
-        parameters.type_v = CACHE_TYPES[settings.cache_type_v]
+        parameters.n_threads = parameters.n_threads_batch = options.threads or cpu_count() or 1
+        parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attn or "auto"]
+        parameters.type_k = CACHE_TYPES[options.cache_type_k or KV_TYPE]
+        parameters.type_v = CACHE_TYPES[options.cache_type_v or KV_TYPE]
         _errors.clear()
         self.pointer = lib.llama_init_from_model(weights.pointer, parameters)
         if not self.pointer:

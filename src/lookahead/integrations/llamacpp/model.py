@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from ...core import Target
 from ...models.gguf import GGUFFile
+from ...options import MachineOptions
 from ...targets.fingerprint import remember
 from ...targets.limits import NO_LIMIT, Limits, Probe
 from ...targets.own_model import OwnConfig, OwnModel, generation_config_of, weights_of
 from ...threads import thread_count
 from .contexts import Contexts
-from .library import Settings, Weights
+from .library import CELLS, KV_TYPE, Weights
 from .llamacpp_target import LlamaCppTarget
 
 
@@ -20,7 +21,7 @@ class LlamaCppModel(OwnModel):
 
     Args:
         file: a GGUF file.
-        settings: how llama.cpp loads it.
+        options: how llama.cpp loads it.
 
     Raises:
         SettingsError: llama.cpp is missing or cannot load the file.
@@ -30,11 +31,12 @@ class LlamaCppModel(OwnModel):
     bit_equal = False
     instead = "leave it out, or leave out engine"
 
-    def __init__(self, file: GGUFFile, settings: Settings) -> None:
-        settings = replace(settings, threads=settings.threads or thread_count())
-        self.loaded = Weights(file.path, settings)
+    def __init__(self, file: GGUFFile, options: MachineOptions) -> None:
+        options = replace(options, threads=options.threads or thread_count())
+        keys, values = options.cache_type_k or KV_TYPE, options.cache_type_v or KV_TYPE
+        self.loaded = Weights(file.path, options)
         self.weights, self.parameter_count = weights_of(file)
-        self._float32 = self.weights == "F32" and settings.cache_type_k == settings.cache_type_v == "f32"
+        self._float32 = self.weights == "F32" and keys == values == "f32"
         metadata, loaded = file.metadata, self.loaded
         architecture = metadata["general.architecture"]
         self.config = OwnConfig(
@@ -43,8 +45,8 @@ class LlamaCppModel(OwnModel):
             max_position_embeddings=loaded.positions,
             hidden_size=metadata.get(f"{architecture}.embedding_length", 0),
             num_hidden_layers=metadata.get(f"{architecture}.block_count", 0),
-            n_gpu_layers=-1 if settings.n_gpu_layers is None else settings.n_gpu_layers,
-            threads=settings.threads,
+            n_gpu_layers=-1 if options.n_gpu_layers is None else options.n_gpu_layers,
+            threads=options.threads,
             is_encoder_decoder=False,
             _attn_implementation="llama.cpp",
         )
@@ -53,11 +55,12 @@ class LlamaCppModel(OwnModel):
         # llama.cpp chooses one of two frequency tables by the size of the context, and a text must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
-        cells = max(settings.ctx_size, original + 256) if long else settings.ctx_size
+        asked = options.ctx_size or CELLS
+        cells = max(asked, original + 256) if long else asked
         self.contexts = Contexts(loaded, cells)
         self.description = (
             f"{architecture}, {self.weights} weights, llama.cpp on {loaded.device}, "
-            f"{settings.cache_type_k} keys and {settings.cache_type_v} values"
+            f"{keys} keys and {values} values"
         )
 
     def probe(self) -> Probe:
@@ -76,5 +79,5 @@ class LlamaCppModel(OwnModel):
         return Probe("plain", reason, found, None, half)
 
     def make_target(self, capacity: int) -> Target:
-        """A ``LlamaCppTarget``; the settings of the model say its capacity."""
+        """A ``LlamaCppTarget``; the options of the model say its capacity."""
         return LlamaCppTarget(self.contexts, self.probe().reason)

@@ -1,0 +1,119 @@
+"""What several commands need: a model, the state of adaptive, input files, lists of numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import Adaptive
+from ..core import Drafter, SettingsError
+from ..options import LoadOptions
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
+    """``lookahead.load`` without the progress bars and log lines of transformers."""
+    if load.parallel_timeout is not None and ranks() == 1:
+        raise SettingsError(
+            "--parallel-timeout is for processes that torchrun starts; leave it out without it"
+        )
+    from ..loading import load_with
+
+    quiet()
+    return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
+
+
+def quiet() -> None:
+    """Turn off progress bars and log lines of transformers without importing it, which takes a second."""
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
+    """Options with which adaptive continues from a file. What it learns is written back, even after an error."""
+    if file is None:
+        yield {}
+        return
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
+    state = llm.warm_state(file)
+    try:
+        adaptive = llm.drafter if isinstance(llm.drafter, Adaptive) else Adaptive()
+        yield {"drafter": replace(adaptive, state=state)}
+    finally:
+        try:
+            state.save(file)
+        except OSError as error:
+            raise SettingsError(
+                f"--warm must be a file that can be written, got {file} ({error.strerror})"
+            ) from None
+
+
+def ranks() -> int:
+    """Number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def dismiss() -> None:
+    """End the other ranks if no model was needed."""
+    if ranks() > 1:
+        from ..loading import dismiss_ranks
+
+        dismiss_ranks()
+
+
+def read_bytes(path: Path, option: str) -> bytes:
+    """A file; "-" is stdin.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    try:
+        return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise SettingsError(
+            f"{option} must be a file that can be read, got {path} ({error.strerror})"
+        ) from None
+
+
+def read_text(path: Path, option: str) -> str:
+    """A text file in UTF-8; "-" is stdin.
+
+    Raises:
+        SettingsError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, option).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"{option} must be UTF-8 text; {path} is not (byte {error.start}); convert it first"
+        ) from None
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers separated by commas, sorted, without duplicates."""
+    try:
+        parsed = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        parsed = []
+    if not parsed or parsed[0] < 1:
+        raise SettingsError(f"{option} must be whole numbers of at least 1, as in 1,4,16; got {text!r}")
+    return parsed
