@@ -463,8 +463,8 @@ class DrafterOptions(OptionSet):
     drafter: str | None = option(
         None,
         f"How to draft: {', '.join(DRAFTERS)}, or W,N,G (columns, n-gram size, candidates) as in 15,5,15; "
-        "settings may follow, as in lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings of "
-        "it are given.",
+        "settings may follow, as in lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings "
+        "of it are given.",
         metavar="NAME",
         common=True,
     )
