@@ -145,6 +145,53 @@ def test_rows_are_assumed_nearly_free_on_a_gpu():
     assert CostCurve.typical().cost(64) > 4
 
 
+@pytest.mark.parametrize(("device", "cost"), [("cuda:0", 1.2), ("cpu", 2.26)])
+def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, device, cost):
+    target = FakeTarget(500, max_positions=64)  # too short for a measurement
+    curve = measure._load_or_measure(target, "a", pytest.fail, device.startswith("cuda"))
+    assert curve.cost(64) == pytest.approx(cost)
+
+
+class CapturedTarget(FakeTarget):
+    """Its steps cost what a GPU's do: a clock that the test reads advances by c(k)."""
+
+    path = "cuda-graph"
+
+    def __init__(self, curve):
+        super().__init__(4000)
+        self.curve, self.now = curve, 0.0
+
+    def forward(self, trees):
+        rows = sum(len(tree) for _, tree in trees)
+        self.now += self.curve.cost(next(size for size in (1, 4, 8, 16, 32, 64, 128, 256) if size >= rows))
+        return super().forward(trees)
+
+
+def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatch):
+    """Where rows are free, a slope between few rows would be noise; so 64 rows are measured even if time is short."""
+    target = CapturedTarget(CostCurve({0: {1: 1.0, 64: 1.2, 128: 1.9}}))
+    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    hurried = measure.measure(target, patience=0.0)
+    assert set(hurried.seconds) == {(1, 64, 1), (1, 64, 64), (1, 64, 8)}
+    curve = measure.measure(target, patience=1e6).curve()
+    assert curve.cost(64) == pytest.approx(1.2, abs=0.01)
+    assert curve.cost(128) == pytest.approx(1.9, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("points", "budgets"),
+    [
+        ({1: 1.0, 64: 1.2}, {1: 256, 2: 256, 64: 256}),  # a GPU: 128 rows are far below two plain passes
+        ({1: 1.0, 64: 1.5, 128: 2.5}, {1: 96, 4: 96}),
+        ({1: 1.0, 8: 1.7, 16: 2.8}, {1: 10}),  # a CPU
+    ],
+)
+def test_a_pass_may_have_as_many_rows_as_two_plain_passes_cost(points, budgets):
+    curve = CostCurve({0: points})
+    for sequences, rows in budgets.items():
+        assert curve.budget(sequences) == rows
+
+
 def test_of_repeated_steps_the_faster_half_counts():
     measured = Measurement()
     measured.add((1, 64, 1), [1.0, 1.02, 9.0, 9.0])

@@ -6,6 +6,7 @@ import pytest
 
 from lookahead.core import Engine, LookaheadError, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, as_drafter
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import Message
 from lookahead.server.tools import CallReader, messages_of, with_tools
@@ -35,6 +36,30 @@ def test_texts_do_not_depend_on_pieces_and_budget(prompt_rows, row_budget, metho
         rows = [step.rows for step in steps if step.tree is not None]
         assert sum(rows) <= max(row_budget, len(rows))
     assert [sequence.tokens for sequence in made] == plain_texts(6)
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 120), (2, 240), (4, 256)])
+def test_where_rows_are_cheap_no_tree_of_the_paper_is_cut(count, most):
+    """A typed-in curve of a GPU: one sequence has all rows that (15, 5, 15) asks for, four share 256."""
+    curve = CostCurve({0: {1: 1.0, 64: 1.1, 256: 1.5}})
+    drafter = Lookahead(15, 5, 15)
+    wide, narrow = (largest_passes(count, drafter, budget) for budget in (curve.budget, 64))
+    assert max(narrow[0]) <= 64 < max(wide[0]) <= most
+    assert wide[1] == narrow[1]
+    whole, _ = largest_passes(count, drafter, 1 << 20)
+    if count == 1:
+        assert wide[0] == whole
+
+
+def largest_passes(count, drafter, row_budget):
+    """Rows of each pass over trees, and the texts."""
+    engine = Engine(lambda: FakeTarget(VOCABULARY), row_budget=row_budget)
+    made = [engine.add(Request([1 + i, 2, 3, 4, 5, 6], drafter, 60)) for i in range(count)]
+    passes = []
+    while engine.busy:
+        rows = [step.rows for step in engine.step() if step.tree is not None]
+        passes.append(sum(rows))
+    return passes, [sequence.tokens for sequence in made]
 
 
 def test_a_long_prompt_does_not_stall_the_others():

@@ -96,7 +96,8 @@ class Engine:
         max_sequences: largest number of sequences that run together; the others wait in order.
         prompt_rows: rows of prompts in one forward pass. A longer prompt is evaluated in chunks (chunked prefill);
             passes over prompts and passes over trees then alternate.
-        row_budget: rows of all trees in one forward pass; every tree has its root even if the budget is smaller.
+        row_budget: rows of all trees in one forward pass, or a function from the number of sequences to these rows;
+            every tree has its root even if the budget is smaller.
 
     Attributes:
         target: the target; None after a forward pass has failed, until the next request is admitted.
@@ -113,7 +114,7 @@ class Engine:
         admit: abc.Callable[[Request, Target], Request] = lambda request, target: request,
         max_sequences: int = UNLIMITED_SEQUENCES,
         prompt_rows: int = UNLIMITED_ROWS,
-        row_budget: int = UNLIMITED_ROWS,
+        row_budget: int | abc.Callable[[int], int] = UNLIMITED_ROWS,
     ) -> None:
         self._make_target = make_target
         self._admit_request = admit
@@ -388,8 +389,9 @@ class Engine:
         while True:
             drafted: list[tuple[Sequence, TokenTree]] = []
             with timed("draft", stats):
-                left = self.row_budget
                 running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
+                budget = self.row_budget
+                left = budget if isinstance(budget, int) else budget(len(running))
                 for index, sequence in enumerate(running):
                     # An equal share of the rows that are left, so rows that a sequence does not use go to later ones.
                     share = left // (len(running) - index)

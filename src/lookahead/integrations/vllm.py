@@ -108,8 +108,9 @@ class Proposer:
         )
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-        self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.guess()
+        device = vllm_config.device_config.device_type
+        on_cpu = device == "cpu"
+        self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.unmeasured(device == "cuda")
         self._most_requests = MOST_ON_CPU if on_cpu and drafter.rows is None else inf
         config = getattr(vllm_config.model_config, "hf_config", None)
         found = find_base_table(config) if config is not None and drafter.needs_base_table else None

@@ -37,6 +37,8 @@ CONTEXT_STEP = 256
 ROW = 0.02
 #: The same on a GPU, where a step of 64 rows is assumed to cost 1.2 plain steps.
 ROW_ON_GPU = 0.2 / 63
+#: The cost of the largest pass of a server, in plain passes of the same sequences; the most rows that it may have.
+BUDGET, MOST_ROWS = 2.0, 256
 #: The curve of 4-bit weights on two cores with AVX-512, for processes in which other work disturbs the measurement.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
 FORMAT = 1  # of the file; also incremented when a change makes compiled passes faster or slower
@@ -76,9 +78,24 @@ class CostCurve:
         return cls({0: {1: 1.0, 2: 1.0 + row}})
 
     @classmethod
+    def unmeasured(cls, on_gpu: bool) -> CostCurve:
+        """The guess for a device."""
+        return cls.guess(ROW_ON_GPU if on_gpu else ROW)
+
+    @classmethod
     def typical(cls, on_gpu: bool = False) -> CostCurve:
         """The curve of a device that could not be measured because other work was running."""
-        return cls.guess(ROW_ON_GPU) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
+        return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
+
+    def budget(self, sequences: int) -> int:
+        """The rows of all trees of a pass over this many sequences: as many as cost at most ``BUDGET`` plain passes,
+        and at most ``MOST_ROWS`` where each sequence has several.
+
+        Drafting with fixed settings, as in (15, 5, 15), does not read the curve. It hardly pays beyond this budget,
+        because its S is seldom above ``BUDGET``.
+        """
+        costs, _ = self.table(max(1, MOST_ROWS // sequences), 0, sequences)
+        return sequences * int(np.searchsorted(costs[1:], BUDGET, side="right"))
 
     def cost(self, rows: float, context: int = 0) -> float:
         """c(rows) of one sequence whose context has this many tokens."""

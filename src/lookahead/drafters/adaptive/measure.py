@@ -30,6 +30,9 @@ from .state import AdaptiveState
 
 #: Numbers of rows, the most informative first; lengths of the context; numbers of sequences of one row each.
 ROWS = (4, 8, 2, 3, 16, 6, 32, 12, 64)
+#: The same for captured passes, which are padded to these numbers. Rows cost little there, so that a slope between
+#: small numbers would be noise, and the largest number is measured first.
+CAPTURED_ROWS = (64, 8, 128, 16, 32, 4)
 CONTEXTS = (64, 512)
 SEQUENCES = (4, 16, 64)
 #: Seconds for the whole measurement. What does not fit is interpolated; two numbers of rows are always measured.
@@ -98,7 +101,7 @@ class Measurement:
 
 def measure(
     target: Target,
-    rows: Sequence[int] = ROWS,
+    rows: Sequence[int] | None = None,
     contexts: Sequence[int] = CONTEXTS,
     sequences: Sequence[int] = SEQUENCES,
     rounds: int = ROUNDS,
@@ -109,7 +112,7 @@ def measure(
 
     Args:
         target: any target; all its slots must be free, and are free afterwards.
-        rows: numbers of rows of one sequence, besides 1.
+        rows: numbers of rows of one sequence, besides 1; None for those that are informative on the target's path.
         contexts: numbers of committed tokens; those that are too long for the model are skipped.
         sequences: numbers of sequences of one row each.
         rounds: steps of each size; the mean of the faster half counts.
@@ -121,7 +124,10 @@ def measure(
     """
     result, end = Measurement(progress), perf_counter() + patience
     # The first steps of a size compile or allocate; with CUDA graphs, the second one captures.
-    discard = WARM_STEPS + (2 if target.path == "cuda-graph" else 1)
+    captured = target.path == "cuda-graph"
+    discard = WARM_STEPS + (2 if captured else 1)
+    if rows is None:
+        rows = CAPTURED_ROWS if captured else ROWS
     sizes = [number for number in rows if number > 1]
     target.prefill([(0, [0])])
     longest = target.depth_limit(0) - 2 * (rounds + discard) * (1 + len(sizes))
@@ -364,7 +370,7 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         measured = measure(target)
     except (NumericalError, SettingsError):
         # Some tokens have NaN logits, which a sequence reports when it meets them; or the model is too short.
-        return CostCurve.guess()
+        return CostCurve.unmeasured(on_gpu)
     if not measured.steady:
         return CostCurve.typical(on_gpu)
     curve = measured.curve()
