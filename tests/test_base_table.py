@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lookahead.core import Request, SettingsError
-from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
@@ -287,7 +287,7 @@ PROMPTS = [[31, 2, 5], [9], [4, 4, 4, 1]]
 
 @pytest.mark.parametrize("rows", [2, 4, 64])
 def test_texts_with_a_table_are_those_of_plain_decoding(own_table, rows):
-    target, drafter = FakeTarget(32), Adaptive(rows=rows, base_table=own_table)
+    target, drafter = FakeTarget(32), Adaptive(rows=rows, table=own_table)
     with_table = assert_same_as_autoregressive(target, PROMPTS, drafter)
     assert sum(sequence.stats.drafter["accepted_by_base"] for sequence in with_table) > 20
     without = assert_same_as_autoregressive(target, PROMPTS, Adaptive(rows=rows))
@@ -297,7 +297,7 @@ def test_texts_with_a_table_are_those_of_plain_decoding(own_table, rows):
 def test_the_comparison_finds_a_wrong_text(own_table, accept_a_wrong_node):
     other = FakeTarget(32, repetitive_text(32, seed=7))  # the table's best guess is often wrong
     with pytest.raises(AssertionError):
-        assert_same_as_autoregressive(other, PROMPTS, Adaptive(rows=64, base_table=own_table))
+        assert_same_as_autoregressive(other, PROMPTS, Adaptive(rows=64, table=own_table))
 
 
 def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
@@ -307,7 +307,7 @@ def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
 
     model = tiny_model(vocab_size=32)
     tokens = []
-    for drafter in (Plain(), Adaptive(rows=8, base_table=own_table)):
+    for drafter in (Plain(), Adaptive(rows=8, table=own_table)):
         requests = []
         for number, prompt in enumerate(PROMPTS):
             noise = SeededNoise(number, len(prompt), 32, 0.8)
@@ -323,11 +323,22 @@ def test_a_table_that_cannot_be_used_is_said_once_and_left_out(own_table, saved,
     target = FakeTarget(32)
     for file, says in ((saved, "vocabulary of 32 tokens"), (tmp_path / "none", "must be a file")):
         with pytest.warns(UserWarning, match=f"{says}.*; drafting goes on without a base table"):
-            (sequence, _) = assert_same_as_autoregressive(
-                target, PROMPTS[:2], Adaptive(rows=8, base_table=file)
-            )
+            (sequence, _) = assert_same_as_autoregressive(target, PROMPTS[:2], Adaptive(rows=8, table=file))
         assert sequence.error is None
         assert sequence.stats.drafter["accepted_by_base"] == 0
+
+
+def test_a_text_names_the_table(own_table):
+    drafter = as_drafter(f"adaptive:rows=4:table={own_table}")
+    assert drafter == Adaptive(rows=4, table=own_table) == Adaptive(rows=4, table=str(own_table))
+    assert as_drafter(str(drafter)) == drafter
+    assert as_drafter({"table": str(own_table), "rows": 4}) == drafter
+    assert not drafter.needs_base_table
+    for wrong in (3, ""):
+        with pytest.raises(SettingsError, match="table must be the path of a base table or none"):
+            Adaptive(table=wrong)
+    with pytest.raises(SettingsError, match="table needs the source base, which sources leaves out"):
+        Adaptive(table=own_table, sources=("suffix", "logits"))
 
 
 def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_a_second_run_continues_the_first(chats, tmp_path):
     assert f"kept in {file}" in out
     assert file.read_bytes() != before
     llm = lookahead.load(chats)
-    with_table = llm.generate([5, 6, 7], max_new_tokens=30, drafter=Adaptive(rows=4, base_table=file))
+    with_table = llm.generate([5, 6, 7], max_new_tokens=30, drafter=Adaptive(rows=4, table=file))
     assert with_table.tokens == llm.generate([5, 6, 7], max_new_tokens=30, drafter=Plain()).tokens
 
 
@@ -129,5 +129,38 @@ def test_a_table_of_another_vocabulary_is_said_and_left_out(chats, tmp_path):
     llm = lookahead.load(chats)
     plain = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Plain())
     with pytest.warns(UserWarning, match="drafting goes on without a base table"):
-        text = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Adaptive(rows=4, base_table=file))
+        text = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Adaptive(rows=4, table=file))
     assert text.tokens == plain.tokens
+
+
+@pytest.mark.filterwarnings("always:.*base table:UserWarning")
+def test_a_command_reads_the_table_of_a_file(tmp_path):
+    file, damaged = tmp_path / "table", tmp_path / "damaged"
+    assert call("learn", "tiny", "--tokens", 3000, "--output", file)[0] == 0
+    damaged.write_bytes(file.read_bytes()[:-1])
+    words = (
+        "generate",
+        "tiny",
+        "--prompt",
+        "def is_prime(n):\n",
+        "--rows",
+        4,
+        "--max-new-tokens",
+        40,
+        "--json",
+    )
+    found = {}
+    for name, more in {
+        "without": (),
+        "given": ("--table", file),
+        "as text": ("--drafter", f"adaptive:table={file}"),
+        "damaged": ("--table", damaged),
+    }.items():
+        code, out, err = call(*words, *more)
+        assert code == 0, err
+        found[name] = json.loads(out), err
+    assert len({answer["text"] for answer, _ in found.values()}) == 1
+    steps = {name: answer["stats"]["steps"] for name, (answer, _) in found.items()}
+    assert steps["given"] == steps["as text"] < steps["damaged"] == steps["without"]
+    assert found["damaged"][1].count("is no base table that can be used") == 1
+    refused("jacobi has no setting .table.", *words[:4], "--drafter", "jacobi", "--table", file)

@@ -380,6 +380,8 @@ def test_tools_that_must_be_called(client):
         ({"lookahead": {"drafter": "magic"}}, "lookahead: drafter must be one of"),
         ({"lookahead": {"drafter": "prompt-lookup", "window_size": 3}}, "has no setting 'window_size'"),
         ({"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}}, "rows"),
+        ({"lookahead": {"drafter": "adaptive:table=/etc/passwd"}}, "lookahead: table names a file"),
+        ({"lookahead": {"drafter": "adaptive:head=/etc/passwd"}}, "lookahead: head names a file"),
         ({"lookahead": {"color": "blue"}}, "lookahead.color"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": ...}, "prompt"),

@@ -5,7 +5,6 @@ It also says how many rows a pass may have by their cost.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -35,7 +34,6 @@ class Admission:
         model: the model that the targets evaluate.
         probed: the result of its probe.
         make_target: makes a target, to measure steps on.
-        base_table: the file of the model's base table; None to look for it.
         limits_rows: whether the engine asks for ``row_budget``. The curve is then also measured for drafters with
             fixed settings that have more than ``LEAST_ROWS`` rows.
     """
@@ -45,12 +43,10 @@ class Admission:
         model: Any,
         probed: Probe,
         make_target: Callable[[], Target],
-        base_table: str | os.PathLike[str] | None = None,
         limits_rows: bool = False,
     ) -> None:
         self._model = model
         self._probed = probed
-        self._given_table = base_table
         self._make_target = make_target
         self._limits_rows = limits_rows
         self._curve: CostCurve | None = None
@@ -93,8 +89,7 @@ class Admission:
         from ..drafters.adaptive.base_files import find_base_table, usable_table  # imports numba
 
         config = self._model.config
-        path = self._given_table if self._given_table is not None else find_base_table(config)
-        return usable_table(path, int(config.get_text_config(decoder=True).vocab_size))
+        return usable_table(find_base_table(config), int(config.get_text_config(decoder=True).vocab_size))
 
     def _cost_curve(self, path: str) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""

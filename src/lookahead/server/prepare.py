@@ -247,6 +247,12 @@ class Preparer:
             drafter = as_drafter(given)
         except SettingsError as error:
             raise SettingsError(f"lookahead: {error}") from None
+        for name in ("head", "table"):  # a request may not make the server open files
+            if getattr(drafter, name, None) not in (None, "auto"):
+                raise SettingsError(
+                    f"lookahead: {name} names a file, which only the server's own drafter may; leave it out, or "
+                    "start the server with --drafter"
+                )
         rows = drafter.max_step_rows  # None: the drafter adapts to the row budget
         if rows is not None and rows > self.settings.max_rows:
             raise SettingsError(

@@ -6,7 +6,6 @@ sequences may share. Nothing here reads a clock: drafts depend on the tokens and
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,6 @@ class AdaptiveDraftState(DraftState):
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
             without a cost curve, the guess is used.
-        base_table: the file of a base table; None for that of ``sequence``.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -46,15 +44,14 @@ class AdaptiveDraftState(DraftState):
         settings: AdaptiveSettings,
         state: AdaptiveState | None,
         sequence: Start,
-        base_table: str | os.PathLike[str] | None = None,
     ) -> None:
         if state is not None and sequence.vocabulary:
             state.check(sequence.vocabulary)
         self._settings, self._state = settings, state
         self._vocabulary, self._sampling = sequence.vocabulary, sequence.noise
         self._table = sequence.base_table
-        if base_table is not None:
-            self._table = usable_table(base_table, sequence.vocabulary)
+        if settings.table is not None:
+            self._table = usable_table(settings.table, sequence.vocabulary)
         self._prompt, self._eos = sequence.prompt, sequence.eos
         self._curve: CostCurve = sequence.cost_curve if sequence.cost_curve is not None else CostCurve.guess()
         self._rule = RowRule()
@@ -107,7 +104,7 @@ class AdaptiveDraftState(DraftState):
         self._table_of = table_of
         size = self._settings.table_rows
         if self._settings.rows is not None:
-            self._costs, self._slopes = np.ones(size + 1), np.zeros(size + 1)  # every row is free
+            self._costs = self._slopes = np.zeros(size + 1)
         else:
             context = table_of[1] * CONTEXT_STEP
             self._costs, self._slopes = self._curve.table(size, context, batch)

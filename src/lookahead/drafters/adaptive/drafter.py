@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,16 +32,15 @@ class Adaptive(AdaptiveSettings, Drafter):
         chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
         head: a light head, which was trained for this model: its path, or "auto" for the one that was trained on this
             machine, if there is one. None: without a head.
+        table: the file of a base table, for the source "base". None: the one that ``lookahead learn`` has made for
+            this model on this machine, or else that comes with this package, if there is one.
         state: statistics that sequences share; None: every sequence starts without any.
-        base_table: the file of a base table, for the source "base". None: that of ``load``, or else the one that
-            ``lookahead learn`` has made for this model or that comes with this package, if there is one.
 
     Raises:
         SettingsError: an unknown source, or a value out of range.
     """
 
     state: AdaptiveState | None = field(default=None, compare=False, repr=False)
-    base_table: str | os.PathLike[str] | None = field(default=None, compare=False, repr=False)
 
     name = "adaptive"
     uses_prediction = True
@@ -62,7 +60,7 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     @property
     def needs_base_table(self) -> bool:
-        return "base" in self.sources and self.base_table is None
+        return "base" in self.sources and self.table is None
 
     @property
     def needs_cost_curve(self) -> bool:
@@ -81,4 +79,4 @@ class Adaptive(AdaptiveSettings, Drafter):
     def start(self, sequence: Start) -> DraftState:
         from .draft_state import AdaptiveDraftState  # loads numpy and numba
 
-        return AdaptiveDraftState(self, self.state, sequence, self.base_table)
+        return AdaptiveDraftState(self, self.state, sequence)

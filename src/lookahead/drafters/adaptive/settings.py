@@ -50,6 +50,7 @@ class AdaptiveSettings:
     seed: int = 0
     chain: bool = False
     head: str | None = None
+    table: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -57,16 +58,25 @@ class AdaptiveSettings:
                 check_whole(self, name, low, high)
         if not isinstance(self.chain, bool):
             raise SettingsError(f"chain must be true or false, got {self.chain!r}")
-        if self.head is not None and (not isinstance(self.head, (str, os.PathLike)) or not str(self.head)):
-            raise SettingsError(f"head must be the path of a light head, 'auto' or none, got {self.head!r}")
-        if isinstance(self.head, os.PathLike):
-            object.__setattr__(self, "head", os.fspath(self.head))
+        self._check_path("head", "the path of a light head, 'auto' or none")
+        self._check_path("table", "the path of a base table or none")
         if isinstance(self.sources, str):
             raise SettingsError(f"sources must be a list of names, got {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))
         unknown = sorted(set(self.sources) - set(SOURCES))
         if unknown:
             raise SettingsError(f"unknown sources {', '.join(unknown)}; known are {', '.join(SOURCES)}")
+        if self.table is not None and "base" not in self.sources:
+            raise SettingsError("table needs the source base, which sources leaves out; give one of the two")
+
+    def _check_path(self, name: str, what: str) -> None:
+        """Raise SettingsError unless a field is a path or None; it is kept as text."""
+        path = getattr(self, name)
+        if path is None:
+            return
+        if not isinstance(path, (str, os.PathLike)) or not str(path):
+            raise SettingsError(f"{name} must be {what}, got {path!r}")
+        object.__setattr__(self, name, os.fspath(path))
 
     @property
     def most_rows(self) -> int:
