@@ -24,11 +24,16 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
+
 from lookahead.cli.show import page_of
 from lookahead.core import TokenTree, verify
 from lookahead.drafters import NGramPool, Window
 from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.drafters.adaptive.sources import base_table
 from lookahead.engine.trace import read_trace
+from lookahead.learning.self_text import Text
+from lookahead.learning.table import Places, levels_of, trie_of
 
 HERE = Path(__file__).parent
 PROMPT = ["the", "cat", "sat", "on", "the", "mat", ".", "the", "dog", "sat", "on", "the", "rug", "."]
@@ -200,6 +205,36 @@ def draw_rows() -> str:
         expected, cost = sum(best[:k]), curve.cost(k)
         lines.append(f"{k:>6}{expected:>8.2f}{cost:>8.2f}{expected / cost:>15.2f}{expected - cost:>17.2f}")
     return "\n".join(lines)
+
+
+def draw_base() -> str:
+    """Entries of a base table, built from an answer of a toy model that was sure of every word."""
+    request, answer = TEXT[:3], TEXT[3:]
+    ids, certain = np.array(answer, np.int32)[:, None], np.zeros((len(answer), 1), np.float16)
+    written = Text(0, 0, 0.0, request, answer, ids, certain)
+    trie = trie_of(levels_of(Places.of([written]), len(WORDS)), len(WORDS))
+    lines = [f"request: {' '.join(PROMPT[:3])}", f"answer:  {' '.join(PROMPT[3:])}", ""]
+    lines += [f"{'last words':<16}{'seen':<8}what follows, by the mean of the model's probabilities"]
+    for context in (["the"], ["on", "the"], ["dog", "sat", "on"]):
+        tokens = [-1] * (3 - len(context)) + [WORDS.index(word) for word in context]
+        node = base_table.find_entry(trie, *tokens)
+        shown = [
+            f"{WORDS[base_table.candidate(trie, node, i)]} {np.exp(-base_table.STEP * int(log)):.2f}"
+            for i, log in enumerate(trie.logs[node])
+            if log != base_table.ABSENT
+        ]
+        lines.append(f"{' '.join(context):<16}{trie.counts[node]:<8}{'   '.join(shown)}")
+    return "\n".join(lines)
+
+
+def draw_head() -> str:
+    """What a light head reads and guesses after the words "the cat sat"."""
+    return """\
+hidden state under "cat" ---+
+                            +--- block ---> guessed hidden state under "sat" ---> 8,192 output rows ---> on, by, down
+embedding of "sat" ---------+                  |
+                                               +--- block ---> guessed hidden state under "on" ---> ... ---> the, a
+                       embedding of "on" ------+"""
 
 
 # ------------------------------------------------------------------ images
@@ -382,7 +417,7 @@ BLOCKS = {
     "lesson/3-window.md": {"found": draw_found},
     "lesson/4-tree.md": {"tree": draw_tree, "mask": draw_mask},
     "lesson/5-verify.md": {"step": draw_step},
-    "adaptive.md": {"rows": draw_rows},
+    "adaptive.md": {"base": draw_base, "head": draw_head, "rows": draw_rows},
 }
 BLOCKS |= {f"zh/{name}": blocks for name, blocks in BLOCKS.items()}
 
