@@ -26,6 +26,7 @@ from lookahead.drafters.adaptive.base_files import find_base_table, usable_table
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
     BASE_AXES,
+    GUESS_LEVELS,
     HEIGHTS,
     KINDS,
     MATCH_ORDERS,
@@ -42,6 +43,7 @@ CATEGORIES = ("translation", "summarization", "qa", "rag")
 SUFFIX = (MATCH_ORDERS, len(SHARES) + 1, 3, 2), [(0,), (1,), (2,), (3,)]
 PAIRS = (STATES, STATES), [(0,), (1,), (0, 1)]
 JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
+BOTH = (GUESS_LEVELS, STATES, STATES), [(0,), (1,), (2,), (1, 2)]
 
 
 def prompts(data: Path, count: int) -> list[str]:
@@ -105,11 +107,22 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     return {kind: [np.round(part, 2).tolist() for part in parts] for kind, parts in fitted.items()}
 
 
+def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
+    """As ``priors_of``, for the pairs of the light head with all other sources."""
+    counts = state.tables(sampled).calibration.both
+    levels, rows, columns, pairs = fit(counts["hits"], counts["trials"], *BOTH)
+    both = levels, (pairs + rows[:, None] + columns).ravel()
+    return {"both": [np.round(part, 2).tolist() for part in both]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", help="the default model if left out")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--head", help="a light head, or auto; then only its pairs with other sources are fitted"
+    )
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
@@ -129,14 +142,14 @@ def main() -> None:
             llm.generate(
                 chat,
                 max_new_tokens=options.new_tokens,
-                drafter=Adaptive(rows=12, state=state),
+                drafter=Adaptive(rows=12, state=state, head=options.head),
                 temperature=temperature,
                 seed=number,
             )
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
-    fits = json.loads(OUT.read_text())  # those of a light head stay
-    fits["greedy"] |= priors_of(state, False)
-    fits["sampled"] |= priors_of(state, True)
+    fits, fitted = json.loads(OUT.read_text()), priors_with_head if options.head else priors_of
+    for sampled, name in enumerate(fits):
+        fits[name] |= fitted(state, bool(sampled))
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")
     for sampled, name in enumerate(fits):
         joint = state.tables(bool(sampled)).calibration.joint

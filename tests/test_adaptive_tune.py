@@ -17,6 +17,8 @@ from lookahead.drafters.adaptive import cost, measure
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, save_curve
 from lookahead.drafters.adaptive.measure import Measurement, curve_of, model_key
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.engine.admission import Admission
+from lookahead.options import Options
 from lookahead.testing import FakeTarget
 from toy import save
 
@@ -190,6 +192,29 @@ def test_a_pass_may_have_as_many_rows_as_two_plain_passes_cost(points, budgets):
     curve = CostCurve({0: points})
     for sequences, rows in budgets.items():
         assert curve.budget(sequences) == rows
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "curve", "drafter", "budget"),
+    [
+        (True, None, "adaptive", 256),  # the guess
+        (False, None, "adaptive", 64),
+        (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "adaptive", 128),
+        (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "15,5,15", 128),
+        (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "5,3,5", 64),  # not measured for few rows
+        (True, CostCurve({0: {1: 1.0, 8: 3.0}}), "15,5,15", 64),  # rows of a GPU that cost much after all
+    ],
+)
+def test_a_server_takes_its_row_budget_from_the_curve(toy, monkeypatch, on_gpu, curve, drafter, budget):
+    llm = lookahead.load(toy, drafter=drafter)
+    monkeypatch.setattr(Admission, "_on_gpu", on_gpu)
+    monkeypatch.setattr(measure, "curve_of", lambda *given: curve)
+    engine = llm.engine(row_budget=None)
+    if curve is not None:
+        engine.add(llm.prepare([5, 6, 7], Options(max_new_tokens=2)))
+        engine.step()
+    assert engine.row_budget(1) == budget
+    assert llm.engine(row_budget=7).row_budget == 7
 
 
 def test_of_repeated_steps_the_faster_half_counts():

@@ -4,6 +4,7 @@ import gc
 import importlib
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
-from lookahead import attention
+from lookahead import attention, load, loading
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets import cuda
+from lookahead.targets import cuda, cuda_graphs
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import (
     BATCHES,
@@ -258,6 +259,42 @@ def test_the_least_recently_used_graphs_make_room(model, device):
     for _ in range(2):
         target.forward([(0, sizes[0])])
     assert [rows for _, rows, _ in target.passes] == [32, 8, 1]
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.1, 3), (0.04, 1)])
+def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
+    """Each capture takes 3 % of the device; the share says how many fit."""
+    monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
+    loading._limit_graphs(model, share)
+    device.cost = 3 * TOTAL // 100
+    target = captured(model, 64)
+    target.prefill([(0, PROMPTS[0])])
+    for rows in (1, 3, 6):
+        chain = TokenTree.of(range(3, 3 + rows), range(-1, rows - 1))
+        for _ in range(2):
+            target.forward([(0, chain)])
+    assert len(target.passes) == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"graph_memory": 0.3},
+            "graph_memory limits captured passes, which a GPU has, and the model is on cpu",
+        ),
+        ({"graph_memory": 0}, "graph_memory must be above 0 and at most 1, got 0"),
+        ({"graph_memory": 1.5}, "graph_memory must be above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_a_share_of_no_gpu_is_an_error(given, message):
+    with pytest.raises(SettingsError, match=message):
+        load("tiny", device="cpu", **given)
+
+
+def test_a_share_of_no_gpu_is_an_error_for_packed_weights_too():
+    with pytest.raises(SettingsError, match="graph_memory limits captured passes"):
+        load("tiny", device="cpu", weights="q8_0", graph_memory=0.3)
 
 
 def test_passes_with_as_many_rows_share_the_memory_of_their_logits(model, device):

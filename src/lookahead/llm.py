@@ -167,7 +167,14 @@ class LLM:
         with notice_if_slow("compiling the model for this processor (once)"):
             return make_target(self.model, path=path, exact=self.exact)
 
-    def engine(self, *, prefix_cache: int = 0, prompt_rows: int = UNLIMITED_ROWS, **options: Any) -> Engine:
+    def engine(
+        self,
+        *,
+        prefix_cache: int = 0,
+        prompt_rows: int = UNLIMITED_ROWS,
+        row_budget: int | None = UNLIMITED_ROWS,
+        **options: Any,
+    ) -> Engine:
         """An engine on this model.
 
         Args:
@@ -175,14 +182,18 @@ class LLM:
                 beginning.
             prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks, if the model can
                 evaluate chunks.
+            row_budget: rows of all trees in one forward pass; None for as many as the model's cost curve gives
+                (``CostCurve.budget``), which is at least 64.
             **options: other keywords of ``Engine``.
         """
         if self.probe.facts is None:  # a chunk of a prompt is evaluated as a tree
             prompt_rows = UNLIMITED_ROWS
+        admission = Admission(self.model, self.probe, self.target, limits_rows=row_budget is None)
         return Engine(
             lambda: with_prefixes(self.target(), prefix_cache),
-            admit=Admission(self.model, self.probe, self.target),
+            admit=admission,
             prompt_rows=prompt_rows,
+            row_budget=admission.row_budget if row_budget is None else row_budget,
             **options,
         )
 

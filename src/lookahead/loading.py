@@ -21,8 +21,11 @@ from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
 from .models.blueprint import Unsupported
 from .options import LoadOptions, refuse_unknown
+from .targets import paths
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from .targets.fingerprint import forget
+from .targets.limits import GRAPH_MEMORY
+from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     threads: int | None = None,
+    graph_memory: float = 0.1,
     engine: str | None = None,
     n_gpu_layers: int | None = None,
     flash_attn: str | None = None,
@@ -66,6 +70,8 @@ def load(
             "float64".
         device: "cpu", "cuda", "cuda:1", ...; the default is a GPU if there is one.
         threads: threads of torch on the CPU, for the whole process.
+        graph_memory: on a GPU: share of its memory that captured passes may take, and the cache of a model that is
+            not in use.
         engine: "llama.cpp" evaluates a GGUF file, through the package llama-cpp-python: every architecture,
             quantization and device that it supports. The next five options have the names that they have there.
         n_gpu_layers: layers on the GPU, -1 for all; by default all, if there is a GPU.
@@ -102,6 +108,7 @@ def load(
             dtype=dtype,
             device=device,
             threads=threads,
+            graph_memory=graph_memory,
             engine=engine,
             n_gpu_layers=n_gpu_layers,
             flash_attn=flash_attn,
@@ -156,6 +163,8 @@ def load_with(chosen: LoadOptions) -> LLM:
         _check_causal(model, checkpoint.name)
         if chosen.weights is not None:
             model = _quantize(model, chosen.weights)
+    if chosen.graph_memory != GRAPH_MEMORY:
+        _limit_graphs(model, chosen.graph_memory)
     tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
         model,
@@ -185,6 +194,7 @@ NOT_OF_LLAMA_CPP = {
     "device_map": "n_gpu_layers says how many layers lie on the GPU",
     "quantization_config": "the file says it",
     "attention": "flash_attn says it",
+    "graph_memory": "it captures its own passes",
     "exact": "a row rounds differently when it evaluates others with it",
     "trust_remote_code": "a file has no code",
     "parallel": "it decodes in one process",
@@ -201,6 +211,17 @@ def _check_engine(chosen: LoadOptions) -> None:
             f"{getattr(chosen, given[0])!r}; leave one of them out"
         )
     library()
+
+
+def _limit_graphs(model: Any, share: float) -> None:
+    """Set the share of a GPU's memory for the captured passes of a model."""
+    if isinstance(model, OwnModel) or not paths.on_gpu(model):
+        raise SettingsError(
+            f"graph_memory limits captured passes, which a GPU has, and the model is on {model.device}; leave it out"
+        )
+    from .targets.cuda_graphs import memory_shares
+
+    memory_shares[model] = share
 
 
 def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel:

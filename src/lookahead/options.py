@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypedDict, get_type_hints
 from .core import Drafter, SettingsError
 from .core.errors import nearest
 from .drafters import as_drafter, known_names
+from .targets.limits import GRAPH_MEMORY
 
 #: What must hold, as in "a whole number", and the test for it.
 Rule = tuple[str, Callable[[Any], bool]]
@@ -195,6 +196,11 @@ class MachineOptions(OptionSet):
     )
     device: Any = option(None, "cpu, cuda, cuda:1, ...; the default is a GPU if there is one.", kind=str)
     threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", at_least(1))
+    graph_memory: float = option(
+        GRAPH_MEMORY,
+        "On a GPU: share of its memory that captured passes may take, and the cache of a model that is not in use.",
+        SHARE,
+    )
     engine: str | None = option(
         None,
         "llama.cpp evaluates a GGUF file, through the package llama-cpp-python: every architecture, quantization and "

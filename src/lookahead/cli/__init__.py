@@ -27,6 +27,7 @@ from .learn import learn
 from .serve import serve
 from .shared import ranks
 from .show import show
+from .train_head import train_head
 from .tune import tune
 from .verify_exact import verify
 
@@ -117,7 +118,7 @@ def _root(
         )
 
 
-for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn):
+for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn, train_head):
     app.command(cls=Command)(command)
 app.add_typer(
     bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"

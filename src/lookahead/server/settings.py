@@ -66,8 +66,11 @@ class Settings(MachineOptions, DrafterOptions):
     max_rows: int = option(
         256, "Largest number of rows of a step that a request may ask for by W,N,G.", at_least(1, 4096)
     )
-    row_budget: int = option(
-        64, "Rows of all trees in one pass; with more sequences, each drafts fewer rows.", COUNT
+    row_budget: int | None = option(
+        None,
+        "Rows of all trees in one pass; with more sequences, each drafts fewer rows. By default, as many as the cost "
+        "curve of this model and machine gives for two plain passes, and at least 64.",
+        COUNT,
     )
     prompt_rows: int = option(
         256,

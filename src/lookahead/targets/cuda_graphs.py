@@ -45,7 +45,7 @@ from .cuda import HostCopy, Stream, is_gpu, memory, noticed_waits, pinned, to_de
 from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .limits import memory_errors
+from .limits import GRAPH_MEMORY, memory_errors
 from .logits import CopiedLogits, LogitsRows, packed
 from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
@@ -60,8 +60,9 @@ MOST_ROWS = 256
 CAPACITY = 1024
 #: The fewest columns that attention reads if it reads all that it is given; numbers of columns are powers of two.
 NARROWEST = 256
-#: The share of a device's memory that captured passes may take, and the cache of a store that is not in use.
-MEMORY_SHARE = 0.1
+#: The share of a device's memory that captured passes may take, and the cache of a store that is not in use, for
+#: models with another share than ``GRAPH_MEMORY`` (the option graph_memory).
+memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
 capturing = threading.Lock()
 _Pass = TypeVar("_Pass")
@@ -233,7 +234,7 @@ class GraphStore:
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.device, self.on_gpu = model.device, is_gpu(model.device)
         self.stream = Stream(self.device)
-        self.limit = MEMORY_SHARE * memory(self.device)[1]
+        self.limit = memory_shares.get(model, GRAPH_MEMORY) * memory(self.device)[1]
         with self.stream.use():
             self.cache = TreeCache(facts.shapes, facts.dtype, self.device, capacity)
         self.passes: dict[Any, Any] = {}

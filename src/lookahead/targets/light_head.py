@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError, Target, TokenTree
+from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
 from .own_model import OwnModel
@@ -21,8 +20,8 @@ from .own_model import OwnModel
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Paths whose targets give hidden states (``Scores.hidden``).
 PATHS = ("cpu", "transformers", "cuda-graph")
-#: The fields of a configuration by which a model is recognized.
-SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+#: The heads that come with this package.
+INCLUDED = Path(__file__).parent / "heads"
 #: Calls of the head that are timed.
 ROUNDS = 8
 #: Heads by model; the key is what was wanted, and the path.
@@ -94,13 +93,18 @@ def make_head(model: Any, path: str, weights: HeadWeights, bits: int = 8) -> Any
 def own_head_file(model: Any) -> Path:
     """Where the light head of a model is kept that was trained on this machine.
 
-    The name depends on the model's configuration and not on its weights: a head that was trained alongside 4-bit
-    weights serves the same model in bf16.
+    The name depends on the model's sizes and not on its weights: a head that was trained alongside 4-bit weights
+    serves the same model in bf16.
     """
-    config = model.config.get_text_config(decoder=True)
-    sizes = [getattr(config, name, None) for name in SHAPE]
-    digest = hashlib.sha256(json.dumps([*sizes_of(model), *sizes]).encode()).hexdigest()[:24]
-    return cache_folder() / "heads" / f"{digest}.safetensors"
+    return cache_folder() / "heads" / f"{table_name(model.config)}.safetensors"
+
+
+def find_head(model: Any) -> Path | None:
+    """The light head of a model: the one trained on this machine, else the one of this package; None if neither."""
+    for file in (own_head_file(model), INCLUDED / own_head_file(model).name):
+        if file.is_file():
+            return file
+    return None
 
 
 def head_of(
@@ -114,7 +118,7 @@ def head_of(
     Args:
         model: a loaded model.
         path: the path of its targets.
-        wanted: the head's path; or "auto" for the one in ``own_head_file``, if there is one.
+        wanted: the head's path; or "auto" for that of ``find_head``, if there is one.
         make_target: makes a target, to measure what a call of the head costs.
     """
     heads = _of_models.setdefault(model, {})
@@ -122,8 +126,8 @@ def head_of(
     if key not in heads:
         heads[key] = None
         try:
-            file = own_head_file(model) if wanted == "auto" else Path(wanted)
-            if wanted != "auto" or file.exists():
+            file = find_head(model) if wanted == "auto" else Path(wanted)
+            if file is not None:
                 head = make_head(model, path, load_head(file))
                 head.cost = measured_cost(head, make_target())
                 heads[key] = head

@@ -14,6 +14,8 @@ from ..core import OutOfMemory
 
 #: The position limit of a model without one: more than any text has.
 NO_LIMIT = 1 << 30
+#: The share of a device's memory that the captured passes of a model may take (``targets.cuda_graphs``).
+GRAPH_MEMORY = 0.1
 
 
 class Limits:

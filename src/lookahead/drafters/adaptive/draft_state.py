@@ -104,7 +104,7 @@ class AdaptiveDraftState(DraftState):
         self._table_of = table_of
         size = self._settings.table_rows
         if self._settings.rows is not None:
-            self._costs = self._slopes = np.zeros(size + 1)
+            self._costs, self._slopes = np.ones(size + 1), np.zeros(size + 1)  # every row is free
         else:
             context = table_of[1] * CONTEXT_STEP
             self._costs, self._slopes = self._curve.table(size, context, batch)

@@ -1,0 +1,108 @@
+"""``lookahead train-head``: train a light head for a model on text that the model writes by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from ..core import SettingsError
+from ..engine.prompts import has_chat_template
+from ..options import LoadOptions
+from .adapter import with_options
+from .console import Interrupted, note, stderr
+from .shared import Json, load_model
+
+#: Seconds between lines if stderr is not a terminal.
+LINES = 30.0
+
+
+@with_options()
+def train_head(
+    *,
+    tokens: Annotated[
+        int, typer.Option(help="Train on so many tokens of the model's own text, with those of earlier runs.")
+    ] = 1_000_000,
+    levels: Annotated[int, typer.Option(help="How many tokens in a row the head learns to guess.")] = 2,
+    shortlist: Annotated[int, typer.Option(help="How many of the vocabulary's tokens it can guess.")] = 8192,
+    width: Annotated[int, typer.Option(help="Width of its block.")] = 1024,
+    epochs: Annotated[float, typer.Option(help="How often all of the text is seen.")] = 4.0,
+    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
+    output: Annotated[
+        Path | None, typer.Option(help="The head's file. [default: one that head=auto finds]")
+    ] = None,
+    as_json: Json = False,
+    load: LoadOptions,
+) -> None:
+    """Train a light head for a model: a small network that guesses its next tokens, for --drafter adaptive:head=auto.
+
+    The model writes text by itself, its hidden states along this text are computed, and the head is trained on both.
+    It needs no data and changes no output. Ctrl-C ends any stage; the same command continues it.
+    """
+    from ..learning.light_head import HeadLearner
+    from ..learning.train_head import TrainSettings
+
+    settings = TrainSettings(shortlist=shortlist, width=width, levels=levels, epochs=epochs, rate=rate)
+    llm = load_model(load)
+    learner = HeadLearner(llm, tokens, settings, output, note)
+    if not has_chat_template(llm.tokenizer):
+        note("this model has no chat template, so it continues short texts")
+    if learner.texts.tokens:
+        note(f"continuing after {learner.texts.tokens:,} tokens of earlier runs")
+    try:
+        with _Shown() as shown:
+            head = learner.run(shown)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; what is done is kept in {learner.folder}, and the same command continues"
+        ) from None
+    except OSError as error:
+        raise SettingsError(
+            f"--output must be a file that can be written, got {learner.output} ({error.strerror or error})"
+        ) from None
+    about = dict(head.about)
+    if as_json:
+        typer.echo(json.dumps({"model": llm.name, "file": str(learner.output), **about}))
+        return
+    for level, shares in enumerate(about["accuracy"], 1):
+        best = ", ".join(f"{100 * share:.0f} %" for share in shares)
+        typer.echo(
+            f"level {level}: the next token of held-out text is among the best 1, 2, 4, 8 guesses in {best}"
+        )
+    megabytes = learner.output.stat().st_size / 1e6
+    typer.echo(
+        f"trained on {about['tokens']:,} tokens in {about['seconds']} s; kept in {learner.output} "
+        f"({megabytes:.1f} MB)"
+    )
+    kept = sum(file.stat().st_size for file in learner.folder.iterdir()) / 1e6
+    note(f"{learner.folder} has {kept:,.0f} MB for further training, and can be deleted")
+
+
+class _Shown:
+    """Shows progress of the stages: a bar on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        columns = BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
+        self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
+        self._task: Any = self._bar.add_task("", total=1.0)
+        self._stage, self._last = "", monotonic()
+
+    def __enter__(self) -> _Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int, left: float | None, loss: float | None) -> None:
+        text = f"{stage}: {min(done, total):,} of {total:,}"
+        text += "" if loss is None else f", loss {loss:.2f}"
+        text += "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"
+        self._bar.update(self._task, completed=done / max(total, 1), description=text)
+        if self._bar.disable and (stage != self._stage or monotonic() - self._last > LINES):
+            self._stage, self._last = stage, monotonic()
+            note(text)

@@ -1,0 +1,149 @@
+"""Hidden states along a model's own text, from which a light head is trained.
+
+For each part of the text (``self_text``) one file, ``part-000000.npy``: float16 (positions, hidden), a row for each
+token of the completions, in the order of the part. The row of a token is the hidden state under which the token was
+chosen; zeros for the first token after a prompt of one token, since a prefill gives no hidden states. The files are
+written whole, so an interruption loses at most the part that it falls into.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from ..core import SettingsError, Target, TokenTree
+from .self_text import Folder, read_part
+
+#: Rows of a pass.
+CHUNK = 256
+#: The largest number in float16.
+LARGEST = 65504.0
+#: Bytes that stay free on the disk.
+RESERVE = 1 << 28
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def collect(
+    target: Target,
+    hidden: int,
+    texts: Folder,
+    folder: Path,
+    progress: Callable[[int, int, float], None] = lambda done, total, left: None,
+) -> list[tuple[Path, Path]]:
+    """Compute the files that are missing. Returns the parts of the text, each with its file.
+
+    Args:
+        target: gives hidden states; slot 0 must be free, and is free afterwards.
+        hidden: numbers of a hidden state.
+        texts: the model's own text.
+        folder: where the files are.
+        progress: called with positions done, all positions that were missing, and the seconds left.
+
+    Raises:
+        SettingsError: a part is damaged, the disk is full, or the hidden states cannot be used.
+    """
+    parts = texts.parts()
+    files = [folder / part.with_suffix(".npy").name for part in parts]
+    counts = {part: _positions(part) for part in parts}
+    missing = [
+        (part, file)
+        for part, file in zip(parts, files, strict=True)
+        if not _is_complete(file, counts[part], hidden)
+    ]
+    total, done, begin = sum(counts[part] for part, _ in missing), 0, monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part, file in missing:
+            states = np.empty((counts[part], hidden), np.float16)
+            at = 0
+            for text in read_part(part):
+                end = at + len(text.completion)
+                states[at:end] = states_of(target, hidden, text.prompt, text.completion)
+                at = end
+                progress(done + at, total, (total - done - at) * (monotonic() - begin) / (done + at))
+            done += at
+            _save(file, states)
+    except OSError as error:
+        raise SettingsError(
+            f"{folder} must be a folder that can be written, with room on its disk ({error.strerror or error}); "
+            "what was saved before is kept"
+        ) from None
+    return list(zip(parts, files, strict=True))
+
+
+def check_room(folder: Path, hidden: int, positions: int) -> None:
+    """Raise SettingsError unless the disk has room for the states of this many more positions."""
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    needed, free = 2 * hidden * positions + RESERVE, shutil.disk_usage(there).free
+    if needed > free:
+        raise SettingsError(
+            f"the hidden states of {positions:,} tokens need {needed >> 20} MiB in {folder}, and its disk has "
+            f"{free >> 20} MiB free; ask for fewer tokens, or set XDG_CACHE_HOME to another disk"
+        )
+
+
+def _positions(part: Path) -> int:
+    return sum(len(text.completion) for text in read_part(part))
+
+
+def _is_complete(file: Path, positions: int, hidden: int) -> bool:
+    try:
+        return bool(np.load(file, mmap_mode="r", allow_pickle=False).shape == (positions, hidden))
+    except (OSError, ValueError, EOFError):  # missing or damaged: it is computed again
+        return False
+
+
+def _save(file: Path, states: Array) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as opened:
+            np.save(opened, states)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def states_of(target: Target, hidden: int, prompt: list[int], completion: list[int]) -> Array:
+    """The hidden states under which the tokens of a completion were chosen, (tokens, hidden) float32.
+
+    Raises:
+        SettingsError: the target gives no hidden states, or they are too large for float16 or not finite.
+    """
+    tokens = [*prompt, *completion][:-1]
+    first = len(prompt) - 1  # the row of the first state
+    # A prefill has at least one token and gives no states.
+    begin = max(first, 1)
+    rows: list[Array] = []
+    target.prefill([(0, tokens[:begin])])
+    try:
+        for start in range(begin, len(tokens), CHUNK):
+            piece = tokens[start : start + CHUNK]
+            chain = TokenTree(piece[0])
+            chain.needs_hidden = True
+            chain.add_candidate(piece[1:])
+            (scores,) = target.forward([(0, chain)])
+            for node in range(len(piece)):
+                state = scores.hidden(node)
+                if state is None:
+                    raise SettingsError(
+                        f"a light head needs hidden states, and the path {target.path!r} gives none"
+                    )
+                rows.append(state)
+            target.commit([(0, range(len(piece)))])
+    finally:
+        target.release(0)
+    states = np.zeros((len(completion), hidden), np.float32)
+    for row, state in enumerate(rows, begin - first):
+        states[row] = state
+    if not np.abs(states).max() < LARGEST:  # also if one is NaN
+        raise SettingsError(
+            f"hidden states must be numbers below {LARGEST:.0f} to be kept in float16, and one of this model is not"
+        )
+    return states

@@ -1,0 +1,484 @@
+"""Trains a light head (``models.head_file``) on a model's own text.
+
+At the position of a token y the head reads the hidden state under which y was chosen and the embedding of y, and
+guesses the distribution under which the next token was chosen; its guessed state is the input of the next level. So
+three levels over a text  y0 y1 y2 y3 ...  chosen under the states  h0 h1 h2 h3 ...  are trained by
+
+    level 1    (h0, y0) -> g1     its logits against the distribution of y1
+    level 2    (g1, y1) -> g2     against that of y2
+    level 3    (g2, y2) -> g3     against that of y3
+
+The loss is the cross-entropy with the best tokens of each position that the text was saved with, as far as they are
+in the shortlist: the model's own probabilities say more than the one token that was chosen (distillation, Hinton et
+al., 2015). Every twentieth text is held out: on these, ``Report`` counts by level how often the model's best token is
+among the head's best 1, 2, 4 and 8, and how often guesses of each kind are right, greedy and sampled.
+
+A training is a pure function of the text, the states and the settings. Every minute, and when it is interrupted, it
+saves all of its state, and the next run continues there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from ..core import SettingsError
+from ..core.errors import first_line
+from ..drafters.adaptive.calibration import GREEDY_GUESSES, PROBABILITIES, SAMPLED_GUESSES
+from ..drafters.adaptive.memory import GUESSES
+from ..drafters.adaptive.sources.light_head import READ_SAMPLED, sampled_guess_kinds
+from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
+from ..targets.head_network import HeadNetwork
+from .self_text import read_part
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Every so manieth text is held out.
+HELD_OUT = 20
+#: The most positions on which the accuracy is measured, and the numbers of best tokens.
+MEASURED, BEST = 20_000, (1, 2, 4, 8)
+#: The temperature of the sampled counts, and the most trials of a bucket.
+TEMPERATURE, MOST_TRIALS = 0.8, 100.0
+#: Seconds between checkpoints.
+CHECKPOINT_SECONDS = 60.0
+#: Steps in which the learning rate rises, and its last value as a share of the highest.
+WARM_UP, LAST_RATE = 50, 0.02
+#: The longest gradient; longer ones are shortened.
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of a training.
+
+    Attributes:
+        shortlist: how many tokens the head can guess: the most frequent ones of the text.
+        width: numbers between gate and down.
+        levels: levels that are trained.
+        epochs: how often all positions are seen.
+        rate: the highest learning rate.
+        decay: the weight of each level's loss in that of the level before.
+        deep: the share of a step's positions on which the levels after the first are trained.
+        batch: positions of a step; they lie in runs of ``run`` consecutive positions.
+        run: see ``batch``.
+        seed: of the order of the positions and of the first weights.
+
+    Raises:
+        SettingsError: a value is out of range.
+    """
+
+    shortlist: int = 8192
+    width: int = 1024
+    levels: int = 2
+    epochs: float = 3.0
+    rate: float = 2e-3
+    decay: float = 0.5
+    deep: float = 0.25
+    batch: int = 1024
+    run: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {"shortlist": (1, 1 << 20), "width": (BLOCK, 1 << 16), "levels": (1, MAX_LEVELS)}
+        limits |= {"batch": (1, 1 << 20), "run": (1, 1 << 10), "seed": (0, 1 << 62)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise SettingsError(f"{name} must be {low} to {high}, got {getattr(self, name)}")
+        for name in ("epochs", "rate", "decay", "deep"):
+            if not 0 < getattr(self, name) < 1e4:
+                raise SettingsError(f"{name} must be a positive number, got {getattr(self, name)}")
+        if self.width % BLOCK:
+            raise SettingsError(f"width must be a multiple of {BLOCK}, got {self.width}")
+
+
+class Positions:
+    """The positions of a model's own text with their hidden states.
+
+    Args:
+        parts: the parts of the text, each with the file of its states (``hidden_states.collect``).
+
+    Attributes:
+        tokens: the token at each position, int64 (n,).
+        ids, probabilities: the best tokens at each position and their probabilities, (n, TOP).
+        bounds: the positions of each text begin and end here, (texts, 2).
+        held_out: whether each text is held out.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
+        self.states = [np.load(file, mmap_mode="r", allow_pickle=False) for _, file in parts]
+        #: The first position of each part, and the number of all positions.
+        self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in self.states])]).astype(np.int64)
+        tokens, ids, probabilities, bounds, held_out, at = [], [], [], [], [], 0
+        for part, _ in parts:
+            for text in read_part(part):
+                tokens.append(np.array(text.completion, np.int64))
+                ids.append(text.ids.astype(np.int64))
+                probabilities.append(np.exp(text.logprobs.astype(np.float32)))
+                bounds.append((at, at + len(text.completion)))
+                held_out.append(text.number % HELD_OUT == HELD_OUT - 1)
+                at += len(text.completion)
+        if at != self.firsts[-1] or not at:
+            raise SettingsError(
+                "the hidden states must be those of the text; delete them to compute them again"
+            )
+        self.tokens, self.ids = np.concatenate(tokens), np.concatenate(ids)
+        self.probabilities = np.concatenate(probabilities)
+        self.bounds, self.held_out = np.array(bounds, np.int64), np.array(held_out)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, positions: Array) -> Array:
+        """Hidden states at positions of any shape, float32 (..., hidden)."""
+        flat = positions.reshape(-1)
+        out = np.empty((len(flat), self.states[0].shape[1]), np.float32)
+        parts = np.searchsorted(self.firsts, flat, "right") - 1
+        for part in np.unique(parts):
+            here = parts == part
+            out[here] = self.states[part][flat[here] - self.firsts[part]]
+        return out.reshape(*positions.shape, -1)
+
+    def runs(self, length: int, after: int) -> Array:
+        """First positions of runs of ``length`` consecutive training positions, each followed by ``after`` more."""
+        starts: list[int] = []
+        for (begin, end), held_out in zip(self.bounds.tolist(), self.held_out.tolist(), strict=True):
+            last = end - length - after
+            if not held_out and last >= begin:
+                starts += [*range(begin, last, length), last]
+        return np.array(starts, np.int64)
+
+    def measured(self, after: int) -> Array:
+        """Held-out positions that are followed by ``after`` more of their text; at most ``MEASURED``."""
+        ranges = [np.arange(begin, end - after) for begin, end in self.bounds[self.held_out]]
+        positions = np.concatenate([np.zeros(0, np.int64), *ranges])
+        step = max(1, -(-len(positions) // MEASURED))
+        return positions[::step]
+
+    def frequent(self, count: int) -> Array:
+        """The most frequent tokens of the training text, ascending, int32; fewer if the text has fewer."""
+        kept = np.concatenate([np.arange(*each) for each in self.bounds[~self.held_out]])
+        tokens, counts = np.unique(self.tokens[kept], return_counts=True)
+        order = np.argsort(-counts, kind="stable")[:count]
+        shortlist: Array = np.sort(tokens[order]).astype(np.int32)
+        return shortlist
+
+
+class Report:
+    """How often guesses are right.
+
+    Args:
+        levels: levels of the head.
+    """
+
+    def __init__(self, levels: int) -> None:
+        self._random = np.random.default_rng(0)
+        self._best, self._counted = np.zeros((levels, len(BEST))), np.zeros((levels, 1))
+        kinds = {"greedy": GREEDY_GUESSES, "sampled": SAMPLED_GUESSES}
+        self._counts = {name: np.zeros((2, levels, count)) for name, count in kinds.items()}
+
+    def count(self, level: int, tokens: Array, logs: Array, ids: Array, probabilities: Array) -> None:
+        """Count the guesses of a level at n positions.
+
+        Args:
+            tokens, logs: the guesses, best first, and the logarithms of their probabilities, (n, k).
+            ids, probabilities: the model's best tokens and their probabilities, (n, TOP).
+        """
+        right = tokens == ids[:, :1]
+        self._best[level] += [right[:, :k].sum() for k in BEST]
+        self._counted[level] += len(tokens)
+        kinds = np.searchsorted(PROBABILITIES, np.exp(logs[:, :GUESSES]))
+        self._add("greedy", level, kinds, right[:, :GUESSES])
+        # Sampled: with fresh noise, which is the same for a token whoever proposes it.
+        of_model: Any = self._random.gumbel(size=ids.shape)
+        same = tokens[:, :, None] == ids[:, None, :]
+        fresh: Any = self._random.gumbel(size=tokens.shape)
+        of_guesses: Array = np.where(same.any(2), (same * of_model[:, None, :]).sum(2), fresh)
+        own = np.log(np.maximum(probabilities, 1e-9)) / TEMPERATURE + of_model
+        truth = np.take_along_axis(ids, own.argmax(1)[:, None], 1)
+        scores = (logs - logs[:, :1]) / TEMPERATURE + of_guesses
+        order = np.argsort(-scores, axis=1)[:, :GUESSES]
+        kinds = sampled_guess_kinds(np.take_along_axis(scores, order, 1))
+        self._add("sampled", level, kinds, np.take_along_axis(tokens, order, 1) == truth)
+
+    def _add(self, name: str, level: int, kinds: Array, right: Array) -> None:
+        hits, trials = self._counts[name]
+        np.add.at(trials[level], kinds, 1)
+        np.add.at(hits[level], kinds, right)
+
+    @property
+    def accuracy(self) -> list[list[float]]:
+        """By level, how often the model's best token is among the best 1, 2, 4, 8 guesses."""
+        shares: list[list[float]] = (self._best / np.maximum(1, self._counted)).round(4).tolist()
+        return shares
+
+    @property
+    def counts(self) -> dict[str, tuple[Array, Array]]:
+        """``HeadWeights.counts``; few enough trials that what a sequence shows soon counts more."""
+        counts = {}
+        for name, (hits, trials) in self._counts.items():
+            scale = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1.0))
+            counts[name] = (hits * scale).astype(np.float32), (trials * scale).astype(np.float32)
+        return counts
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is: steps done and all steps, seconds of this run and those left, and the last mean loss."""
+
+    step: int
+    steps: int
+    seconds: float
+    left: float
+    loss: float
+
+
+class Training:
+    """One training, from its checkpoint if there is one.
+
+    Args:
+        positions: what it reads.
+        embed, output: (tokens) -> the model's embeddings and output rows, fp32 (n, hidden).
+        vocabulary: V.
+        settings: see ``TrainSettings``.
+        folder: where checkpoints are saved.
+        device: torch's name of the device.
+
+    Attributes:
+        step, steps: steps done, and all steps.
+        notes: what the caller should know, one line each.
+
+    Raises:
+        SettingsError: there is too little text, or the checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        positions: Positions,
+        embed: Callable[[Sequence[int]], Array],
+        output: Callable[[Sequence[int]], Array],
+        vocabulary: int,
+        settings: TrainSettings,
+        folder: Path,
+        device: str = "cpu",
+    ) -> None:
+        self.positions, self.settings, self.vocabulary = positions, settings, vocabulary
+        self.device, self.file = torch.device(device), folder / "checkpoint.safetensors"
+        self.notes: list[str] = []
+        if settings.shortlist > vocabulary:
+            self.notes.append(
+                f"the vocabulary has {vocabulary} tokens, so the shortlist has no more ({settings.shortlist} asked)"
+            )
+        self.shortlist = positions.frequent(settings.shortlist)
+        self.starts = positions.runs(settings.run, settings.levels)
+        runs = max(1, settings.batch // settings.run)
+        if len(self.starts) < runs or not len(positions.measured(settings.levels)):
+            raise SettingsError(
+                f"a training needs more text: {len(positions)} tokens give {len(self.starts)} runs of "
+                f"{settings.run} positions, and a step takes {runs}; ask for more --tokens"
+            )
+        self.runs, self.steps = runs, math.ceil(settings.epochs * len(self.starts) / runs)
+        #: The place of each token in the shortlist; -1 for the others.
+        self._place = np.full(vocabulary, -1, np.int64)
+        self._place[self.shortlist] = np.arange(len(self.shortlist))
+        self._output = torch.from_numpy(output(self.shortlist.tolist())).to(self.device)
+        # Only tokens of the text are read.
+        used = np.unique(positions.tokens)
+        self._embedding_of = np.zeros(vocabulary, np.int64)
+        self._embedding_of[used] = np.arange(len(used))
+        self._embeddings = torch.from_numpy(embed(used.tolist())).to(self.device)
+        torch.manual_seed(settings.seed)
+        self.network = HeadNetwork(self._output.shape[1], settings.width).to(self.device)
+        self._optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        self.step, self.seconds, self._loss = 0, 0.0, 0.0
+        self._dtype = _fast_dtype(self.device)
+        self._load()
+
+    @cached_property
+    def _identity(self) -> str:
+        """What a checkpoint belongs to."""
+        data = [len(self.positions), len(self.starts), len(self.shortlist), *self._output.shape]
+        return json.dumps({"settings": asdict(self.settings), "data": data})
+
+    def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Train to the end. An exception, such as KeyboardInterrupt, saves a checkpoint first."""
+        begin = saved = monotonic()
+        before, first = self.seconds, self.step
+        batches = self._batches(first)
+        try:
+            while self.step < self.steps:
+                loss = self._train(next(batches))
+                self.step += 1
+                self._loss += (loss - self._loss) * (0.02 if self._loss else 1.0)
+                now = monotonic()
+                self.seconds = before + now - begin
+                left = (self.steps - self.step) * (now - begin) / (self.step - first)
+                progress(Progress(self.step, self.steps, now - begin, left, self._loss))
+                if now - saved > CHECKPOINT_SECONDS:
+                    self._save()
+                    saved = monotonic()
+        finally:
+            self._save()
+
+    def _batches(self, first: int) -> Iterator[Array]:
+        """First positions of the runs of each step, from step ``first`` on; every epoch in another order."""
+        per_epoch = len(self.starts) // self.runs
+        while True:
+            epoch, index = divmod(first, per_epoch)
+            order = np.random.default_rng((self.settings.seed, epoch)).permutation(len(self.starts))
+            for step in range(index, per_epoch):
+                yield self.starts[order[step * self.runs : (step + 1) * self.runs]]
+            first = (epoch + 1) * per_epoch
+
+    def _rate(self) -> float:
+        settings, done = self.settings, self.step / self.steps
+        cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+        return settings.rate * min(1.0, (self.step + 1) / WARM_UP) * cosine
+
+    def _train(self, starts: Array) -> float:
+        """One step on runs that begin at these positions. Returns the loss of the first level."""
+        settings, first = self.settings, 0.0
+        at = starts[:, None] + np.arange(settings.run)
+        guess, total = self._tensor(self.positions.read(at)), torch.zeros((), device=self.device)
+        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype is not torch.float32):
+            for level in range(settings.levels):
+                guess = self.network(guess.float(), self._embedded(at + level))
+                loss = self._loss_at(guess, at + level + 1)
+                total = total + settings.decay**level * loss
+                # The levels after the first cost as much and bring less, so fewer positions train them.
+                if not level:
+                    first = float(loss.detach())
+                    deep = math.ceil(min(1.0, settings.deep) * len(at))
+                    guess, at = guess[:deep], at[:deep]
+        if not torch.isfinite(total):
+            raise SettingsError("the loss must stay a number; a smaller --rate may help")
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate()
+        self._optimizer.zero_grad(set_to_none=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+        self._optimizer.step()
+        return first
+
+    def _loss_at(self, guess: torch.Tensor, at: Array) -> torch.Tensor:
+        """Cross-entropy of the guesses with the model's best tokens at these positions."""
+        places = self._place[self.positions.ids[at]]
+        shares = np.where(places >= 0, self.positions.probabilities[at], 0)
+        logits = linear(guess, self._output.to(guess.dtype)).float() * self.network.log_scale.exp()
+        chosen = logits.gather(-1, self._tensor(np.maximum(places, 0)))
+        weights = self._tensor(shares.astype(np.float32))
+        losses = weights.sum(-1) * logits.logsumexp(-1) - (weights * chosen).sum(-1)
+        return losses.mean()
+
+    def _embedded(self, at: Array) -> torch.Tensor:
+        return self._embeddings[self._tensor(self._embedding_of[self.positions.tokens[at]])]
+
+    def _tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def report(self) -> Report:
+        """How good the head is now, on held-out text."""
+        levels = self.settings.levels
+        positions, report = self.positions.measured(levels), Report(levels)
+        with torch.no_grad():
+            for begin in range(0, len(positions), 1024):
+                at = positions[begin : begin + 1024]
+                guess = self._tensor(self.positions.read(at))
+                for level in range(levels):
+                    guess = self.network(guess, self._embedded(at + level))
+                    logits = linear(guess, self._output) * self.network.log_scale.exp()
+                    logs, places = logits.log_softmax(-1).topk(min(READ_SAMPLED, len(self.shortlist)))
+                    truth = self.positions.ids[at + level + 1], self.positions.probabilities[at + level + 1]
+                    report.count(level, self.shortlist[places.cpu().numpy()], logs.cpu().numpy(), *truth)
+        return report
+
+    def weights(self) -> HeadWeights:
+        """The head as it is now, with what a reader of its file may want to know."""
+        report = self.report()
+        about = {
+            "tokens": len(self.positions),
+            "steps": self.step,
+            "seconds": round(self.seconds),
+            "accuracy": report.accuracy,
+            "settings": asdict(self.settings),
+        }
+        return HeadWeights(
+            vocabulary=self.vocabulary,
+            shortlist=self.shortlist,
+            levels=self.settings.levels,
+            counts=report.counts,
+            about=about,
+            **self.network.arrays(),
+        )
+
+    def _save(self) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {f"weight.{name}": value.detach() for name, value in self.network.named_parameters()}
+        for name, value in self.network.named_parameters():
+            moments = self._optimizer.state.get(value, {})
+            tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
+        texts = {"identity": self._identity, "step": str(self.step), "seconds": str(self.seconds)}
+        texts["loss"] = str(self._loss)
+        temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, texts)
+                os.replace(temporary, self.file)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"{self.file} must be a file that can be written, with room on its disk ({first_line(error)})"
+            ) from None
+
+    def _load(self) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        if not self.file.exists():
+            return
+        try:
+            with safe_open(self.file, "pt", device=str(self.device)) as file:
+                texts = file.metadata() or {}
+                if texts["identity"] != self._identity:
+                    self.notes.append(
+                        "the checkpoint is of other text or settings; training starts from the beginning"
+                    )
+                    return
+                step = int(texts["step"])
+                for name, parameter in self.network.named_parameters():
+                    with torch.no_grad():
+                        parameter.copy_(file.get_tensor(f"weight.{name}"))
+                    if step:
+                        moments = {key: file.get_tensor(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq")}
+                        self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+                self.step, self.seconds, self._loss = step, float(texts["seconds"]), float(texts["loss"])
+        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise SettingsError(f"{self.file} holds no checkpoint ({first_line(error)}); delete it") from None
+
+
+def _fast_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of products: bfloat16 if it is faster than float32 here."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.ones(rows, 512, dtype=dtype, device=device) for rows in (256, 2048))
+        spent = []
+        for _ in range(4):
+            begin = monotonic()
+            float((a @ b.T)[0, 0])  # waits for a GPU
+            spent.append(monotonic() - begin)
+        seconds[dtype] = min(spent)
+    return min(seconds, key=lambda dtype: seconds[dtype])

@@ -1,0 +1,183 @@
+"""``lookahead train-head``: from a model to a head that every command finds, interrupted and continued."""
+
+import json
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead
+from lookahead.core import SettingsError
+from lookahead.drafters import Adaptive, Plain
+from lookahead.learning import hidden_states, train_head
+from lookahead.learning.hidden_states import collect, states_of
+from lookahead.learning.light_head import HeadLearner
+from lookahead.learning.self_text import Folder
+from lookahead.learning.train_head import Training, TrainSettings
+from lookahead.models.head_file import load_head
+from lookahead.targets import light_head
+from lookahead.targets.light_head import find_head, own_head_file
+from lookahead.targets.paths import make_target
+from lookahead.testing import tiny_model
+from test_cli import call, refused
+from toy import save
+
+TOKENS = 6000
+OPTIONS = ("train-head", "--tokens", TOKENS, "--width", 64, "--epochs", 2)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+
+
+def command(model, *more):
+    return call(OPTIONS[0], model, *OPTIONS[1:], *more)
+
+
+def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
+    code, out, err = command(chats, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    llm = lookahead.load(chats)
+    assert report["file"] == str(own_head_file(llm.model)) == str(find_head(llm.model))
+    assert TOKENS <= report["tokens"] < TOKENS + 500
+    (first, second), settings = report["accuracy"], report["settings"]
+    assert all(0 <= one <= two <= four <= eight <= 1 for one, two, four, eight in (first, second))
+    assert settings["width"] == 64
+    assert "the vocabulary has 320 tokens, so the shortlist has no more (8192 asked)" in err
+    assert "hidden states" in err
+    monkeypatch.setattr(light_head, "measured_cost", lambda head, target: 0.0)
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        plain = llm.generate(["def add(", "the quick"], max_new_tokens=40, drafter=Plain(), **options)
+        with_head = llm.generate(
+            ["def add(", "the quick"], max_new_tokens=40, drafter=Adaptive(rows=4, head="auto"), **options
+        )
+        assert [text.tokens for text in with_head] == [text.tokens for text in plain]
+        assert all(text.stats.drafter["head_calls"] > 0 for text in with_head)
+
+
+def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats, tmp_path, monkeypatch):
+    assert command(chats, "--output", tmp_path / "whole")[0] == 0
+    whole = load_head(tmp_path / "whole")
+    # The same text, without hidden states and checkpoint.
+    folder = HeadLearner(lookahead.load(chats), TOKENS, TrainSettings()).folder
+    for file in folder.iterdir():
+        file.unlink()
+    kept = _interrupt_after(monkeypatch, hidden_states, "_save", 0)
+    code, out, err = command(chats, "--output", tmp_path / "parts")
+    assert (code, out) == (130, "")
+    assert f"interrupted; what is done is kept in {folder}, and the same command continues" in err
+    monkeypatch.setattr(hidden_states, "_save", kept)
+    train = Training._train
+    _interrupt_after(monkeypatch, Training, "_train", 3)
+    assert command(chats, "--output", tmp_path / "parts")[0] == 130
+    monkeypatch.setattr(Training, "_train", train)
+    assert not (tmp_path / "parts").exists()
+    assert command(chats, "--output", tmp_path / "parts")[0] == 0
+    parts = load_head(tmp_path / "parts")
+    assert parts.about["steps"] == whole.about["steps"]
+    for name in ("hidden_norm", "gate", "up", "down"):
+        assert np.allclose(getattr(parts, name), getattr(whole, name), atol=1e-4)
+
+
+def _interrupt_after(monkeypatch, owner, name, count):
+    """Raise KeyboardInterrupt in call ``count`` of a function. Returns the function."""
+    function, calls = getattr(owner, name), []
+
+    def interrupted(*args):
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return function
+
+
+def test_a_head_learns_what_follows(chats):
+    learner = HeadLearner(
+        lookahead.load(chats), TOKENS, TrainSettings(width=64, epochs=8, shortlist=64, levels=3)
+    )
+    losses = []
+    head = learner.run(lambda stage, done, total, left, loss: losses.append(loss))
+    losses = [loss for loss in losses if loss is not None]
+    assert losses[-1] < losses[0]
+    assert len(head.about["accuracy"]) == head.levels == 3
+    assert len(head.shortlist) == 64
+    hits, trials = head.counts["greedy"]
+    assert (hits <= trials).all()
+    assert trials.max() <= train_head.MOST_TRIALS
+    assert trials[0].sum() > 0
+
+
+@pytest.mark.parametrize("path", ["cpu", "transformers"])
+@pytest.mark.parametrize("prompt", [[7], [7, 8, 9]])
+def test_collected_states_are_those_of_the_model(path, prompt, monkeypatch):
+    monkeypatch.setattr(hidden_states, "CHUNK", 4)
+    model = tiny_model("llama")
+    completion = [5, 9, 14, 5, 9, 11]
+    found = states_of(make_target(model, path=path), 64, prompt, completion)
+    ids = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].numpy()
+    expected = states[len(prompt) - 1 : -1].copy()
+    if len(prompt) == 1:
+        expected[0] = 0
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chats):
+    learner = HeadLearner(lookahead.load(chats), TOKENS, TrainSettings(width=64, epochs=1))
+    learner.run()
+    (states,) = learner.folder.glob("part-*.npy")
+    before = states.read_bytes()
+    states.write_bytes(before[:1000])
+    collect(learner._target, 64, learner.texts, learner.folder)
+    assert states.read_bytes() == before
+    checkpoint = learner.folder / "checkpoint.safetensors"
+    checkpoint.write_bytes(b"x" * 40)
+    with pytest.raises(SettingsError, match=r"checkpoint.safetensors holds no checkpoint .*; delete it"):
+        learner.run()
+
+
+def test_other_settings_start_from_the_beginning(chats):
+    assert command(chats)[0] == 0
+    code, _, err = command(chats, "--levels", 1)
+    assert code == 0
+    assert "the checkpoint is of other text or settings; training starts from the beginning" in err
+
+
+def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatch):
+    refused("the tokens to learn from must be at least 1, got 0", "train-head", chats, "--tokens", 0)
+    refused("width must be a multiple of 32, got 33", "train-head", chats, "--width", 33)
+    refused("levels must be 1 to 8, got 9", "train-head", chats, "--levels", 9)
+    (tmp_path / "file").write_text("")
+    refused("must be a folder that can be written", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(1 << 30, 0, 255 << 20))
+        refused("need 256 MiB in .*, and its disk has 255 MiB free; ask for fewer tokens", *OPTIONS, chats)
+    with pytest.raises(SettingsError, match=r"a training needs more text: .* ask for more --tokens"):
+        HeadLearner(lookahead.load(chats), 300, TrainSettings(width=64)).run()
+    assert Folder(HeadLearner(lookahead.load(chats), 300, TrainSettings()).texts.path).tokens >= 300
+
+
+def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
+    monkeypatch.setattr("lookahead.learning.light_head.PATHS", ("cuda-graph",))
+    refused("needs hidden states, and the path 'cpu' does not give them", *OPTIONS, chats)
+
+
+def test_a_model_without_chat_template(tmp_path):
+    model = save(tmp_path / "base")
+    code, out, err = command(str(model))
+    assert code == 0, err
+    assert "no chat template, so it continues short texts" in err
+    assert "level 2: the next token of held-out text is among the best 1, 2, 4, 8 guesses in" in out
+    assert "for further training, and can be deleted" in err
