@@ -51,6 +51,7 @@ SLOW = [
     "test_server::*",
     "test_server_[ps]*",
     "test_adaptive_t*",
+    "test_first_start::test_nothing_is_compiled*",
     "test_soak*",
     "test_gguf_damage*",
     "test_contributing*",

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import time
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ import lookahead
 from families import tiny_model
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
-from lookahead.engine.progress import notice_if_slow
 from lookahead.integrations.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.targets.paths import make_target
@@ -315,17 +313,6 @@ def test_a_text_in_bf16_does_not_depend_on_earlier_calls(family, seed):
     runs = [model.generate(**inputs, **options, custom_generate=generate) for _ in range(4)]
     texts = {tuple(run.sequences[0].tolist()) for run in runs}
     assert len(texts) == 1
-
-
-def test_what_takes_long_says_so(capfd):
-    with notice_if_slow("compiling", seconds=0.01, always=True):
-        time.sleep(0.2)
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == "lookahead: compiling ..."
-    assert second.startswith("lookahead: done after 0 s")
-    with notice_if_slow("compiling", seconds=10, always=True):
-        pass
-    assert capfd.readouterr().err == ""
 
 
 def test_an_exception_of_the_callers_own_code_is_raised_as_it_is():

@@ -20,8 +20,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.extending import register_jitable
+
+from .jit import compiled, entry
 
 #: SplitMix64 (Steele, Lea and Flood, 2014): the step of its state, and the factors of its finaliser.
 GOLDEN = 0x9E3779B97F4A7C15
@@ -41,7 +41,7 @@ _GOLDEN, _FIRST, _SECOND = np.uint64(GOLDEN), np.uint64(MIX[0]), np.uint64(MIX[1
 _12, _27, _30, _31 = (np.uint64(shift) for shift in (12, 27, 30, 31))
 
 
-@register_jitable(error_model="numpy", no_cfunc_wrapper=True)
+@compiled
 def _bits(start: Any, token: int) -> Any:
     """The bits of a token's noise."""
     x = np.uint64(token + 1) * _GOLDEN + start
@@ -50,20 +50,18 @@ def _bits(start: Any, token: int) -> Any:
     return (x ^ (x >> _31)) >> _12
 
 
-@njit(error_model="numpy", cache=True)
-def _peaks(row: Any) -> Any:
-    """The largest logit of each group, NaN if one is NaN."""
-    peaks = np.empty((len(row) + GROUP - 1) // GROUP, np.float32)
+@entry
+def _peaks(row: Any, peaks: Any) -> None:
+    """Write the largest logit of each group, NaN if one is NaN."""
     for group in range(len(peaks)):
         peak, missing = np.float32(-np.inf), 0
-        for value in row[group * GROUP : min((group + 1) * GROUP, len(row))]:
-            peak = max(peak, value)
-            missing += value != value
+        for i in range(group * GROUP, min((group + 1) * GROUP, len(row))):
+            peak = max(peak, row[i])
+            missing += row[i] != row[i]
         peaks[group] = np.nan if missing else peak
-    return peaks
 
 
-@njit(error_model="numpy", cache=True)
+@entry
 def _search(row: Any, peaks: Any, divisor: float, start: Any, noisy: Any) -> int:
     top = 0
     for group in range(len(peaks)):
@@ -115,5 +113,11 @@ def draw(row: Any, peaks: Any, temperature: float, start: int) -> int:
         -1 if this search cannot decide: two scores are almost equal, or a logit is NaN, or the best is infinite.
     """
     if peaks is None:
-        peaks = _peaks(row)
+        peaks = np.empty(-(-len(row) // GROUP), np.float32)
+        _peaks(row, peaks)
     return int(_search(row, peaks, float(np.float32(temperature)), np.uint64(start), NOISY))
+
+
+def warm_up() -> None:
+    """Compile both functions, or load them from disk."""
+    draw(np.zeros(GROUP, np.float32), None, 1.0, 0)

@@ -24,12 +24,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding
 import numba
 import numpy as np
 from numba import types
+from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.extending import register_jitable
@@ -41,6 +43,12 @@ int64 = cast(Callable[[Any], int], np.int64)
 #: ten times as long as the computation for a node. Nobody calls these functions from C, and the code for that would
 #: take a tenth of the compilation time.
 _OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+#: What a process prints when it compiles for longer than ``PATIENCE``.
+MESSAGE = (
+    "lookahead: compiling for this processor takes some ten seconds; later starts load the code from disk"
+)
+#: Seconds of compilation, or of waiting for it, after which a line says what is going on.
+PATIENCE = 1.0
 #: The longest wait for another process, in seconds; the compilation takes less even on a slow machine.
 LONGEST = 120.0
 
@@ -97,36 +105,16 @@ class MachineCode:
         self.address: int = address
 
 
-#: Called each time before a function is compiled that is not on disk.
-before_compiling: list[Callable[[], None]] = []
-
-
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """Numba's cache on disk, with a key that knows the text of other files."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         return signature, codegen.magic_tuple(), _text_with(self._py_func.__code__.co_filename)
 
-    def load_overload(self, signature: Any, context: Any) -> Any:
-        code = super().load_overload(signature, context)
-        if code is None:
-            for listener in list(before_compiling):
-                listener()
-        return code
-
 
 def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
     with suppress(RuntimeError):  # without a writable folder, each process compiles the function
         code._cache = _Cache(function)
-
-
-def is_on_disk(function: Any) -> bool:
-    """Whether the code of an entry is on disk; also true if it is never kept there."""
-    kept = getattr(function, "_cache", None)
-    if not isinstance(kept, _Cache):
-        return True
-    text = _text_with(function.py_func.__code__.co_filename)
-    return any(key[-1] == text for key in kept._cache_file._load_index())
 
 
 @cache
@@ -141,6 +129,36 @@ def _text_with(file: str) -> str:
         digest.update(each.read_bytes())
     return digest.hexdigest()
 
+
+class _Compilation(event.Listener):  # type: ignore[misc]
+    """Adds up the seconds of compilation in this process, and prints one line when it takes long."""
+
+    def __init__(self) -> None:
+        self._depth, self._begin, self._seconds = 0, 0.0, 0.0
+        self._said = False
+
+    def on_start(self, _: Any) -> None:
+        if self._depth == 0:
+            self._begin = perf_counter()
+        self._depth += 1
+
+    def on_end(self, ended: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and ended.data["dispatcher"].py_func.__module__.startswith(__package__):
+            self._seconds += perf_counter() - self._begin
+            if self._seconds > PATIENCE:
+                self.say()
+
+    def say(self) -> None:
+        """Print the line, once in a process, and in one process of a group of ranks."""
+        if not self._said and sys.stderr is not None and os.environ.get("RANK", "0") == "0":
+            print(MESSAGE, file=sys.stderr, flush=True)
+        self._said = True
+
+
+_compilation = _Compilation()
+# A compiled function that is loaded from disk is no such event.
+event.register("numba:compile", _compilation)
 
 _ahead: dict[Callable[[], None], subprocess.Popen[bytes]] = {}
 
@@ -172,8 +190,12 @@ def wait_for_compilation() -> None:
     """Wait until the processes that ``compile_ahead`` started have finished."""
     while _ahead:
         _, process = _ahead.popitem()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LONGEST)
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            _compilation.say()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LONGEST)
 
 
 def _mark_of(function: Callable[[], None]) -> Path | None:

@@ -19,7 +19,6 @@ from .drafters import Adaptive, Lookahead, as_drafter
 from .engine.admission import Admission
 from .engine.prefix_cache import with_prefixes
 from .engine.processors import make_process
-from .engine.progress import notice_if_slow
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process, refuse_unknown
@@ -164,8 +163,7 @@ class LLM:
             from .parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with notice_if_slow("compiling the model for this processor (once)"):
-            return make_target(self.model, path=path, exact=self.exact)
+        return make_target(self.model, path=path, exact=self.exact)
 
     def engine(
         self,

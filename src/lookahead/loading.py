@@ -149,7 +149,9 @@ def load_with(chosen: LoadOptions) -> LLM:
         torch.set_num_threads(chosen.threads)
     default = drafter if drafter is not None else Adaptive()
     if isinstance(default, Adaptive) and device == "cpu":
-        default.precompile()
+        from .drafters.adaptive.measure import precompile  # imports numba
+
+        precompile()
     checkpoint = Checkpoint(chosen)
     if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
         raise SettingsError(

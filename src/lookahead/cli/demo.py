@@ -51,7 +51,7 @@ def demo(
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
         raise SettingsError(f"--prompts must be a folder of text files, got {folder}")
-    note("loading the model; its first use in a dtype compiles code, which takes half a minute")
+    note("loading the model")
     start = perf_counter()
     llm = load_model(load)
     for drafter in (None, Plain()):  # compile, and measure the cost curve, before anything is timed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import Request, Target
 from ..drafters import Plain
 from ..targets.limits import Probe
-from .progress import notice_if_slow, say
+from .progress import say
 
 if TYPE_CHECKING:
     from ..drafters.adaptive.cost import CostCurve
@@ -95,6 +95,5 @@ class Admission:
         """The cost curve of the model on this machine, read from disk or measured now."""
         from ..drafters.adaptive.measure import curve_of  # imports numba
 
-        with notice_if_slow("measuring steps of this model (once; their costs are kept)"):
-            self._curve = curve_of(self._model, path, self._make_target, say)
+        self._curve = curve_of(self._model, path, self._make_target, say)
         return self._curve

@@ -61,7 +61,13 @@ class Preparer:
 
     def warm_up(self) -> None:
         """Measure the cost of steps and compile, before the first request."""
-        self.llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, drafter=self.settings.drafting())
+        for temperature in (0.0, 1.0):
+            self.llm.generate(
+                [1, 2, 3, 1, 2, 3],
+                max_new_tokens=4,
+                temperature=temperature,
+                drafter=self.settings.drafting(),
+            )
 
     def encode(self, prompt: Any, param: str) -> list[int]:
         """Token ids of a prompt, with room for at least one more token.

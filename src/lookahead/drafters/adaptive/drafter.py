@@ -70,12 +70,6 @@ class Adaptive(AdaptiveSettings, Drafter):
     def wanted_head(self) -> str | None:
         return self.head
 
-    def precompile(self) -> None:
-        """Compile the drafter's code in another process, unless that has been done on this machine."""
-        from . import precompile  # loads numba
-
-        precompile.start()
-
     def start(self, sequence: Start) -> DraftState:
         from .draft_state import AdaptiveDraftState  # loads numpy and numba
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ... import draws
 from ...core import NumericalError, SettingsError, Start, Target, TokenTree
-from . import precompile
+from ...jit import compile_ahead, wait_for_compilation
 from .cost import CostCurve, load_curve, save_curve
 from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
@@ -257,6 +258,7 @@ class _NoNoise:
 
 def warm_up(target: Target) -> None:
     """Draft a few steps, greedily and with noise, so that all code is compiled. All slots of the target are free."""
+    draws.warm_up()
     prompt = _prompt(target, 64)
     for noise in (None, _NoNoise(target.vocabulary)):
         for chain in (False, True):
@@ -309,8 +311,13 @@ class _BlankScores:
 
 
 def compile_all() -> None:
-    """Draft on a blank target, greedily and with noise; see ``precompile``."""
+    """Draft on a blank target, greedily and with noise."""
     warm_up(_BlankTarget())
+
+
+def precompile() -> None:
+    """Compile the drafter's code in another process, unless that has been done on this machine."""
+    compile_ahead(compile_all)
 
 
 def model_key(model: Any, path: str = "") -> str:
@@ -350,7 +357,7 @@ def curve_of(
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
     if key not in mine:
-        precompile.wait()
+        wait_for_compilation()
         mine[key] = _load_or_measure(
             make_target(), model_key(model, path), notice, str(model.device).startswith("cuda")
         )

@@ -19,7 +19,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission
-from ...engine.progress import notice_if_slow
 from ...sampling import GeneratorNoise
 from ...targets.paths import make_target, probe
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
@@ -91,11 +90,12 @@ def generate(
     wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
     def fresh() -> Target:
-        with notice_if_slow("compiling the model for this processor (once)", always=True):
-            return make_target(model, exact=exact)
+        return make_target(model, exact=exact)
 
     if isinstance(chosen, Adaptive) and model.device.type == "cpu":
-        chosen.precompile()
+        from ...drafters.adaptive.measure import precompile  # imports numba
+
+        precompile()
     target = fresh()
     warn_about_slow_path(model, target)
     facts = probed.facts

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ...core import TokenTree
+from ...jit import entry
 from ..cache import KVStorage
 from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
@@ -166,7 +166,7 @@ class ExecutionState:
         p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
 
 
-@njit(error_model="numpy", cache=True)
+@entry
 def _move(slot: Any, capacity: int, key_heads: int, key_pair: int, length: int, path: Any) -> None:
     """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
 
@@ -220,6 +220,8 @@ class KVCache(KVStorage):
         self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
+        # So that ``_move`` is compiled now, and not in the step that first accepts rows of another branch.
+        self._move_rows(np.zeros((1, 1, 1), self._dtype), 1, 0, [])
 
     def make_room(self, slot: int, length: int) -> None:
         while len(self.storage) <= slot:
@@ -265,5 +267,9 @@ class KVCache(KVStorage):
                 continue
             array = self.storage[slot]
             layers, heads, capacity, _ = array.shape
-            numbers = array.reshape(layers, heads, -1)
-            _move(numbers, capacity, self.key_heads, self._key_pair, length, np.array(path))
+            self._move_rows(array.reshape(layers, heads, -1), capacity, length, path)
+
+    def _move_rows(
+        self, numbers: np.ndarray[Any, Any], capacity: int, length: int, path: Sequence[int]
+    ) -> None:
+        _move(numbers, capacity, self.key_heads, self._key_pair, length, np.array(path, np.int64))

