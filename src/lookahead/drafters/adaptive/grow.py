@@ -95,7 +95,7 @@ def _recall(memory: Memory, node: int) -> int:
     not_cached = OTHER + cached if cached >= 0 else NOTHING
     not_in_base = OTHER + base if base >= 0 else NOTHING
     highest = int64(-1)
-    for index in range(row.recalled):
+    for index in range(int64(row.recalled)):
         proposal = proposals[index]
         proposal.pair = -1
         if base >= 0:
@@ -131,15 +131,15 @@ def ask(memory: Memory, node: int) -> None:
     for index in range(count):
         proposal = proposals[index]
         confidence = _confidence(memory, node, index)
-        level = _match_level(memory, node, proposal.token)
+        level = _match_level(memory, node, int64(proposal.token))
         proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
     # Then what only the suffix matches propose.
     for source in (SUFFIX, CORPUS):
         for proposed in memory.tree.matches[source, node]:
             if proposed.token < 0:
                 break
-            if index_of(proposals, count, proposed.token) < 0:
-                level = _match_level(memory, node, proposed.token)
+            if index_of(proposals, count, int64(proposed.token)) < 0:
+                level = _match_level(memory, node, int64(proposed.token))
                 proposals[count].token = proposed.token
                 proposals[count].joint = zone + level * STATES + unrecalled
                 count += 1
@@ -212,10 +212,23 @@ def _before(waiting: Any, cost: float, row: int, edge: int) -> bool:
 
 
 @compiled
+def _comes_first(heap: Any, one: int, other: int) -> bool:
+    """Whether one entry of the heap comes before another."""
+    entry = heap[other]
+    return _before(heap[one], entry.cost, int64(entry.row), int64(entry.edge))
+
+
+@compiled
 def _set(entry: Any, cost: float, row: int, edge: int) -> None:
     entry.cost = cost
     entry.row = row
     entry.edge = edge
+
+
+@compiled
+def _copy(heap: Any, to: int, source: int) -> None:
+    entry = heap[source]
+    _set(heap[to], entry.cost, int64(entry.row), int64(entry.edge))
 
 
 @compiled
@@ -225,11 +238,11 @@ def _replace_first(heap: Any, size: int, cost: float, row: int, edge: int) -> No
     while 2 * index + 1 < size:
         below = 2 * index + 1
         right = below + 1
-        if right < size and _before(heap[right], heap[below].cost, heap[below].row, heap[below].edge):
+        if right < size and _comes_first(heap, right, below):
             below = right
         if not _before(heap[below], cost, row, edge):
             break
-        _set(heap[index], heap[below].cost, heap[below].row, heap[below].edge)
+        _copy(heap, index, below)
         index = below
     _set(heap[index], cost, row, edge)
 
@@ -238,7 +251,7 @@ def _replace_first(heap: Any, size: int, cost: float, row: int, edge: int) -> No
 def _drop_first(sizes: Any, heap: Any) -> None:
     sizes.heap -= 1
     last = heap[sizes.heap]
-    _replace_first(heap, sizes.heap, last.cost, last.row, last.edge)
+    _replace_first(heap, sizes.heap, last.cost, int64(last.row), int64(last.edge))
 
 
 @compiled
@@ -248,7 +261,7 @@ def _push(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
         above = (index - 1) // 2
         if _before(heap[above], cost, row, edge):
             break
-        _set(heap[index], heap[above].cost, heap[above].row, heap[above].edge)
+        _copy(heap, index, above)
         index = above
     _set(heap[index], cost, row, edge)
 
@@ -307,10 +320,10 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
     tree = memory.tree
     sizes, nodes, heap = tree.sizes[0], tree.nodes, tree.heap
     while sizes.heap > 0 and sizes.rows < limit:
-        cost, node, edge = heap[0].cost, heap[0].row, heap[0].edge
+        cost, node, edge = heap[0].cost, int64(heap[0].row), int64(heap[0].edge)
         # A row to ask: its place in the heap goes to its likeliest edge.
         if edge < 0:
-            if lacks_noise(memory, nodes[node].depth):
+            if lacks_noise(memory, int64(nodes[node].depth)):
                 return int64(nodes[node].depth)
             if wants_guess(memory, node):
                 memory.step[0].wanted = node
@@ -323,7 +336,7 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
         # An edge: it becomes a row, and the next edge of its parent takes its place.
         if not pays(memory, sizes.rows, -cost):
             break
-        token = tree.edges[node, edge].token
+        token = int64(tree.edges[node, edge].token)
         if edge + 1 < nodes[node].edges:
             _replace_first(heap, sizes.heap, tree.edges[node, edge + 1].cost, node, edge + 1)
         else:
