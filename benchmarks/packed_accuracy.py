@@ -44,12 +44,12 @@ def log_probabilities(logits: Numbers) -> Numbers:
 def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
     """(token ids) -> log-probabilities (tokens, V) of the next token, from one pass on the compiled path."""
     compiled = make_target(llm.model, path="cpu").compiled  # type: ignore[attr-defined]
-    stride, peaks = compiled.logits_strides
+    stride, each = compiled.logits_strides[0], sum(compiled.logits_strides)
 
     def evaluate(ids: Sequence[int]) -> Numbers:
         import torch
 
-        cache, memory = compiled.new_cache(LONGEST), np.zeros(len(ids) * (stride + peaks) + 64, np.uint8)
+        cache, memory = compiled.new_cache(LONGEST), np.zeros(len(ids) * each + 64, np.uint8)
         cache.make_room(0, len(ids))
         compiled.run(ids, range(len(ids)), [Segment(0, 0, len(ids), None)], range(len(ids)), cache, memory)
         rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride)).view(compiled.dtype)

@@ -22,6 +22,7 @@ from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.cpu.cpu_target import PassLogits
 from lookahead.targets.cpu.formats import FORMATS
+from lookahead.targets.cpu.top import top_of_rows
 from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
@@ -526,17 +527,35 @@ def test_a_llama_made_from_nothing_but_a_config_takes_the_compiled_path() -> Non
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_is_found_after_the_best_tokens_were_asked_for(sign):
     """A processor's own NaN has its sign set, which makes it the smallest number as an integer."""
-    memory = np.zeros(2 * 4 * (64 + 2), np.uint8)
+    memory = np.zeros(2 * 4 * (64 + 2 + 8 + 8), np.uint8)
     compiled = SimpleNamespace(
-        logits_strides=(4 * 64, 4 * 2),
+        logits_strides=(4 * 64, 4 * 2, 4 * 8, 4 * 8),
         vocabulary=64,
         fmt=SimpleNamespace(stored=FORMATS["packed", "float32"].stored),
     )
     numbers = memory.view(np.float32)
     numbers[:128] = np.arange(128)
     numbers[70] = np.copysign(np.float32("nan"), sign)  # row 1
-    numbers[128:] = 31, 63, np.nan, 127  # peaks
+    numbers[128:132] = 31, 63, np.nan, 127  # peaks
+    ids, odds = top_of_rows(numbers[:128].reshape(2, 64), 8, numbers[128:132].reshape(2, 2))
+    memory[4 * 132 : 4 * 148].view(np.int32)[:] = ids.reshape(-1)
+    numbers[148:] = odds.reshape(-1)
     logits = PassLogits(memory, compiled, 2)
-    logits.top(8)
+    assert np.array_equal(logits.top(8)[0][0], ids)
     assert logits.argmax(0, 0) == 63
     assert logits.argmax(0, 1) == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_tokens_of_a_pass_are_those_of_its_logits(dtype):
+    target = make_target(tiny_model().to(dtype), path="cpu")
+    target.prefill([(0, [1, 2, 3]), (1, [4, 5])])
+    scores = target.forward([(0, branched(5, 15)), (1, TokenTree(7))])
+    logits = scores[0]._batch
+    ids, odds = logits.top(24)
+    expected_ids, expected_odds = top_of_rows(logits.rows, 24)
+    assert np.array_equal(ids[0], expected_ids)
+    assert np.array_equal(odds[0], expected_odds)
+    assert [logits.argmax(0, r) for r in range(len(ids[0]))] == [
+        int(logits.row(0, r).argmax()) for r in range(len(ids[0]))
+    ]

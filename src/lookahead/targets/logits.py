@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import NumericalError
-from .top import top_of_rows
+from .cpu.top import top_of_rows
 
 if TYPE_CHECKING:
     import torch
@@ -216,32 +216,39 @@ class LogitsRows:
     Args:
         batch: logits of the pass.
         b: index of the sequence.
-        nodes: the node of each row of logits; None if row r is node r.
-        start: the row of the first of ``nodes``.
+        nodes: the node of each row of logits; None if they are all nodes in order.
+        start: the row of the first of them.
     """
 
     def __init__(self, batch: Logits, b: int, nodes: Sequence[int] | None = None, start: int = 0) -> None:
         self._batch = batch
         self._b = b
+        self._start = start
         self._row = None if nodes is None else {node: r for r, node in enumerate(nodes, start)}
 
+    def _row_of(self, node: int) -> int:
+        return self._start + node if self._row is None else self._row[node]
+
     def best(self, node: int) -> int:
-        return self._batch.best(self._b, node if self._row is None else self._row[node])
+        return self._batch.best(self._b, self._row_of(node))
 
     def row(self, node: int) -> torch.Tensor:
         """Logits of shape (V,) on the model's device."""
-        return self._batch.row(self._b, node if self._row is None else self._row[node])
+        return self._batch.row(self._b, self._row_of(node))
 
     def hidden(self, node: int) -> Numbers | None:
         """The hidden state (hidden,) float32 under ``node``; None if the pass did not keep them."""
-        return self._batch.hidden(self._b, node if self._row is None else self._row[node])
+        return self._batch.hidden(self._b, self._row_of(node))
 
     def host(self, node: int) -> tuple[Numbers, Numbers | None] | None:
         """The same in CPU memory; see ``Logits.host``."""
-        return self._batch.host(self._b, node if self._row is None else self._row[node])
+        return self._batch.host(self._b, self._row_of(node))
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
         """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""
         ids, odds = self._batch.top(k)
-        rows = list(nodes) if self._row is None else [self._row[node] for node in nodes]
+        if self._row is None and isinstance(nodes, range) and nodes.step == 1:
+            rows: Any = slice(self._start + nodes.start, self._start + nodes.stop)  # views instead of copies
+        else:
+            rows = [self._row_of(node) for node in nodes]
         return ids[self._b, rows], odds[self._b, rows]

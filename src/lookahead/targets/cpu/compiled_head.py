@@ -22,7 +22,6 @@ from ...core import SettingsError
 from ...jit import MachineCode, compiled
 from ...models.head_file import HeadWeights, as_q8_0
 from ...threads import thread_count
-from ..top import top_of_rows
 from .execution_plan import LINEAR, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
 from .forward_pass import DOWN, HEAD, OUTPUT, QKV, quantize_rows
@@ -32,6 +31,7 @@ from .operations import floats_at, record_at
 from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, pack_panels
 from .packed_gemm import kernel_address, quantize
 from .thread_pool import STAGES, Worker, barrier, restart, thread_pool
+from .top import top_of_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
+#: Best tokens of a row that every pass finds: as many as the adaptive drafter reads, also when sampling.
+TOP = 24
 
 
 class CompiledModel:
@@ -39,7 +41,9 @@ class CompiledModel:
         fmt: how products are computed; None for the best format on this processor.
 
     Attributes:
-        logits_strides: bytes from row to row of the logits (R, width), and of the peaks (R, width / 32) fp32.
+        top: the number of best tokens that a pass finds in each row that is read.
+        logits_strides: bytes from row to row of the logits (R, width), of the peaks (R, width / 32) fp32, of the best
+            tokens (R, top) int32, and of their log-odds against the best (R, top) fp32.
         states_stride: bytes from row to row of the hidden states (R, hidden), in the type that a product reads.
 
     Raises:
@@ -97,9 +101,12 @@ class CompiledModel:
             plan["embedding"] = self._address(embedding.with_code(decoder_address))
         else:
             plan["embedding"] = self._address(embedding)
+        self.top = min(TOP, self.vocabulary)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
             -(-self.vocabulary // GROUP) * 4,
+            4 * self.top,
+            4 * self.top,
         )
         self.states_stride = hidden * fmt.input.bytes
         fields = {
@@ -118,6 +125,7 @@ class CompiledModel:
             "qkv_stride": 4 * round_up(max(heads_size + 2 * self.key_heads * self.head_size, hidden), GROUP),
             "logits_stride": self.logits_strides[0],
             "peaks_stride": self.logits_strides[1],
+            "top": self.top,
             "states_stride": self.states_stride,
         }
         for name, number in fields.items():
@@ -222,8 +230,8 @@ class CompiledModel:
             segments: the sequences, with their slots and trees.
             reads: the R rows whose logits are read.
             cache: must have room for the rows.
-            memory: uint8; receives the logits, then the peaks, R times ``logits_strides`` bytes; then the hidden
-                states, R times ``states_stride`` bytes, if ``hidden``.
+            memory: uint8; receives the logits, the peaks, the best tokens and their log-odds, R times
+                ``logits_strides`` bytes; then the hidden states, R times ``states_stride`` bytes, if ``hidden``.
             hidden: whether to keep the hidden states of the rows that are read.
 
         Raises:
@@ -241,9 +249,11 @@ class CompiledModel:
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads, cache)
         p, rotary = state.plan, self._rotary_up_to(max(positions))
-        p["logits"] = memory.ctypes.data
-        p["peaks"] = memory.ctypes.data + len(reads) * self.logits_strides[0]
-        p["states"] = memory.ctypes.data + len(reads) * sum(self.logits_strides) if hidden else 0
+        address = memory.ctypes.data
+        for name, stride in zip(("logits", "peaks", "top_ids", "top_odds"), self.logits_strides, strict=True):
+            p[name] = address
+            address += len(reads) * stride
+        p["states"] = address if hidden else 0
         p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
         state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])

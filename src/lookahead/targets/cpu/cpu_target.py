@@ -15,8 +15,7 @@ from ...core import TokenTree
 from ...core.target import BIT_EQUAL
 from ..cache import StoredTarget
 from ..limits import Limits, memory_errors
-from ..logits import HostLogits, LogitsRows, as_float32
-from ..top import GROUP
+from ..logits import HostLogits, LogitsRows
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
 
@@ -67,41 +66,48 @@ class PassLogits(HostLogits):
 
     Args:
         memory: (bytes,) uint8, as ``CompiledModel.run`` fills it: the logits (R, width), the peaks (R, width / 32)
-            fp32, which are the largest logits of each group of 32 tokens, and the hidden states if they were kept.
+            fp32, which are the largest logits of each group of 32 tokens, the best tokens (R, top) int32, their
+            log-odds (R, top) fp32, and the hidden states if they were kept.
         compiled: the model.
         rows: R.
         hidden: whether hidden states were kept.
     """
 
     def __init__(self, memory: Array, compiled: CompiledModel, rows: int, hidden: bool = False) -> None:
-        stride, peaks_stride = compiled.logits_strides
-        stored, end = compiled.fmt.stored, rows * stride
-        numbers = memory[:end].view(np.int16 if stored.is_bf16 else np.float32)
-        numbers = numbers.reshape(rows, stride // stored.bytes)
-        peaks = memory[end : end + rows * peaks_stride].view(np.float32).reshape(rows, peaks_stride // 4)
+        numbers = np.int16 if compiled.fmt.stored.is_bf16 else np.float32
+        begin, parts = 0, list[Array]()
+        for stride, kind in zip(
+            compiled.logits_strides, (numbers, np.float32, np.int32, np.float32), strict=True
+        ):
+            end = begin + rows * stride
+            parts.append(memory[begin:end].view(kind).reshape(rows, stride // np.dtype(kind).itemsize))
+            begin = end
+        logits, peaks, ids, odds = parts
         states = None
         if hidden:
-            begin, size = end + rows * peaks_stride, rows * compiled.states_stride
-            kind = np.int16 if compiled.fmt.input.is_bf16 else np.float32
-            states = memory[begin : begin + size].view(kind).reshape(rows, -1)
-        super().__init__(numbers[:, : compiled.vocabulary], peaks, states)
+            end = begin + rows * compiled.states_stride
+            states = memory[begin:end].view(np.int16 if compiled.fmt.input.is_bf16 else np.float32)
+            states = states.reshape(rows, -1)
+        super().__init__(logits[:, : compiled.vocabulary], peaks, states)
         self.memory = memory
+        self._top = ids[None], odds[None]
 
     def detach(self) -> Array:
         """Replace the logits by a copy. Returns the memory, which may then be reused."""
         assert self.peaks is not None
+        assert self._top is not None
         self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
+        self._top = self._top[0].copy(), self._top[1].copy()
         self.states = None if self.states is None else self.states.copy()
         return self.memory
 
     def argmax(self, b: int, r: int) -> int:
-        """The first largest logit in the first group with the largest peak: 1,568 reads for 49,152 logits."""
+        """The best token, which the pass has found."""
+        assert self._top is not None
         assert self.peaks is not None
-        group = int(self.peaks[r].argmax())  # to numpy NaN is the largest
-        if isnan(self.peaks[r, group]):
-            return -1
-        numbers = as_float32(self.rows[r, group * GROUP : (group + 1) * GROUP])
-        return group * GROUP + int(numbers.argmax())
+        ids, odds = self._top
+        # The best token's log-odds against itself are 0, unless its logit is infinite or a logit of the row is NaN.
+        return -1 if isnan(odds[0, r, 0]) and isnan(self.peaks[r].max()) else int(ids[0, r, 0])
 
 
 class CpuTarget(StoredTarget):
@@ -158,7 +164,7 @@ class CpuTarget(StoredTarget):
         for slot, tree in trees:
             length, nodes = self.lengths[slot], tree.needs_logits_nodes()
             segments.append(Segment(slot, length, len(tree), tree))
-            parts.append((len(reads), nodes))
+            parts.append((len(reads), None if len(nodes) == len(tree) else nodes))
             reads += [len(tokens) + node for node in nodes]
             tokens += tree.tokens
             positions += [length + depth for depth in tree.depths]

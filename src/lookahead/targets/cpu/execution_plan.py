@@ -16,6 +16,7 @@ from ...jit import entry
 from ..cache import KVStorage
 from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
+from .top import scratch_words
 
 #: Columns whose keys are interleaved in the cache, and columns whose scores are computed at once.
 KEY_BLOCK, SCORE_BLOCK = 16, 64
@@ -58,8 +59,9 @@ PLAN = record(
     ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
     # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
     ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
-    # What the pass leaves: logits and peaks, and the input of the LM head if ``states`` is not 0.
-    ("logits logits_stride peaks peaks_stride states states_stride", "i8"),
+    # What the pass leaves: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best,
+    # and the input of the LM head if ``states`` is not 0.
+    ("logits logits_stride peaks peaks_stride top top_ids top_odds states states_stride", "i8"),
 )
 
 
@@ -109,7 +111,8 @@ class ExecutionState:
         p["score_line"] = line = 4 * (round_up(length, SCORE_BLOCK) + SCORE_BLOCK)
         head = int(p["padded_head"])
         sums, attention = 4 * ROW_BLOCK * GROUP, QUERY_BLOCK * (line + 4 * head + 4)
-        p["scratch_each"] = each = round_up(max(sums, attention), 4096) + 4096 + 64
+        search = 8 * scratch_words(int(p["vocabulary"]), int(p["top"]))
+        p["scratch_each"] = each = round_up(max(sums, attention, search), 4096) + 4096 + 64
         p["normed_each"] = normed = round_up(rows * int(p["normed_stride"]), 64) + 64
         sizes = {
             "x": rows * int(p["x_stride"]),

@@ -10,17 +10,20 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ...jit import MachineCode, compiled
 from .attention import attention_of
 from .execution_plan import LAYER, PLAN
 from .formats import Format
 from .gemm import gemm_of
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
-from .operations import call, floats_at, integers_at, record_at
+from .operations import call, floats_at, integers_at, numbers_at, record_at, words_at
 from .packed import PANEL
 from .packed_gemm import quantize
 from .thread_pool import STAGES, Worker, barrier, restart, share
 from .tiles import configure_tiles, release_tiles
+from .top import search_row_of
 
 #: The stages whose work threads take from each other: the gemms of a layer, and the LM head.
 QKV, OUTPUT, UP, DOWN, HEAD = range(STAGES)
@@ -94,6 +97,31 @@ def _attend_of(fmt: Format) -> Any:
     return compiled(attend_rows, fmt.name)
 
 
+def _find_top_of(fmt: Format) -> Any:
+    bits = np.int16 if fmt.stored.is_bf16 else np.int32
+    search_row, values_at = search_row_of(bits), numbers_at(bits)
+
+    def find_top(p: Any, worker: Any) -> None:
+        """Find the best tokens of this thread's share of the rows that are read."""
+        begin, end = share(p.reads, worker.rank, worker.size)
+        for r in range(begin, end):
+            search_row(
+                values_at(p.logits + r * p.logits_stride),
+                0,
+                p.vocabulary,
+                words_at(p.peaks + r * p.peaks_stride),
+                0,
+                True,
+                integers_at(p.scratch + worker.rank * p.scratch_each),
+                p.top,
+                words_at(p.top_ids),
+                floats_at(p.top_odds),
+                r * p.top,
+            )
+
+    return compiled(find_top, fmt.name)
+
+
 def _pass_of(fmt: Format) -> Any:
     """Make (address of the plan, control, rank, size, arrived), one thread's part of a pass.
 
@@ -102,7 +130,7 @@ def _pass_of(fmt: Format) -> Any:
     """
     store, add, gate, activate, keep_logits = gemm_of(fmt)
     embed, (norm_rows, add_normed, keep_states) = _embed_of(fmt), norms_of(fmt)
-    rotate, attend = rotate_of(fmt), _attend_of(fmt)
+    rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
     on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
 
     def add_branch(
@@ -166,6 +194,8 @@ def _pass_of(fmt: Format) -> Any:
             if p.states != 0:
                 keep_states(p, x, worker)
             keep_logits(p, p.lm_head, x, stride, reads, p.logits, p.logits_stride, worker, HEAD)
+            arrived = barrier(worker, arrived)
+            find_top(p, worker)
         if on_tiles:
             release_tiles()
         barrier(worker, arrived)
