@@ -15,9 +15,9 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.models.head_file import HeadWeights, as_q8_0, from_q8_0, load_head
+from lookahead.models.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
 from lookahead.targets import light_head
-from lookahead.targets.cpu.compiled_head import MAX_ROWS, as_q4_0
+from lookahead.targets.cpu.compiled_head import MAX_ROWS
 from lookahead.targets.cpu.packed_model import quantize_model
 from lookahead.targets.light_head import head_of, make_head, own_head_file, row_readers
 from lookahead.targets.paths import make_target, probe
@@ -46,8 +46,8 @@ def weights(shortlist=None, width=WIDTH, **changed):
         name: (np.full((2, n), 3.0, np.float32), np.full((2, n), 10.0, np.float32))
         for name, n in kinds.items()
     }
-    about = {"tokens": 5}
-    made = HeadWeights(VOCABULARY, HIDDEN, chosen, scale=0.7, levels=2, counts=counts, about=about, **fields)
+    fields |= {"about": {"tokens": 5}, "bits": 8}
+    made = HeadWeights(VOCABULARY, HIDDEN, chosen, scale=0.7, levels=2, counts=counts, **fields)
     return replace(made, **changed)
 
 
@@ -80,34 +80,39 @@ def file(tmp_path):
     return path
 
 
-def test_a_saved_head_is_the_same_up_to_rounding(file):
+@pytest.mark.parametrize(("bits", "steps"), [(8, 200), (4, 12)])
+def test_a_saved_head_is_the_same_up_to_rounding(file, bits, steps):
     RANDOM.bit_generator.state = np.random.default_rng(7).bit_generator.state
-    made = weights()
+    made = weights(bits=bits)
     made.save(file)
     read = load_head(file)
     assert (read.vocabulary, read.hidden, read.width, read.levels, read.scale) == (96, 64, WIDTH, 2, 0.7)
+    assert read.bits == bits
     assert read.about == {"tokens": 5}
     assert (read.shortlist == made.shortlist).all()
     for name, parts in made.counts.items():
         assert all((a == b).all() for a, b in zip(parts, read.counts[name], strict=True))
     for name in ("hidden_norm", "embedding_norm", "gate", "up", "down"):
         error = np.abs(getattr(read, name) - getattr(made, name))
-        assert error.max() < np.abs(getattr(made, name)).max() / 200
+        assert error.max() < np.abs(getattr(made, name)).max() / steps
     assert not list(file.parent.glob("*.tmp"))
 
 
-def test_blocks_of_zeros_and_of_large_numbers():
+@pytest.mark.parametrize(("bits", "steps"), [(8, 200), (4, 12)])
+def test_blocks_of_zeros_and_of_large_numbers(bits, steps):
     rows = np.zeros((3, 64), np.float32)
     rows[1, 5], rows[2] = -3e4, np.linspace(-1, 1, 64)
-    assert np.abs(from_q8_0(as_q8_0(rows)) - rows).max() < 3e4 / 200
-    assert (from_q8_0(as_q8_0(rows))[0] == 0).all()
+    read = from_blocks(QUANTIZE[bits][1](rows), bits)
+    assert np.abs(read - rows).max() < 3e4 / steps
+    assert (read[0] == 0).all()
+    assert (from_blocks(QUANTIZE[bits][1](read), bits) == read).all()  # rounding once more changes nothing
 
 
 def damage(file, **changes):
     tensors = load_file(file)
     tensors.update(changes.pop("tensors", {}))
     meta = {"format": "lookahead light head 1", "about": "{}"}
-    sizes = {"vocabulary": VOCABULARY, "hidden": HIDDEN, "levels": 2, "scale": 1.0}
+    sizes = {"vocabulary": VOCABULARY, "hidden": HIDDEN, "levels": 2, "scale": 1.0, "bits": 8}
     meta["numbers"] = json.dumps(sizes | changes.pop("numbers", {}))
     save_file(tensors, file, meta | changes)
 
@@ -122,6 +127,8 @@ def damage(file, **changes):
         ({"numbers": {"levels": 99}}, "levels"),
         ({"numbers": {"scale": 0.0}}, "scale"),
         ({"numbers": {"scale": "x"}}, "scale"),
+        ({"numbers": {"bits": 5}}, "4 or 8"),
+        ({"numbers": {"bits": 4}}, "must be"),
         ({"about": "[]"}, "report"),
         ({"tensors": {"down": np.zeros((3, 4), np.uint8)}}, "down must be"),
         ({"tensors": {"shortlist": np.array([5, 3], np.int32)}}, "not ascending"),
@@ -183,14 +190,10 @@ def test_threads_and_rows_change_no_bit(models, threads):
 
 def test_four_bits(models):
     head = weights()
-    eight, four = (make_head(models["packed"], "cpu", head, bits) for bits in (8, 4))
+    eight, four = (make_head(models["packed"], "cpu", replace(head, bits=bits)) for bits in (8, 4))
     states, tokens = numbers(8, HIDDEN), list(range(8))
     (a, *_), (b, *_) = eight.guess(states, tokens, 3), four.guess(states, tokens, 3)
     assert 0 < np.abs(a - b).max() < 0.5 * np.abs(a).max()
-    rows = numbers(5, 64)
-    assert as_q4_0(rows).shape == (5, 36)
-    with pytest.raises(SettingsError, match="4 or 8"):
-        make_head(models["packed"], "cpu", head, 5)
 
 
 def test_the_torch_head_computes_what_numpy_does(models):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import lookahead
+from lookahead import Adaptive
 from lookahead.cli.demo import PROMPTS
 from serving import started
 
@@ -159,3 +160,20 @@ def test_the_llm_tool_streams(served, tmp_path):
     plain = served_model.generate(turns, max_new_tokens=60, drafter="off")
     assert b"".join(pieces).decode() == f"{plain.text}\n"
     assert len(pieces) > 2, "it came all at once"
+
+
+def test_the_head_that_comes_with_the_package_changes_no_text(served):
+    """Greedy, sampled and in a batch; it has guesses that are right."""
+    _, llm = served
+    prompts = [
+        [{"role": "user", "content": text}] for text in (QUESTION, "Write a short letter to a friend.")
+    ]
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        for some in (prompts[:1], prompts):
+            plain = llm.generate(some, max_new_tokens=48, drafter="plain", **options)
+            with_head = llm.generate(
+                some, max_new_tokens=48, drafter=Adaptive(rows=4, head="auto"), **options
+            )
+            assert [text.tokens for text in with_head] == [text.tokens for text in plain]
+            assert all(text.stats.drafter["head_calls"] > 5 for text in with_head)
+    assert sum(text.stats.drafter["accepted_by_head"] for text in with_head) > 0

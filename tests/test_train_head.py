@@ -3,6 +3,7 @@
 import json
 from collections import namedtuple
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lookahead.targets import light_head
 from lookahead.targets.light_head import find_head, own_head_file
 from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
+from serving import serving
 from test_cli import call, refused
 from toy import save
 
@@ -54,13 +56,22 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
     assert "the vocabulary has 320 tokens, so the shortlist has no more (8192 asked)" in err
     assert "hidden states" in err
     monkeypatch.setattr(light_head, "measured_cost", lambda head, target: 0.0)
+    drafters = Adaptive(rows=4, head="auto"), Adaptive(rows=8, head="auto", chain=True)
     for options in ({}, {"temperature": 0.8, "seed": 3}):
-        plain = llm.generate(["def add(", "the quick"], max_new_tokens=40, drafter=Plain(), **options)
-        with_head = llm.generate(
-            ["def add(", "the quick"], max_new_tokens=40, drafter=Adaptive(rows=4, head="auto"), **options
-        )
-        assert [text.tokens for text in with_head] == [text.tokens for text in plain]
-        assert all(text.stats.drafter["head_calls"] > 0 for text in with_head)
+        for prompts in (["def add("], ["def add(", "the quick", "für 東京"]):
+            plain = llm.generate(prompts, max_new_tokens=40, drafter=Plain(), **options)
+            for drafter in drafters:
+                with_head = llm.generate(prompts, max_new_tokens=40, drafter=drafter, **options)
+                assert [text.tokens for text in with_head] == [text.tokens for text in plain]
+                assert all(text.stats.drafter["head_calls"] > 0 for text in with_head)
+    # The same through the server.
+    llm.drafter = drafters[0]
+    with serving(llm) as served:
+        for options in ({}, {"temperature": 0.8, "seed": 3}):
+            plain = llm.generate("def add(", max_new_tokens=40, drafter=Plain(), **options)
+            body = {"prompt": "def add(", "max_tokens": 40, "temperature": 0, **options}
+            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["text"] == plain.text
 
 
 def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats, tmp_path, monkeypatch):

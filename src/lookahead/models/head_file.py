@@ -5,8 +5,9 @@
     logits over the shortlist = scale * rows of the model's own output matrix * h'
 
 The file holds the norms, gate, up and down, and the shortlist: the most frequent tokens of the model's own text. It
-does not hold output rows or embeddings, which are the model's, so it takes 3 MB for a model of 135M parameters. It
-is a safetensors file; matrices are stored as GGUF stores Q8_0: blocks of 32 signed bytes, each with an fp16 scale.
+does not hold output rows or embeddings, which are the model's, so it takes 2 or 3 MB for a model of 135M parameters.
+It is a safetensors file; matrices are stored as GGUF stores Q8_0 or Q4_0: blocks of 32 numbers of 8 or 4 bits, each
+with an fp16 scale.
 
 It also holds how often guesses of each kind were right on text that was not trained on, greedy and sampled, by level:
 a drafter starts with these counts (``drafters.adaptive.calibration``).
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,15 @@ from ..core import SettingsError
 from ..core.errors import first_line
 
 FORMAT = "lookahead light head 1"
-#: Numbers of a block, and its bytes.
-BLOCK, BLOCK_BYTES = 32, 34
+#: Numbers of a block, and its bytes by the bits of a number.
+BLOCK, BLOCK_BYTES = 32, {4: 18, 8: 34}
 #: The most levels, the largest sizes and the largest file that are read.
 MAX_LEVELS, MAX_SIZE, MAX_BYTES = 8, 1 << 20, 1 << 30
 
 #: The counts, and the parts of each.
 COUNTS, PARTS = ("greedy", "sampled"), ("hits", "trials")
 #: Fields of ``HeadWeights`` that are single numbers.
-NUMBERS = ("vocabulary", "hidden", "levels", "scale")
+NUMBERS = ("vocabulary", "hidden", "levels", "scale", "bits")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -49,11 +50,31 @@ def as_q8_0(rows: Array) -> Array:
     return np.concatenate([scales.view(np.uint8), quants.view(np.uint8)], -1).reshape(len(rows), -1)
 
 
-def from_q8_0(raw: Array) -> Array:
-    """The inverse of ``as_q8_0``, up to rounding: fp32 (n, inner)."""
-    blocks = raw.reshape(len(raw), -1, BLOCK_BYTES)
+def as_q4_0(rows: Array) -> Array:
+    """Rows as blocks, uint8 (n, inner / 32 * 18): the number of largest size becomes -8."""
+    blocks = np.asarray(rows, np.float32).reshape(len(rows), -1, BLOCK)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
+    scales = (largest / -8).astype(np.float16)
+    used = scales.astype(np.float32)
+    quants = np.clip(np.rint(blocks / np.where(used != 0, used, 1)) + 8, 0, 15).astype(np.uint8)
+    both = quants[..., :16] | quants[..., 16:] << 4
+    return np.concatenate([scales.view(np.uint8), both], -1).reshape(len(rows), -1)
+
+
+#: How matrices are stored and computed with, by the bits of a number.
+QUANTIZE: dict[int, tuple[str, Callable[[Array], Array]]] = {4: ("Q4_0", as_q4_0), 8: ("Q8_0", as_q8_0)}
+
+
+def from_blocks(raw: Array, bits: int) -> Array:
+    """The inverse of ``as_q8_0`` and ``as_q4_0``, up to rounding: fp32 (n, inner)."""
+    blocks = raw.reshape(len(raw), -1, BLOCK_BYTES[bits])
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
-    numbers: Array = (blocks[..., 2:].view(np.int8) * scales).reshape(len(raw), -1)
+    quants = blocks[..., 2:]
+    if bits == 8:
+        values = quants.view(np.int8)
+    else:
+        values = np.concatenate([quants & 15, quants >> 4], -1).astype(np.int8) - np.int8(8)
+    numbers: Array = (values * scales).reshape(len(raw), -1)
     return numbers
 
 
@@ -71,6 +92,7 @@ class HeadWeights:
         levels: how many levels it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its guesses, each fp32 (levels, kinds).
         about: what the training reports, for display.
+        bits: 4 or 8, in which matrices are stored, and in which the compiled head computes.
     """
 
     vocabulary: int
@@ -85,6 +107,7 @@ class HeadWeights:
     levels: int
     counts: Mapping[str, tuple[Array, Array]]
     about: Mapping[str, Any] = field(default_factory=dict)
+    bits: int = 4
 
     @property
     def width(self) -> int:
@@ -101,14 +124,14 @@ class HeadWeights:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; matrices are rounded to 8 bits."""
+        """Write the file; matrices are rounded to ``bits``."""
         from safetensors.numpy import save_file
 
         tensors = {
             "shortlist": self.shortlist.astype(np.int32),
             "hidden_norm": self.hidden_norm.astype(np.float32),
             "embedding_norm": self.embedding_norm.astype(np.float32),
-            **{name: as_q8_0(getattr(self, name)) for name in ("gate", "up", "down")},
+            **{name: QUANTIZE[self.bits][1](getattr(self, name)) for name in ("gate", "up", "down")},
         }
         for name in COUNTS:
             for part, array in zip(PARTS, self.counts[name], strict=True):
@@ -149,19 +172,21 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
 
 def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:
     """The head that these parts describe. Raises ValueError if they contradict each other."""
-    vocabulary, hidden, levels, scale = (numbers[name] for name in NUMBERS)
+    vocabulary, hidden, levels, scale, bits = (numbers[name] for name in NUMBERS)
     shortlist, width = arrays["shortlist"], len(arrays["gate"])
     whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
     _must(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
     _must(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")
+    _must(bits in BLOCK_BYTES, "its bits must be 4 or 8")
     _must(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
     _must(isinstance(about, dict), "its report must be an object")
+    block_bytes = BLOCK_BYTES[bits]
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "hidden_norm": ((hidden,), np.float32),
         "embedding_norm": ((hidden,), np.float32),
-        "gate": ((width, 2 * hidden // BLOCK * BLOCK_BYTES), np.uint8),
-        "up": ((width, 2 * hidden // BLOCK * BLOCK_BYTES), np.uint8),
-        "down": ((hidden, width // BLOCK * BLOCK_BYTES), np.uint8),
+        "gate": ((width, 2 * hidden // BLOCK * block_bytes), np.uint8),
+        "up": ((width, 2 * hidden // BLOCK * block_bytes), np.uint8),
+        "down": ((hidden, width // BLOCK * block_bytes), np.uint8),
     }
     for name, (shape, kind) in shapes.items():
         array = arrays[name]
@@ -173,7 +198,7 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     ascending = bool((np.diff(shortlist) > 0).all())
     _must(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
     weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
-    weights |= {name: from_q8_0(arrays[name]) for name in ("gate", "up", "down")}
+    weights |= {name: from_blocks(arrays[name], bits) for name in ("gate", "up", "down")}
     _must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")
     counts = {name: (arrays[f"{name}_hits"], arrays[f"{name}_trials"]) for name in COUNTS}
     for hits, trials in counts.values():
@@ -184,7 +209,15 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
             "its counts must be hits and trials by level",
         )
     return HeadWeights(
-        vocabulary, hidden, shortlist, scale=scale, levels=levels, counts=counts, about=about, **weights
+        vocabulary,
+        hidden,
+        shortlist,
+        scale=scale,
+        levels=levels,
+        counts=counts,
+        about=about,
+        bits=bits,
+        **weights,
     )
 
 

@@ -66,11 +66,8 @@ def row_readers(model: Any) -> tuple[Callable[[Sequence[int]], Array], Callable[
     return reader(parts[0]), reader(parts[1])
 
 
-def make_head(model: Any, path: str, weights: HeadWeights, bits: int = 8) -> Any:
+def make_head(model: Any, path: str, weights: HeadWeights) -> Any:
     """The head of a model whose target has this path: compiled on a CPU, in torch elsewhere.
-
-    Args:
-        bits: 4 or 8, of the compiled head's weights.
 
     Raises:
         SettingsError: the path gives no hidden states, or the head is of another model.
@@ -82,7 +79,7 @@ def make_head(model: Any, path: str, weights: HeadWeights, bits: int = 8) -> Any
     if path == "cpu":
         from .cpu.compiled_head import CompiledHead
 
-        return CompiledHead(weights, output(weights.shortlist.tolist()), embed, bits)
+        return CompiledHead(weights, output(weights.shortlist.tolist()), embed)
     from .head_network import TorchHead
 
     rows = model.get_output_embeddings().weight.detach()[weights.shortlist.tolist()]

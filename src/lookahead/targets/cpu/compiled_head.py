@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core import SettingsError
 from ...jit import MachineCode, compiled
-from ...models.head_file import HeadWeights, as_q8_0
+from ...models.head_file import QUANTIZE, HeadWeights
 from ...threads import thread_count
 from .execution_plan import LINEAR, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
@@ -47,21 +46,6 @@ PLAN = record(
     ("rows x x_stride embedded embedded_stride z z_stride z_each gated gated_stride", "i8"),
     ("scratch scratch_each logits logits_stride peaks peaks_stride", "i8"),
 )
-
-
-def as_q4_0(rows: Array) -> Array:
-    """Rows (n, inner) as GGUF's Q4_0 blocks, uint8 (n, inner / 32 * 18); the number of largest size becomes -8."""
-    blocks = np.asarray(rows, np.float32).reshape(len(rows), -1, BLOCK)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
-    scales = (largest / -8).astype(np.float16)
-    used = scales.astype(np.float32)
-    quants = np.clip(np.rint(blocks / np.where(used != 0, used, 1)) + 8, 0, 15).astype(np.uint8)
-    both = quants[..., :16] | quants[..., 16:] << 4
-    return np.concatenate([scales.view(np.uint8), both], -1).reshape(len(rows), -1)
-
-
-#: How weights are packed, by the number of bits.
-QUANTIZE: dict[int, tuple[str, Callable[[Array], Array]]] = {4: ("Q4_0", as_q4_0), 8: ("Q8_0", as_q8_0)}
 
 
 def _packed_bytes(rows: Array, bits: int) -> int:
@@ -131,10 +115,6 @@ class CompiledHead:
         weights: the head.
         output: the model's output rows of the shortlist, fp32 (S, hidden).
         embed: (tokens) -> their embeddings, fp32 (n, hidden).
-        bits: 4 or 8, of all weights.
-
-    Raises:
-        SettingsError: another number of bits.
     """
 
     def __init__(
@@ -142,20 +122,17 @@ class CompiledHead:
         weights: HeadWeights,
         output: Array,
         embed: Callable[[Sequence[int]], Array],
-        bits: int = 8,
     ) -> None:
-        if bits not in QUANTIZE:
-            raise SettingsError(f"the bits of a light head must be 4 or 8, got {bits}")
         self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
         self.counts, self.cost = weights.counts, 0.0
         self._embed, self._lock, self._threads = embed, Lock(), 0
         self._kept = list[Any]()  # what the plan points to
         self._records = np.zeros(1, PLAN)
-        self._fill(weights, output, bits)
+        self._fill(weights, output)
         self._job = _compiled().address
 
-    def _fill(self, weights: HeadWeights, output: Array, bits: int) -> None:
-        plan, hidden, width = self._records[0], weights.hidden, weights.width
+    def _fill(self, weights: HeadWeights, output: Array) -> None:
+        plan, hidden, width, bits = self._records[0], weights.hidden, weights.width, weights.bits
         # A group of the first product has 16 gates, then their 16 ups.
         halves = [part.reshape(-1, PANEL, 2 * hidden) for part in (weights.gate, weights.up)]
         both = np.stack(halves, 1).reshape(-1, 2 * hidden)
