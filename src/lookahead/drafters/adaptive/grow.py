@@ -44,7 +44,7 @@ from .calibration import (
     STATES,
     ZONE,
 )
-from .memory import CORPUS, SUFFIX, Memory, index_of
+from .memory import CORPUS, SUFFIX, Memory, index_of, unpack
 from .rows import choose, pays
 from .sources import base_table, logit_cache
 from .sources.light_head import GAINS, combine, guess_level
@@ -350,7 +350,7 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 
 @entry
-def grow(memory: Memory, limit: int, max_depth: int, fresh: bool) -> int:
+def grow(packed: Any, limit: int, max_depth: int, fresh: bool) -> int:
     """Grow a tree of at most ``limit`` nodes and depth ``max_depth``; ``step.chosen`` is the number of rows that pay.
 
     Growth ends early where no further row can pay (``rows.pays``).
@@ -360,6 +360,7 @@ def grow(memory: Memory, limit: int, max_depth: int, fresh: bool) -> int:
         least 0 at which noise is missing. The caller then stores what is missing and calls again with ``fresh``
         False, which continues the same tree.
     """
+    memory = unpack(packed)
     tree = memory.tree
     if fresh:
         tree.sizes[0].rows = 0

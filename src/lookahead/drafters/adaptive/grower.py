@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Scores, TokenTree
+from ...jit import pack
 from . import grow as growing
 from . import learn as learning
 from .learn import CREDITED
@@ -125,6 +126,14 @@ class Grower:
         self._tree_rows = tree.sizes["rows"]
 
     @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory, self._packed = memory, pack(memory)
+
+    @property
     def credit(self) -> dict[str, int]:
         """Accepted tokens by the source that proposed them."""
         return dict(zip(CREDITED, self.memory.credit.tolist(), strict=True))
@@ -159,7 +168,7 @@ class Grower:
 
     def use_costs(self, costs: Any, slopes: Any) -> None:
         """Choose rows by this table (``CostCurve.table``) from now on; at first, every row is free."""
-        self.memory = self.memory._replace(costs=costs, slopes=slopes)
+        self.memory.costs[:], self.memory.slopes[:] = costs, slopes
 
     def price(self, rate: float, bias: float) -> None:
         """Set r and the correction of F for the next step; see ``rows``."""
@@ -172,7 +181,7 @@ class Grower:
             piece = tokens[start : start + most]
             self.memory.tokens[: len(piece)] = piece
             self._make_room(0, len(piece))
-            learning.append(self.memory, len(piece))
+            learning.append(self._packed, len(piece))
         self.memory.answers[:] = -1
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -240,7 +249,7 @@ class Grower:
                 guesses.head.levels,
                 self._rate[0] * guesses.head.cost,
             )
-        missing = growing.grow(self.memory, limit, max_depth, True)
+        missing = growing.grow(self._packed, limit, max_depth, True)
         while missing != growing.COMPLETE:
             if guesses is not None and missing == growing.GUESS_WANTED:
                 guesses.guess(self.memory, self.hidden)
@@ -248,17 +257,17 @@ class Grower:
                     self._guess_depth[0] = 0
             else:
                 self._keep_noise(int(missing))
-            missing = growing.grow(self.memory, limit, max_depth, False)
+            missing = growing.grow(self._packed, limit, max_depth, False)
         self.rows = int(self._tree_rows[0])
         return int(self._chosen[0])
 
     def grow_chain(self, limit: int, max_depth: int) -> int:
         """Grow the chain on which most tokens are expected to be accepted. Returns the number of rows that pay."""
         # A chain's rows are found among the rows of all branches, so the slope at a number of rows does not apply.
-        slopes = self.memory.slopes
-        self.memory = self.memory._replace(slopes=np.full_like(slopes, slopes[1 : max(2, limit)].min()))
+        slopes = self.memory.slopes.copy()
+        self.memory.slopes[:] = slopes[1 : max(2, limit)].min()
         self.grow(self.size, min(max_depth, limit - 1))
-        self.memory = self.memory._replace(slopes=slopes)
+        self.memory.slopes[:] = slopes
         self._keep_best_chain()
         return choose(self.memory)
 
@@ -324,7 +333,7 @@ class Grower:
                 0  # another sequence has cleared the trie since: nothing matches
             )
         self._make_room(rows + length, length)
-        return int(learning.learn(self.memory, ids, odds, length, rows, self.rows))
+        return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
 
     def answers(self, rows: int) -> list[int]:
         """The target's token under each of the first rows of the last step, as far as it is known."""

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled, entry, int64
-from .memory import record
-
-SLOT = record(key="i8", value="i8")
+from .memory import SLOT
 
 
 def new_slots(*shape: int) -> Any:

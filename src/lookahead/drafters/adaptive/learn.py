@@ -14,7 +14,7 @@ import numpy as np
 from ...jit import compiled, entry, int64
 from .calibration import KINDS, WINDOW, count
 from .grow import add, ask
-from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of
+from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, unpack
 from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
@@ -157,7 +157,7 @@ def _append(memory: Memory, length: int) -> None:
 
 
 @entry
-def learn(memory: Memory, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
+def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
     """Update the calibration, the logit cache, the answers and the texts from the result of a step.
 
     The accepted rows and the emitted tokens are the first ``length`` of ``memory.path`` and ``memory.tokens``. Rows
@@ -170,6 +170,7 @@ def learn(memory: Memory, ids: Any, odds: Any, length: int, rows: int, window_st
     Returns:
         The number of tokens that were accepted because of the window.
     """
+    memory = unpack(packed)
     for node in range(memory.tree.sizes[0].rows, rows):
         add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
     by_window = _judge(memory, length)
@@ -183,6 +184,6 @@ def learn(memory: Memory, ids: Any, odds: Any, length: int, rows: int, window_st
 
 
 @entry
-def append(memory: Memory, length: int) -> None:
+def append(packed: Any, length: int) -> None:
     """Append the first ``length`` of ``memory.tokens`` to the sequence, without a step."""
-    _append(memory, length)
+    _append(unpack(packed), length)

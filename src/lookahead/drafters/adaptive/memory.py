@@ -1,17 +1,19 @@
 """The memory of compiled code: arrays of records with named fields, in one named tuple, ``Memory``.
 
-This module only finds a token in a list. Compiled functions take the whole ``Memory`` and a row number.
+This module only finds a token in a list. Compiled functions take the whole ``Memory`` and a row number. A field's
+annotation gives the array's numbers or records and its dimensions: those that Python calls take ``jit.pack(memory)``
+and begin with ``unpack``.
 ``grower`` allocates what belongs to one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own
 arrays; the base table is mapped from its file.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, unpack_as
 
 
 def record(**fields: str) -> Any:
@@ -19,6 +21,8 @@ def record(**fields: str) -> Any:
     return np.dtype((np.record, list(fields.items())), align=True)
 
 
+#: One entry of a hash table; see ``hashing``.
+SLOT = record(key="i8", value="i8")
 #: One context (node) of a suffix trie.
 CONTEXT = record(
     count="i4",  # how often the context was seen
@@ -109,70 +113,77 @@ STEP = record(
 class TextEnd(NamedTuple):
     """The end of a text in a suffix trie. ``contexts`` has length 0 if the source is off."""
 
-    trie: Any  # CONTEXT by number; 0 is the root, the empty context
-    slots: Any  # hash table: (context, next token) -> context
-    contexts: Any  # int32 (order + 1,): the contexts at the end of the text by length; -1 after the longest
+    trie: Annotated[Any, CONTEXT, 1]  # CONTEXT by number; 0 is the root, the empty context
+    slots: Annotated[Any, SLOT, 1]  # hash table: (context, next token) -> context
+    # (order + 1,): the contexts at the end of the text by length; -1 after the longest
+    contexts: Annotated[Any, "i4", 1]
     text: int  # number of the text in its trie
-    used: Any  # (1,): contexts of the trie
+    used: Annotated[Any, "i8", 1]  # (1,): contexts of the trie
 
 
 class Cache(NamedTuple):
     """The logit cache: three tables of n entries, indexed by the last one, two and three tokens."""
 
-    slots: Any  # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
-    keys: Any  # (3, n)
-    origins: Any  # (3, n): where the row was: ON_PATH, REJECTED or WINDOW
-    ids: Any  # (3, n, width): the best tokens, best first; -1 after the last
-    odds: Any  # (3, n, width): their log-odds against the best token; NaN after the last
-    spans: Any  # (3,) SPAN
+    # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
+    slots: Annotated[Any, SLOT, 2]
+    keys: Annotated[Any, "i8", 2]  # (3, n)
+    origins: Annotated[Any, "i4", 2, "strided"]  # (3, n): where the row was: ON_PATH, REJECTED or WINDOW
+    ids: Annotated[Any, "i4", 3, "strided"]  # (3, n, width): the best tokens, best first; -1 after the last
+    # (3, n, width): their log-odds against the best token; NaN after the last
+    odds: Annotated[Any, "f4", 3, "strided"]
+    spans: Annotated[Any, SPAN, 1]  # of the three
     max_entries: int
 
 
 class Calibration(NamedTuple):
     """The observed accuracy of proposals by kind, as ``BUCKET``."""
 
-    matches: Any  # (2, kinds): of suffix matches in this text and in earlier texts
-    logits: Any  # (3, kinds): of the logit cache, by order
-    base: Any  # (kinds,): of the base table
-    pairs: Any  # (kinds,): of the combination of the logit cache and the base table
-    joint: Any  # (kinds,): of the combination of all sources without the light head
-    guesses: Any  # (levels, kinds): of the light head
-    both: Any  # (kinds,): of the combination of the light head with all others
+    matches: Annotated[Any, BUCKET, 2]  # (2, kinds): of suffix matches in this text and in earlier texts
+    logits: Annotated[Any, BUCKET, 2]  # (3, kinds): of the logit cache, by order
+    base: Annotated[Any, BUCKET, 1]  # (kinds,): of the base table
+    pairs: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of the logit cache and the base table
+    joint: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of all sources without the light head
+    guesses: Annotated[Any, BUCKET, 2]  # (levels, kinds): of the light head
+    both: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of the light head with all others
 
 
 class Trie(NamedTuple):
     """The base table: n contexts, of which n_1 have one token and n_2 have two; see ``sources.base_table``."""
 
-    roots: Any  # (V,): token -> its node, or -1
-    children: Any  # (n_1 + n_2 + 1,): the children of node i are children[i] up to children[i + 1]
-    low: Any  # (n,): the last token of each context, its lower 16 bits
-    high: Any  # (n,): the other bits
-    counts: Any  # (n,): how often the context occurred, at most 255; 0 if it has no entry
-    ids_low: Any  # (n, width): the tokens of the entry, likeliest first, in the same way
-    ids_high: Any  # (n, width)
-    logs: Any  # (n, width): minus the logarithms of their probabilities in steps; ABSENT after the last
+    roots: Annotated[Any, "i4", 1]  # (V,): token -> its node, or -1
+    # (n_1 + n_2 + 1,): the children of node i are children[i] up to children[i + 1]
+    children: Annotated[Any, "i4", 1]
+    low: Annotated[Any, "u2", 1]  # (n,): the last token of each context, its lower 16 bits
+    high: Annotated[Any, "u1", 1]  # (n,): the other bits
+    counts: Annotated[Any, "u1", 1]  # (n,): how often the context occurred, at most 255; 0 if it has no entry
+    ids_low: Annotated[Any, "u2", 2]  # (n, width): the tokens of the entry, likeliest first, in the same way
+    ids_high: Annotated[Any, "u1", 2]  # (n, width)
+    # (n, width): minus the logarithms of their probabilities in steps; ABSENT after the last
+    logs: Annotated[Any, "u1", 2]
 
 
 class Tree(NamedTuple):
     """The tree while it grows, and what the sources propose at its rows."""
 
-    nodes: Any  # (rows,) NODE
-    proposals: Any  # (rows, most) PROPOSAL
-    edges: Any  # (rows, most) EDGE, likeliest first
-    matches: Any  # (2, rows, MATCHES) MATCH
-    contexts: Any  # (2, rows): the longest context that matches at a row; -1 if not searched yet
-    heap: Any  # (rows + 2,) HEAP_ENTRY
-    sizes: Any  # (1,) SIZES
+    nodes: Annotated[Any, NODE, 1]  # (rows,) NODE
+    proposals: Annotated[Any, PROPOSAL, 2]  # (rows, most) PROPOSAL
+    edges: Annotated[Any, EDGE, 2]  # (rows, most) EDGE, likeliest first
+    matches: Annotated[Any, MATCH, 3]  # (2, rows, MATCHES) MATCH
+    contexts: Annotated[
+        Any, "i8", 2
+    ]  # (2, rows): the longest context that matches at a row; -1 if not searched yet
+    heap: Annotated[Any, HEAP_ENTRY, 1]  # (rows + 2,) HEAP_ENTRY
+    sizes: Annotated[Any, SIZES, 1]  # (1,) SIZES
 
 
 class Guesses(NamedTuple):
     """The light head's guesses in this step: under rows of the tree, in the order in which it was asked."""
 
-    ids: Any  # (rows, read): tokens, best first; -1 after the last
-    logs: Any  # (rows, read): logarithms of their probabilities
-    tokens: Any  # (rows, GUESSES): the tokens that are proposed; -1 after the last
-    kinds: Any  # (rows, GUESSES): their buckets
-    scores: Any  # (GUESSES,): scratch space
+    ids: Annotated[Any, "i4", 2]  # (rows, read): tokens, best first; -1 after the last
+    logs: Annotated[Any, "f4", 2]  # (rows, read): logarithms of their probabilities
+    tokens: Annotated[Any, "i4", 2]  # (rows, GUESSES): the tokens that are proposed; -1 after the last
+    kinds: Annotated[Any, "i4", 2]  # (rows, GUESSES): their buckets
+    scores: Annotated[Any, "f4", 1]  # (GUESSES,): scratch space
 
 
 class Memory(NamedTuple):
@@ -183,17 +194,28 @@ class Memory(NamedTuple):
     cache: Cache
     base: Trie
     calibration: Calibration
-    step: Any  # (1,) STEP
-    costs: Any  # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
-    slopes: Any  # (rows + 1,): the smallest cost of one more row, from k to any larger number
-    answers: Any  # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
-    noise: Any  # (positions, V): Gumbel noise of a position of the text, stored at position modulo positions
-    noise_positions: Any  # (positions,): the position whose noise each entry holds; -1 for none
-    path: Any  # (rows,): the accepted rows of the last step
-    tokens: Any  # (rows,): the target's token under each of them
-    own: Any  # (rows,): the target's token under each row of the last step; filled in by ``learn``
+    step: Annotated[Any, STEP, 1]  # (1,) STEP
+    # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
+    costs: Annotated[Any, "f8", 1]
+    slopes: Annotated[
+        Any, "f8", 1
+    ]  # (rows + 1,): the smallest cost of one more row, from k to any larger number
+    # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
+    answers: Annotated[Any, "i8", 2]
+    # (positions, V): Gumbel noise of a position of the text, stored at position modulo positions
+    noise: Annotated[Any, "f4", 2]
+    noise_positions: Annotated[
+        Any, "i8", 1
+    ]  # (positions,): the position whose noise each entry holds; -1 for none
+    path: Annotated[Any, "i8", 1]  # (rows,): the accepted rows of the last step
+    tokens: Annotated[Any, "i8", 1]  # (rows,): the target's token under each of them
+    # (rows,): the target's token under each row of the last step; filled in by ``learn``
+    own: Annotated[Any, "i8", 1]
     guesses: Guesses
-    credit: Any  # accepted tokens by ``learn.CREDITED``; added to by ``learn``
+    credit: Annotated[Any, "i8", 1]  # accepted tokens by ``learn.CREDITED``; added to by ``learn``
+
+
+unpack = unpack_as(Memory)
 
 
 @compiled
