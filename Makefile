@@ -27,7 +27,7 @@ help:
 	@echo "make coverage   all tests, and which lines they run"
 	@echo "make bench      the benchmark on prompts from Python's standard library"
 	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
-	@echo "make gpu-check  the main checks that need a GPU, in one table"
+	@echo "make gpu-check  measures all that needs a GPU, in ten minutes: one page with tables and figures"
 
 # torch first, alone and pinned, so that TORCH chooses its build and nothing else's.
 $(READY): pyproject.toml constraints.txt
@@ -150,6 +150,7 @@ fix: $(READY)
 	$(RUN)/python docs/draw.py --write
 	$(RUN)/python docs/draw_parallel.py --write
 	$(RUN)/python docs/draw_server.py --write
+	$(RUN)/python -m benchmarks.gpu_model --write
 
 # As a reader would do it: an environment of its own, and pip as the README has it. TORCH chooses the build of torch here
 # too.

@@ -1,10 +1,14 @@
-"""The checks of gpu_check.py, each in a process of its own: `python scripts/gpu_checks.py NAME [--tiny]`.
+"""The checks of gpu_check.py, each in a process of its own: `python scripts/gpu_checks.py NAME [--tiny] ...`.
 
-Each line of the table goes to standard output as TABLE, what, value, bound and verdict with tabs between.
+What they find goes to standard output, with tabs between fields: a line of the table of verdicts as TABLE, what,
+value, bound and verdict; a row of another table as ROW, its title, its key and its cells as JSON. A row replaces an
+earlier one with the same key.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +21,9 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+BEGIN = time.monotonic()
+STEP_TITLE = "t(k): captured passes of a random 7B Llama in bfloat16"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 120, 128, 192, 256)
 CONTEXTS = (512, 2048, 8192)
 SHAPE_7B = {
@@ -67,14 +73,29 @@ def table(what: str, value: str, bound: str = "", holds: bool | None = None) -> 
     print("TABLE", what.replace("|", "/"), value.replace("|", "/"), bound, verdict, sep="\t", flush=True)
 
 
-class Machine:
-    """The device, its clocks, and its measured peak rates."""
+def row(title: str, key: str, **cells: str) -> None:
+    print("ROW", title, key, json.dumps(cells), sep="\t", flush=True)
 
-    def __init__(self, tiny: bool) -> None:
+
+class Machine:
+    """The device, its clocks, its measured peak rates, and what the command line gives.
+
+    Args:
+        tiny: a dry run on the CPU.
+        model: the model of the parts that decode text; None for the default model.
+        dtype: its dtype.
+        seconds: after these, nothing is repeated.
+    """
+
+    def __init__(
+        self, tiny: bool, model: str | None = None, dtype: str = "bfloat16", seconds: float = 60.0
+    ) -> None:
         import torch
 
         self.torch = torch
         self.tiny = tiny
+        self.model, self.model_dtype = model, dtype
+        self.end = BEGIN + seconds
         self.device = torch.device("cpu" if tiny else "cuda")
         self.dtype = torch.float32 if tiny else torch.bfloat16
 
@@ -180,7 +201,7 @@ def check_certificate(machine: Machine) -> None:
     for name, model in models.items():
         for what, options in (
             ("captured passes", captured),
-            ("exact mode", {"path": "transformers", "exact": True}),
+            ("exact mode", {"path": "exact"}),
         ):
             try:
                 target, holds = make_target(model, **options), True
@@ -430,12 +451,14 @@ def check_step(machine: Machine) -> None:
             "attention by triton" in target.reason,
         )
     contexts = (64, 128) if machine.tiny else CONTEXTS
-    many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64)]
+    many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64, 128)]
     prompts = {n: [1 + (7 * i) % (facts.vocabulary - 2) for i in range(n)] for n in contexts}
     floor = _floor_of(machine, model, facts)
     # Captured passes first: they are what is judged.
     one_row = {}
     for context in contexts:
+        if one_row and time.monotonic() > machine.end:
+            break
         target.prefill([(0, prompts[context])])
         for k in many:
             tree = sample_tree(k, facts.vocabulary)
@@ -446,38 +469,59 @@ def check_step(machine: Machine) -> None:
                 bound, holds = "1.20 floors", seconds <= 1.2 * floor(context, k)
             if not machine.tiny and k == 64:
                 bound, holds = "1.10 t(1)", seconds <= 1.1 * one_row[context]
-            table(
-                f"captured passes, {k} rows, {context} tokens",
-                _times(seconds, floor(context, k), one_row[context]),
-                bound,
-                holds,
+            what = f"captured passes, {k} rows, {context} tokens"
+            if holds is not None:
+                table(what, _times(seconds, floor(context, k), one_row[context]), bound, holds)
+            launched, free = launch_times(machine, target, tree)
+            row(
+                STEP_TITLE,
+                what,
+                tokens=str(context),
+                rows=str(k),
+                ms=f"{seconds * 1e3:.3f}",
+                floor=f"{floor(context, k) * 1e3:.3f}",
+                floors=f"{seconds / floor(context, k):.2f}",
+                **{
+                    "t(1)": f"{seconds / one_row[context]:.2f}",
+                    "us until launched": f"{launched * 1e6:.0f}",
+                    "us free": f"{free * 1e6:.0f}",
+                },
             )
-            if k in (1, 64):
-                machine.wait()
-                start = time.perf_counter()
-                (scores,) = target.forward([(0, tree)])
-                launched = time.perf_counter() - start
-                scores.best(0)
-                free = f"{launched * 1e6:.0f} us, then {(seconds - launched) * 1e6:.0f} us free"
-                table(f"host until the step is launched, {k} rows, {context} tokens", free)
         target.release(0)
     plain = TransformersTarget(model, facts, max(contexts) + 512)
-    for context in contexts:
+    for context in one_row:
+        if time.monotonic() > machine.end:
+            break
         plain.prefill([(0, prompts[context])])
         for k in (1, 16, 64, 120):
             tree = sample_tree(k, facts.vocabulary)
             seconds = machine.time(lambda tree=tree: plain.forward([(0, tree)])[0].best(0), 7)
-            table(
-                f"tree steps with masks, {k} rows, {context} tokens",
-                _times(seconds, floor(context, k), one_row[context]),
-            )
+            other_step("tree steps with masks", k, context, seconds, floor(context, k), one_row[context])
         plain.release(0)
         for k in (1, 64):
             seconds = machine.time(eager_step(machine, model, prompts[context], min(k, context)), 7)
-            table(
-                f"transformers itself, {k} rows, {context} tokens",
-                _times(seconds, floor(context, k), one_row[context]),
-            )
+            other_step("transformers itself", k, context, seconds, floor(context, k), one_row[context])
+
+
+def other_step(what: str, k: int, context: int, seconds: float, floor: float, one_row: float) -> None:
+    title = "Steps of the same shape without captured passes"
+    cells = {"step": what, "tokens": str(context), "rows": str(k), "ms": f"{seconds * 1e3:.3f}"}
+    ratios = {"floors": f"{seconds / floor:.2f}", "captured t(1)": f"{seconds / one_row:.2f}"}
+    row(title, f"{what} {context} {k}", **cells, **ratios)
+
+
+def launch_times(machine: Machine, target: Any, tree: Any) -> tuple[float, float]:
+    """Seconds until a step is launched, and from there to its result: medians over the same steps."""
+    launched, free = [], []
+    for _ in range(3 if machine.tiny else 15):
+        machine.wait()
+        start = time.perf_counter()
+        (scores,) = target.forward([(0, tree)])
+        middle = time.perf_counter()
+        scores.best(0)
+        launched.append(middle - start)
+        free.append(time.perf_counter() - middle)
+    return median(launched), median(free)
 
 
 def _floor_of(machine: Machine, model: Any, facts: Any) -> Callable[[int, int], float]:
@@ -532,6 +576,227 @@ def check_text(machine: Machine) -> None:
         except Exception as error:
             first = (str(error).splitlines() or [""])[0][:100]
             table(family, f"{type(error).__name__}: {first}", "", False)
+
+
+# ---- speed
+
+
+#: Methods of the headline: ours on each attention, then transformers'.
+OURS = ("plain", "prompt-lookup", "lookahead:15,5,15", "lookahead:7,7,7", "adaptive", "adaptive:max_rows=128")
+THEIRS = ("hf-greedy", "hf-prompt-lookup")
+#: Figure 8 of the paper: W = G with N = 5, and with an n-gram pool of the generated text alone.
+WINDOWS = (2, 4, 8, 15, 32)
+REPEATS = 3
+
+
+class Tally:
+    """What a method has decoded."""
+
+    def __init__(self) -> None:
+        self.tokens = self.steps = self.rows = self.equal = self.texts = 0
+        self.seconds = 0.0
+
+    def add(self, outcome: Any, plain: Sequence[int]) -> None:
+        self.tokens += sum(outcome.step_tokens)
+        self.steps += len(outcome.step_tokens)
+        self.rows += sum(outcome.step_rows)
+        self.seconds += sum(outcome.step_seconds)
+        self.texts += 1
+        self.equal += list(outcome.tokens) == list(plain)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def s(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+
+def load_llm(machine: Machine) -> Any:
+    """The model of this part, on the device."""
+    import lookahead
+
+    path = "tiny" if machine.tiny else machine.model
+    dtype = "float32" if machine.tiny else machine.model_dtype
+    return lookahead.load(path, dtype=dtype, device=str(machine.device), local_files_only=True)
+
+
+def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:
+    """Code, edits of a given text, and prose."""
+    from benchmarks.departures import PROMPTS
+
+    chats = getattr(llm.tokenizer, "chat_template", None) is not None
+    texts = PROMPTS[: 2 if machine.tiny else None]
+    return [llm.encode([{"role": "user", "content": t}] if chat and chats else t) for t, chat in texts]
+
+
+def targets_of(machine: Machine, llm: Any) -> dict[str, Any]:
+    """Targets with captured passes, by their attention."""
+    from lookahead.targets.cuda_graphs import CudaGraphTarget, captured_attention
+
+    found = {}
+    for backend in ("sdpa", "reference") if machine.tiny else ("triton", "sdpa"):
+        attention, reason = captured_attention(llm.model, llm.probe.facts, backend)
+        got = attention.backend if attention is not None else "none"
+        table(f"captured passes with {backend}", reason[-110:], "", got == backend)
+        if got == backend:
+            found[backend] = CudaGraphTarget(llm.model, llm.probe.facts, attention, reason=reason)
+    return found
+
+
+def compare_methods(
+    machine: Machine,
+    llm: Any,
+    targets: dict[str, Any],
+    names: Sequence[tuple[str, str]],
+    show: Callable[[dict[Any, Tally]], None],
+) -> None:
+    """Decode the prompts with all methods, one after the other for each prompt, and again while there is time.
+
+    A method that fails is reported and left out.
+
+    Args:
+        targets: a target for each attention.
+        names: (attention, method); the first method of each attention is plain decoding.
+        show: called after each prompt with what has been decoded.
+    """
+    from benchmarks.peers import make_methods
+    from lookahead.bench import ModelUnderTest, RunOptions
+
+    prompts = encoded_prompts(machine, llm)
+    options = RunOptions(16 if machine.tiny else 128)
+    under_test, methods = {}, {}
+    for attention, name in names:
+        model = (
+            ModelUnderTest.of(llm, "transformers") if attention == "transformers" else ModelUnderTest.of(llm)
+        )
+        if attention in targets:
+            model.target = targets[attention]
+        (method,) = make_methods(name, model, False)
+        under_test[attention, name], methods[attention, name] = model, method
+    # Compiles, captures, and measures the cost curve.
+    for key, method in list(methods.items()):
+        try:
+            method.decode(under_test[key], prompts[0], RunOptions(min(32, options.max_new_tokens)))
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0][:100]
+            table(" ".join(key), f"{type(error).__name__}: {first}", "", False)
+            del methods[key]
+    tallies = {key: Tally() for key in methods}
+    for repeat in range(REPEATS):
+        for prompt in prompts:
+            if (repeat or prompt is not prompts[0]) and time.monotonic() > machine.end:
+                return
+            plain: dict[str, Sequence[int]] = {}
+            for key, method in methods.items():
+                outcome = method.decode(under_test[key], prompt, options)
+                reference = plain.setdefault(key[0], outcome.tokens)
+                if key[0] == "transformers":  # beside our plain decoding
+                    reference = next(iter(plain.values()))
+                tallies[key].add(outcome, reference)
+            show(tallies)
+
+
+def check_speed(machine: Machine) -> None:
+    """The headline: our methods on each attention, beside transformers' ``generate`` and its prompt lookup."""
+    llm = load_llm(machine)
+    title = f"Speed of {llm.name} in {llm.dtype}"
+    targets = targets_of(machine, llm)
+    names = [(attention, name) for attention in targets for name in OURS]
+
+    def show(tallies: dict[Any, Tally]) -> None:
+        theirs = tallies.get(("transformers", "hf-greedy"), Tally()).rate
+        for (attention, name), tally in tallies.items():
+            plain = tallies.get((attention, "plain"))
+            row(
+                title,
+                f"{attention} {name}",
+                method=name,
+                attention=attention,
+                **{
+                    "tokens/s": f"{tally.rate:.1f}",
+                    "over plain": f"{tally.rate / plain.rate:.2f}" if plain else "–",
+                    "over generate": f"{tally.rate / theirs:.2f}" if theirs else "–",
+                    "S": f"{tally.s:.2f}",
+                    "rows": f"{tally.rows / max(1, tally.steps):.1f}",
+                    "equal": f"{tally.equal} of {tally.texts}",
+                },
+            )
+
+    compare_methods(machine, llm, targets, [*names, *(("transformers", name) for name in THEIRS)], show)
+
+
+def check_scaling(machine: Machine) -> None:
+    """Figure 8 of the paper: S and speed by W, for N = 5 and G = W."""
+    llm = load_llm(machine)
+    targets = targets_of(machine, llm)
+    attention = next(iter(targets))
+    windows = WINDOWS[: 2 if machine.tiny else None]
+    methods = {f"lookahead:{w},5,{w}:pool_from_prompt=0:pool_from_output=0": w for w in windows}
+    names = [(attention, "plain"), *((attention, name) for name in methods)]
+
+    def show(tallies: dict[Any, Tally]) -> None:
+        plain = tallies[attention, "plain"].rate
+        for name, w in methods.items():
+            tally = tallies.get((attention, name), Tally())
+            cells = {"W": str(w), "S": f"{tally.s:.2f}", "rows": f"{tally.rows / max(1, tally.steps):.1f}"}
+            speed = {
+                "tokens/s": f"{tally.rate:.1f}",
+                "over plain": f"{tally.rate / plain:.2f}" if plain else "–",
+            }
+            title = f"S and speed by W = G, N = 5 (figure 8), {llm.name} in {llm.dtype}"
+            row(title, name, **cells, **speed, equal=f"{tally.equal} of {tally.texts}")
+
+    compare_methods(machine, llm, targets, names, show)
+
+
+# ---- memory
+
+
+def check_memory(machine: Machine) -> None:
+    """The cache by sequences and context, beside what its shapes give; and what captured passes take."""
+    from benchmarks.gpu_model import cache_bytes
+    from lookahead import attention
+    from lookahead.targets.attention_hook import TreeAttention
+    from lookahead.targets.cuda_graphs import CudaGraphTarget
+
+    torch = machine.torch
+    llm = load_llm(machine)
+    facts = llm.probe.facts
+    weights = sum(p.numel() * p.element_size() for p in llm.model.parameters())
+    for sequences in (1, 4) if machine.tiny else (1, 4, 16):
+        for context in (100, 1500) if machine.tiny else (1024, 2048, 8192):
+            if context + 200 > facts.max_positions or time.monotonic() > machine.end:
+                continue
+            # An attention of its own, so that no earlier cache is taken over.
+            own = TreeAttention(llm.model, attention.get("auto", machine.device))
+            target = CudaGraphTarget(llm.model, facts, own)
+            prompt = [1 + i % 50 for i in range(context)]
+            target.prefill([(slot, prompt) for slot in range(sequences)])
+            trees = [(slot, sample_tree(64 // sequences, facts.vocabulary)) for slot in range(sequences)]
+            for _ in range(2):  # the second one captures
+                target.forward(trees)
+            expected = cache_bytes(facts.shapes, facts.dtype.itemsize, sequences, context + 64)
+            graphs = sum(one.bytes for one in target.passes.values())
+            peak = 0 if machine.tiny else torch.cuda.max_memory_allocated()
+            row(
+                f"Memory of {llm.name} in {llm.dtype}",
+                f"{sequences} {context}",
+                sequences=str(sequences),
+                tokens=str(context),
+                **{
+                    "weights, MiB": f"{weights / 2**20:.0f}",
+                    "cache, MiB": f"{target.cache.bytes / 2**20:.1f}",
+                    "by shapes, MiB": f"{expected / 2**20:.1f}",
+                    "captured passes, MiB": f"{graphs / 2**20:.0f}",
+                    "peak, MiB": f"{peak / 2**20:.0f}",
+                },
+            )
+            same = target.cache.bytes == expected
+            table(f"cache of {sequences} x {context} tokens has its computed size", str(same), "", same)
+            for slot in range(sequences):
+                target.release(slot)
 
 
 # ---- ranks
@@ -632,20 +897,29 @@ CHECKS: dict[str, Callable[[Machine], None]] = {
     "attention": check_attention,
     "step": check_step,
     "text": check_text,
+    "speed": check_speed,
+    "scaling": check_scaling,
+    "memory": check_memory,
     "ranks": check_ranks,
     "as-rank": as_rank,
 }
 
 
 def main() -> None:
-    name, tiny = sys.argv[1], "--tiny" in sys.argv
-    if tiny:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CHECKS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    given = parser.parse_args()
+    if given.tiny:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
-    machine = Machine(tiny)
-    if name in ("attention", "step"):
+    machine = Machine(given.tiny, given.model, given.dtype, given.seconds)
+    if given.name in ("attention", "step"):
         machine.measure()
         print("WHERE", machine.describe(), sep="\t", flush=True)
-    CHECKS[name](machine)
+    CHECKS[given.name](machine)
 
 
 if __name__ == "__main__":

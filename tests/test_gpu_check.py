@@ -1,0 +1,156 @@
+"""The GPU check without a GPU: its budget, its page, parts that fail or hang, interrupts, a dry run of all parts."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(loaded)
+    sys.path[:] = path
+    return loaded
+
+
+@pytest.fixture
+def check(monkeypatch):
+    return module("gpu_check")
+
+
+ROW = (
+    'print("ROW", "speed by W", "2", \'{"W": "2", "S": "1.5", "over plain": "1.4"}\', sep="\\t", flush=True)'
+)
+
+
+def run(check, monkeypatch, tmp_path, programs, budget=40.0):
+    """Run parts that are small programs; the page."""
+    monkeypatch.setattr(
+        check,
+        "command_of",
+        lambda part, tiny, model, seconds: [sys.executable, "-c", programs[part]],
+    )
+    page = check.Page(tmp_path / "page.md", "command")
+    try:
+        check.run_all(list(programs), page, True, None, budget)
+    finally:
+        page.text = page.path.read_text()
+    return page
+
+
+def test_a_failing_part_and_one_that_hangs_end_no_other(check, monkeypatch, tmp_path):
+    programs = {
+        "step": f"{ROW}\nraise SystemExit('no memory')",
+        "text": f"import time\n{ROW}\ntime.sleep(60)",
+        "scaling": f"{ROW}",
+    }
+    monkeypatch.setattr(check, "SHARES", {"step": 10, "text": 1, "scaling": 10})
+    monkeypatch.setattr(check, "SHORTEST", 2.0)
+    page = run(check, monkeypatch, tmp_path, programs)
+    verdicts = {(line[0], line[4]): line[1] for line in page.lines}
+    assert "ended with status 1: no memory" in verdicts["step", "MISSED"]
+    assert "did not finish within" in verdicts["text", "MISSED"]
+    assert verdicts["scaling", ""] == "all of it"
+    assert page.text.count("| 2 | 1.5 | 1.4 |") == 3
+    assert "![speed by W](page-scaling.svg)" in page.text
+    assert (tmp_path / "page-scaling.svg").exists()
+
+
+def test_an_interrupt_leaves_what_was_measured(check, monkeypatch, tmp_path):
+    interrupt = (
+        f"import os, signal, time\n{ROW}\ntime.sleep(1)\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
+    )
+    page = check.Page(tmp_path / "page.md", "command")
+    monkeypatch.setattr(check, "command_of", lambda *given: [sys.executable, "-c", interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        check.run_all(["step", "text"], page, True, None, 100.0)
+    text = (tmp_path / "page.md").read_text()
+    assert "| 2 | 1.5 | 1.4 |" in text
+    assert "Interrupted in step; not measured: step, text." in text
+
+
+def test_after_a_minute_it_says_what_the_rest_takes(check, monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "MINUTE", 0.5)
+    page = run(check, monkeypatch, tmp_path, {"step": "import time; time.sleep(1.5)", "text": ""}, 50.0)
+    assert re.search(r"After [01] s: step, text take at most (49|50) s more\.", page.text)
+
+
+def test_all_parts_fit_into_the_budget_and_early_ones_leave_their_time(check, monkeypatch, tmp_path):
+    given = []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(check.time, "monotonic", lambda: clock.now)
+
+    def part(name, page, tiny, model, seconds):
+        given.append(seconds)
+        clock.now += seconds * (1 + check.GRACE) if name != "speed" else 1.0
+
+    monkeypatch.setattr(check, "run_part", part)
+    parts = check.chosen_parts(None, "model")
+    check.run_all(parts, check.Page(tmp_path / "page.md", ""), True, "model", 600.0)
+    assert parts[-1] == "ranks"
+    assert clock.now <= 600
+    assert given[-1] > 600 * check.SHARES["ranks"] / sum(check.SHARES[p] for p in parts)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--only", "stop"], "unknown part 'stop'; known are certificate, step"),
+        (["--only", "speed-own"], "speed-own needs --model, a directory or a GGUF file"),
+        (["--model", "/nowhere"], "--model must be a directory or a GGUF file that exists, got /nowhere"),
+    ],
+)
+def test_bad_arguments_are_one_line(check, monkeypatch, capsys, given, message):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", *given])
+    assert check.main() == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_free_time_is_measured_on_the_same_steps(monkeypatch):
+    """The median of one step's launch, and of the rest of the same step; one slow launch changes neither."""
+    checks = module("gpu_checks")
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
+    launches = iter([9.0, 1.0, 1.0])
+
+    def spend(seconds):
+        clock.now += seconds
+
+    scores = SimpleNamespace(best=lambda node: spend(2.0))
+
+    def forward(trees):
+        spend(next(launches))
+        return [scores]
+
+    machine = SimpleNamespace(tiny=True, wait=lambda: None)
+    assert checks.launch_times(machine, SimpleNamespace(forward=forward), None) == (1.0, 2.0)
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_all_parts(tmp_path):
+    page = tmp_path / "page.md"
+    paths = os.pathsep.join([str(SCRIPTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "gpu_check.py"), "--tiny", "--out", str(page)],
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    text = page.read_text()
+    for part in ("certificate", "step", "speed", "speed-fp16", "scaling", "text", "memory", "ranks"):
+        assert f"| {part} | all of it |" in text
+    for method in ("plain", "lookahead:15,5,15", "lookahead:7,7,7", "hf-greedy", "hf-prompt-lookup"):
+        assert f"| {method} |" in text
+    assert re.search(r"\| 64 \| 128 \| [\d.]+ \|", text)  # t(128)
