@@ -24,22 +24,16 @@ class HFLookahead(HFLM):
     """``hf`` of lm-evaluation-harness, whose texts are generated with lookahead.
 
     Args:
-        method: a drafter as text, such as "adaptive"; for one with commas use ``lookahead``.
-        lookahead: (W, N, G) as "W/N/G", because the harness splits its arguments at commas; or a preset.
+        drafter: a drafter as text, with "/" for each comma, because the harness splits its arguments at commas:
+            "adaptive", "15/5/15".
         **keywords: those of ``hf``.
 
     Attributes:
         stats: what each sequence cost.
     """
 
-    def __init__(
-        self, *args: Any, method: str | None = None, lookahead: str | None = None, **keywords: Any
-    ) -> None:
-        if method is not None and lookahead is not None:
-            raise SettingsError(
-                f"method and lookahead cannot be given together, got {method} and {lookahead}"
-            )
-        self.drafter = as_drafter(method or str(lookahead or "adaptive").replace("/", ","))
+    def __init__(self, *args: Any, drafter: str = "adaptive", **keywords: Any) -> None:
+        self.drafter = as_drafter(drafter.replace("/", ","))
         self.stats: list[Stats] = []
         keywords.setdefault("device", "cpu")
         if isinstance(

@@ -158,6 +158,7 @@ class CapturedTarget(FakeTarget):
     """Its steps cost what a GPU's do: a clock that the test reads advances by c(k)."""
 
     path = "cuda-graph"
+    captures = True
 
     def __init__(self, curve):
         super().__init__(4000)

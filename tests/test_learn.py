@@ -13,8 +13,8 @@ from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
 from lookahead.learning import self_text
-from lookahead.learning.learn import Goal, Learner
 from lookahead.learning.self_text import Folder, Writer
+from lookahead.learning.table_learner import Goal, Learner
 from test_cli import call, refused
 from toy import save
 

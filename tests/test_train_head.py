@@ -12,8 +12,8 @@ import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.learning import hidden_states, train_head
+from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
-from lookahead.learning.light_head import HeadLearner
 from lookahead.learning.self_text import Folder
 from lookahead.learning.train_head import Training, TrainSettings
 from lookahead.models.head_file import load_head
@@ -181,7 +181,7 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
 
 
 def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
-    monkeypatch.setattr("lookahead.learning.light_head.PATHS", ("cuda-graph",))
+    monkeypatch.setattr("lookahead.learning.head_learner.PATHS", ("cuda-graph",))
     refused("needs hidden states, and the path 'cpu' does not give them", *OPTIONS, chats)
 
 

@@ -40,7 +40,7 @@ def learn(
     It needs no data and trains nothing. Ctrl-C ends the writing early and builds the table from what there is;
     another run continues.
     """
-    from ..learning.learn import Goal, Learner
+    from ..learning.table_learner import Goal, Learner
 
     if minutes is None and tokens is None:
         minutes = MINUTES

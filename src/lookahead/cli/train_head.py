@@ -43,7 +43,7 @@ def train_head(
     The model writes text by itself, its hidden states along this text are computed, and the head is trained on both.
     It needs no data and changes no output. Ctrl-C ends any stage; the same command continues it.
     """
-    from ..learning.light_head import HeadLearner
+    from ..learning.head_learner import HeadLearner
     from ..learning.train_head import TrainSettings
 
     settings = TrainSettings(shortlist=shortlist, width=width, levels=levels, epochs=epochs, rate=rate)

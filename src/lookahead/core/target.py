@@ -56,6 +56,8 @@ class Target(Protocol):
         promise: how a sequence compares with plain decoding: one of the constants above, or "" if it is not known.
         reason: why this path was chosen, in one line.
         vocabulary: V.
+        captures: whether the second step of each size captures a graph, so that only later ones show its time; a
+            target without this attribute does not.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """The parts of a model that a compiled pass needs, whatever their source.
 
-``architectures.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of`` from a
-GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled code reads.
+``module_families.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of_file``
+from a GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled code reads.
 """
 
 from __future__ import annotations

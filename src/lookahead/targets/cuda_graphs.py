@@ -355,6 +355,7 @@ class CudaGraphTarget(GraphTarget):
 
     path = "cuda-graph"
     promise = UP_TO_ROUNDING
+    captures = True
 
     def __init__(
         self,

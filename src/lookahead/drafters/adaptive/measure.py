@@ -125,7 +125,7 @@ def measure(
     """
     result, end = Measurement(progress), perf_counter() + patience
     # The first steps of a size compile or allocate; with CUDA graphs, the second one captures.
-    captured = target.path == "cuda-graph"
+    captured = getattr(target, "captures", False)
     discard = WARM_STEPS + (2 if captured else 1)
     if rows is None:
         rows = CAPTURED_ROWS if captured else ROWS
@@ -198,7 +198,7 @@ def _time_sequences(
         slots = list(range(number))
         target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
         try:
-            for _ in range(2 if target.path == "cuda-graph" else 1):  # compiles, and captures
+            for _ in range(2 if getattr(target, "captures", False) else 1):  # compiles, and captures
                 _plain_step(target, slots)
             result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
         finally:

@@ -301,7 +301,7 @@ def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tupl
     return panels, np.stack([addresses, np.full(count, KIND_INDEX[kind.name])], -1)
 
 
-def blueprint_of(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
+def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
     """The packed parts of a file, its settings, and for each type of the tensors decoded to bf16 their bytes.
 
     Raises:
@@ -407,7 +407,7 @@ def read_model(file: GGUFFile) -> PackedModel:
     Raises:
         Unsupported: transformers' reader must load the file; the message is one line that says why.
     """
-    blueprint, settings, decoded = blueprint_of(file)
+    blueprint, settings, decoded = blueprint_of_file(file)
     for kind, size in decoded.items():
         warnings.warn(
             f"{file.path.name}: the compiled path has no {kind} blocks; those tensors are decoded to bfloat16, "
@@ -444,11 +444,11 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     """
     import torch
 
-    from ...models.module_families import blueprint_of as parts_of
+    from ...models.module_families import blueprint_of
     from .dense import Linear, tensor_of
 
     kind = quantizable(name)
-    blueprint = parts_of(model, facts)
+    blueprint = blueprint_of(model, facts)
     linears: list[Any] = [linear for layer in blueprint.layers() for linear in layer.linears.values()]
     head: Any = blueprint.head
     embedding: Any = blueprint.embedding
