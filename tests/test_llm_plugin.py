@@ -43,8 +43,14 @@ def _registered(tmp_path, monkeypatch):
     llm.plugins.pm.unregister(name="lookahead")
 
 
+def named(path):
+    """The model at a path, by an alias."""
+    llm.set_alias("mine", f"lookahead/{path}")
+    return llm.get_model("mine")
+
+
 def test_a_model_is_found_by_its_path_and_streams(folders):
-    model = llm.get_model(f"lookahead/{folders[0]}")
+    model = named(folders[0])
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
     plain = lookahead.load(folders[0]).generate(turns, max_new_tokens=60, drafter="off")
     response = model.prompt(QUESTION, system="be brief", max_tokens=60)
@@ -57,7 +63,7 @@ def test_a_model_is_found_by_its_path_and_streams(folders):
 
 
 def test_options_of_llm_reach_the_engine(folders):
-    model, ours = llm.get_model(f"lookahead/{folders[0]}"), lookahead.load(folders[0])
+    model, ours = named(folders[0]), lookahead.load(folders[0])
     turns = [{"role": "user", "content": QUESTION}]
     sampled = {"temperature": 1.3, "top_k": 50, "seed": 7, "stop": "a", "min_new_tokens": 4}
     expected = ours.generate(turns, max_new_tokens=40, drafter="off", **sampled)
@@ -90,7 +96,7 @@ def test_a_conversation_goes_on_from_its_keys_and_values(folders, monkeypatch):
         return sequences[-1]
 
     monkeypatch.setattr(Engine, "add", note)
-    conversation = llm.get_model(f"lookahead/{folders[0]}").conversation()
+    conversation = named(folders[0]).conversation()
     first = conversation.prompt(QUESTION, max_tokens=20).text()
     second = conversation.prompt("für 東京", max_tokens=20).text()
     assert sequences[-1].cached >= len(sequences[0].request.prompt)
@@ -103,7 +109,7 @@ def test_a_conversation_goes_on_from_its_keys_and_values(folders, monkeypatch):
 
 
 def test_without_a_chat_template_the_text_is_continued(folders):
-    conversation = llm.get_model(f"lookahead/{folders[1]}").conversation()
+    conversation = named(folders[1]).conversation()
     first = conversation.prompt(QUESTION, max_tokens=10).text()
     second = conversation.prompt("quick", max_tokens=10).text()
     ours = lookahead.load(folders[1])
@@ -112,8 +118,10 @@ def test_without_a_chat_template_the_text_is_continued(folders):
 
 
 def test_which_names_are_found(folders):
-    """Whatever way llm looks a model up; other names stay unknown, and the list is not filled with them."""
+    """Those that were named before; other names stay unknown, and the list is not filled with them."""
     name = f"lookahead/{folders[0]}"
+    with pytest.raises(llm.UnknownModelError):
+        llm.get_model(name)
     assert [one.model_id for one in llm.get_models() if "lookahead" in one.model_id] == ["lookahead"]
     llm.set_alias("mine", name)
     assert llm.get_model("mine").model_id == name
@@ -124,22 +132,30 @@ def test_which_names_are_found(folders):
             llm.get_model(unknown)
     with pytest.raises(llm.UnknownModelError, match="sync model exists"):
         llm.get_async_model(name)
+    answers = [
+        model.prompt(QUESTION, max_tokens=4, **options).text()
+        for model, options in (
+            (llm.get_model("mine"), {}),
+            (llm.get_model("lookahead"), {"path_or_id": str(folders[0])}),
+        )
+    ]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("path", "options", "said"),
     [
-        ("lookahead/no/such", [], "got 'no/such'"),
-        ("lookahead/tiny", ["-o", "top_k", "5"], "top_k needs a temperature above 0"),
-        ("lookahead/tiny", ["-o", "drafter", "magic"], "drafter must be one of"),
-        ("lookahead/tiny", ["-o", "max_tokens", "0"], "max_new_tokens must be a whole number of at least 1"),
-        ("lookahead/tiny", ["-o", "speed", "9"], "speed"),
+        ("no/such", [], "got 'no/such'"),
+        ("tiny", ["-o", "top_k", "5"], "top_k needs a temperature above 0"),
+        ("tiny", ["-o", "drafter", "magic"], "drafter must be one of"),
+        ("tiny", ["-o", "max_tokens", "0"], "max_new_tokens must be a whole number of at least 1"),
+        ("tiny", ["-o", "speed", "9"], "speed"),
     ],
 )
-def test_what_is_wrong_is_one_line(name, options, said):
+def test_what_is_wrong_is_one_line(path, options, said):
     from llm.cli import cli  # which loads plug-ins when it is imported
 
-    done = CliRunner().invoke(cli, ["-m", name, *options, "def f"])
+    done = CliRunner().invoke(cli, ["-m", "lookahead", "-o", "path_or_id", path, *options, "def f"])
     assert done.exit_code == 1
     assert re.fullmatch(r"Error: .+\n?", done.output.replace("\n  ", " ")), done.output
     assert said in done.output
@@ -148,9 +164,9 @@ def test_what_is_wrong_is_one_line(name, options, said):
 def test_a_conversation_that_holds_more_than_text_is_refused():
     tool = llm.Message(role="tool", parts=[llm.parts.ToolResultPart(name="f", output="1", tool_call_id="1")])
     with pytest.raises(lookahead.SettingsError, match="text only, got ToolResultPart"):
-        llm.get_model("lookahead/tiny").prompt(messages=[tool]).text()
+        named("tiny").prompt(messages=[tool]).text()
     thought = llm.Message(role="assistant", parts=[llm.parts.ReasoningPart("hm"), llm.parts.TextPart("yes")])
-    prompt = llm.Prompt(None, llm.get_model("lookahead/tiny"), messages=[thought])
+    prompt = llm.Prompt(None, named("tiny"), messages=[thought])
     assert llm_plugin.messages_of(prompt) == [{"role": "assistant", "content": "yes"}]
 
 
@@ -180,7 +196,8 @@ def test_the_command_finds_it_by_the_entry_point(tmp_path):
     ours = lookahead.load(model)
     turns = [{"role": "user", "content": QUESTION}]
     first = ours.generate(turns, max_new_tokens=60, drafter="off").text
-    pieces = run("-m", f"lookahead/{model}", "-o", "max_tokens", "60", QUESTION)
+    run("aliases", "set", "mine", f"lookahead/{model}")
+    pieces = run("-m", "mine", "-o", "max_tokens", "60", QUESTION)
     assert b"".join(pieces).decode() == f"{first}\n"
     assert len(pieces) > 2, "it came all at once"
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]

@@ -1,4 +1,8 @@
-"""A plug-in for the command-line tool ``llm``: ``llm -m lookahead "..."``, ``llm -m lookahead/PATH_OR_NAME "..."``.
+"""A plug-in for the command-line tool ``llm``: the default model, or another one by an option or an alias::
+
+    llm -m lookahead "..."
+    llm -m lookahead -o path_or_id PATH_OR_HUB_ID "..."
+    llm aliases set NAME lookahead/PATH_OR_HUB_ID; llm -m NAME "..."
 
 llm finds it through its entry point and imports it at every start, so torch is not loaded before the first prompt.
 Prompts and conversations come from llm; the options and their help come from the library (``engine.options``).
@@ -6,7 +10,6 @@ Prompts and conversations come from llm; the options and their help come from th
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,18 +22,16 @@ from ..engine.prompts import chat_prompt
 from ..options import DraftOptions, LoadOptions, Options, offered
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from ..llm import LLM
 
 #: Some of llm's functions have no type annotations.
 _untyped: Any = llm
-#: The default model. The name of any other model is this one, a slash, and a path or a hub id.
+#: The default model. An alias for another model is of this name, a slash, and a path or a hub id.
 NAME = "lookahead"
 #: Options that have another name in llm.
 RENAMED = {"max_new_tokens": "max_tokens"}
 #: Options of loading. If the value of one changes, the model is loaded again.
-LOADING = ("dtype", "weights", "device", "threads", "engine")
+LOADING = ("path_or_id", "dtype", "weights", "device", "threads", "engine")
 #: Answers in a conversation may be longer than the library's default; ``lookahead chat`` has the same limit.
 LONGEST = 512
 
@@ -95,7 +96,7 @@ class LookaheadModel(llm.Model):
 
             self._loaded = None  # two models may not fit
             path = self.model_id.partition("/")[2] or None
-            self._loaded = how, load_model(LoadOptions(path_or_id=path, prefix_cache=1, **how))
+            self._loaded = how, load_model(LoadOptions(**{"path_or_id": path, "prefix_cache": 1} | how))
         return self._loaded[1]
 
 
@@ -119,10 +120,13 @@ def messages_of(prompt: Any) -> list[dict[str, str]]:
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the default model, those that llm's aliases name, and the one that llm is looking up."""
-    for model_id in dict.fromkeys([NAME, *_aliased(), _looked_up()]):
-        if model_id is not None:
-            register(LookaheadModel(model_id))
+    """Register the default model, those that llm's aliases name, and llm's own default if it is one of ours.
+
+    llm asks its plug-ins for a list of models and looks a name up in it, so a model must have been named before: no
+    hook receives the name.
+    """
+    for model_id in dict.fromkeys([NAME, *filter(is_ours, [*_aliased(), _untyped.get_default_model()])]):
+        register(LookaheadModel(model_id))
 
 
 def is_ours(model_id: Any) -> bool:
@@ -130,25 +134,7 @@ def is_ours(model_id: Any) -> bool:
     return isinstance(model_id, str) and model_id.startswith(f"{NAME}/") and model_id != f"{NAME}/"
 
 
-def _aliased() -> list[str]:
-    """Our models that ``llm aliases set`` has named."""
+def _aliased() -> list[Any]:
+    """What ``llm aliases set`` has named."""
     file = _untyped.user_dir() / "aliases.json"
-    aliases = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return [model_id for model_id in aliases.values() if is_ours(model_id)]
-
-
-def _looked_up() -> str | None:
-    """The name that ``llm.get_model`` was called with, if it is one of ours.
-
-    llm asks its plug-ins for a list of models and looks the name up in it, so no hook receives the name. It is read
-    from the frame of that call, which all of llm's commands and its Python API make. If a version of llm has no such
-    frame, only the models that aliases name are found.
-    """
-    codes = [llm.get_model.__code__, llm.get_async_model.__code__]
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    name = frame.f_locals.get("name") or _untyped.get_default_model()
-    return name if is_ours(name) else None
+    return list(json.loads(file.read_text(encoding="utf-8")).values()) if file.exists() else []
