@@ -1,0 +1,224 @@
+"""Medusa-1 (Cai et al., 2024, arXiv 2401.10774): heads that guess the next tokens from the last hidden state alone.
+
+Head k reads h, the hidden state under which the last token was chosen, and guesses the k-th token after it:
+
+    logits_k = L_k (h + silu(W_k h + b_k))
+
+L_k starts as the model's output matrix and is trained too. Differences from the paper: the heads can guess the most
+frequent ``SHORTLIST`` tokens, not all; and the loss is the cross-entropy with the model's own probabilities.
+
+A step's tree is fixed: a node is a rank in each head, such as (best of head 1, third of head 2), and the tree has the
+nodes that were right most often on held-out text, as in the paper's section 2.3.3.
+
+    python -m benchmarks.drafters.medusa --text FOLDER --states FOLDER --out build/medusa.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import linear, silu
+
+import lookahead
+from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from lookahead.learning.hidden_states import collect
+from lookahead.learning.self_text import Folder
+from lookahead.learning.train_head import Positions
+from lookahead.targets.light_head import row_readers, sizes_of
+
+HEADS, SHORTLIST, RANKS = 3, 8192, 10
+#: Positions of a step, the highest learning rate, and the weight of each head's loss in that of the one before.
+BATCH, RATE, DECAY = 1024, 1e-3, 0.8
+
+
+class Heads(nn.Module):
+    """All heads.
+
+    Args:
+        output: the model's output rows of the shortlist, (S, hidden).
+        count: heads.
+    """
+
+    def __init__(self, output: torch.Tensor, count: int) -> None:
+        super().__init__()
+        hidden = output.shape[1]
+        self.weight = nn.Parameter(torch.zeros(count, hidden, hidden))
+        self.bias = nn.Parameter(torch.zeros(count, hidden))
+        self.output = nn.Parameter(output.expand(count, *output.shape).clone())
+
+    def forward(self, states: torch.Tensor, head: int) -> torch.Tensor:
+        """Logits (n, S) of one head from hidden states (n, hidden)."""
+        inner = states + silu(linear(states, self.weight[head], self.bias[head]))
+        return linear(inner, self.output[head])
+
+
+class Medusa:
+    """Trained heads and their tree.
+
+    Args:
+        heads: the heads.
+        shortlist: the tokens that they can guess, (S,).
+        accuracy: how often the guess of a rank is right on held-out text, (heads, RANKS).
+    """
+
+    def __init__(self, heads: Heads, shortlist: Any, accuracy: Any) -> None:
+        self.heads, self.shortlist, self.accuracy = heads.requires_grad_(False), shortlist, accuracy
+
+    @classmethod
+    def load(cls, path: Path) -> Medusa:
+        """Read what ``save`` has written."""
+        with safe_open(path, "pt") as file:
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        heads = Heads(parts["output"][0].float(), len(parts["output"]))
+        heads.load_state_dict({name: parts[name].float() for name in ("weight", "bias", "output")})
+        return cls(heads, parts["shortlist"].numpy(), parts["accuracy"].numpy())
+
+    def save(self, path: Path) -> None:
+        """Write the heads in bfloat16."""
+        tensors = {name: value.detach().bfloat16() for name, value in self.heads.named_parameters()}
+        tensors |= {name: torch.from_numpy(getattr(self, name)) for name in ("shortlist", "accuracy")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path)
+
+    def best(self, state: Any) -> Any:
+        """The best tokens of each head after a hidden state, (heads, RANKS)."""
+        row = torch.from_numpy(np.ascontiguousarray(state))[None]
+        ranked = [self.heads(row, head).topk(RANKS, -1).indices[0] for head in range(len(self.accuracy))]
+        return self.shortlist[torch.stack(ranked).numpy()]
+
+    def tree(self, rows: int) -> list[tuple[int, ...]]:
+        """The nodes below the root, as ranks from head 1 on; parents come before their children."""
+        values = {(): 1.0}
+        nodes: list[tuple[int, ...]] = []
+        edges = {(rank,): self.accuracy[0][rank] for rank in range(RANKS)}
+        while edges and len(nodes) < rows - 1:
+            node = max(edges, key=edges.__getitem__)
+            values[node] = edges.pop(node)
+            nodes.append(node)
+            if len(node) < len(self.accuracy):
+                edges |= {
+                    (*node, rank): values[node] * self.accuracy[len(node)][rank] for rank in range(RANKS)
+                }
+        return nodes
+
+
+@dataclass(frozen=True)
+class MedusaDrafter(Drafter):
+    """Drafts a fixed tree of the heads' guesses.
+
+    Attributes:
+        rows: rows of a step, at least 2.
+        medusa: the heads.
+    """
+
+    rows: int
+    medusa: Medusa = field(compare=False, repr=False)
+
+    name = "medusa"
+
+    def start(self, sequence: Start) -> DraftState:
+        return MedusaState(self, sequence.first)
+
+
+class MedusaState(DraftState):
+    """The last token, and the hidden state under which it was chosen."""
+
+    def __init__(self, drafter: MedusaDrafter, first: int) -> None:
+        self._medusa, self._last, self._state = drafter.medusa, first, None
+        self._nodes = drafter.medusa.tree(drafter.rows)
+
+    def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        tree = TokenTree(self._last)
+        tree.needs_hidden = True
+        if self._state is not None:
+            tokens = self._medusa.best(self._state)
+            for ranks in self._nodes[: max_rows - 1]:
+                if len(ranks) <= max_depth:
+                    tree.add_candidate(tokens[depth][rank].item() for depth, rank in enumerate(ranks))
+        return tree
+
+    def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
+        self._last, self._state = tokens[-1], scores.hidden(path[-1])
+
+
+def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) -> Medusa:
+    """Train heads on a model's own text.
+
+    Args:
+        positions: the text and its hidden states.
+        output: (tokens) -> the model's output rows.
+        epochs: how often all positions are seen.
+    """
+    torch.manual_seed(0)
+    shortlist = positions.frequent(SHORTLIST)
+    network = Heads(torch.from_numpy(output(shortlist.tolist())), heads)
+    place = np.full(int(positions.ids.max()) + 1, -1)
+    place[shortlist] = np.arange(len(shortlist))
+    starts = positions.runs(16, heads)
+    each = BATCH // 16
+    steps = math.ceil(epochs * len(starts) / each)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.05)
+    random, begin, shown = np.random.default_rng(0), monotonic(), 0.0
+    for step in range(steps):
+        at = (random.choice(starts, each, replace=False)[:, None] + np.arange(16)).ravel()
+        states, total = torch.from_numpy(positions.read(at)), torch.zeros(())
+        with torch.autocast("cpu", torch.bfloat16):
+            for head in range(heads):
+                places = place[positions.ids[at + head + 1]]
+                weights = np.where(places >= 0, positions.probabilities[at + head + 1], 0).astype(np.float32)
+                logits = network(states, head).float()
+                chosen, shares = torch.from_numpy(np.maximum(places, 0)), torch.from_numpy(weights)
+                loss = shares.sum(-1) * logits.logsumexp(-1) - (shares * logits.gather(-1, chosen)).sum(-1)
+                total = total + DECAY**head * loss.mean()
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        optimizer.step()
+        schedule.step()
+        if monotonic() - shown > 30:
+            shown = monotonic()
+            left = (steps - step - 1) * (shown - begin) / (step + 1)
+            print(
+                f"{step + 1} of {steps} steps, loss {float(total.detach()):.3f}, {left / 60:.1f} minutes left",
+                flush=True,
+            )
+    # How often each rank of each head is right on held-out text.
+    medusa = Medusa(network, shortlist, np.zeros((heads, RANKS)))
+    measured = positions.measured(heads)[:4000]
+    for part in np.array_split(measured, 8):
+        states = torch.from_numpy(positions.read(part))
+        for head in range(heads):
+            ranked = shortlist[network(states, head).topk(RANKS, -1).indices.numpy()]
+            medusa.accuracy[head] += (ranked == positions.ids[part + head + 1][:, :1]).sum(0) / len(measured)
+    return medusa
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", help="the default model if left out")
+    parser.add_argument("--text", type=Path, required=True, help="the model's own text")
+    parser.add_argument("--states", type=Path, required=True, help="its hidden states; they are added to")
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--out", type=Path, default=Path("build/medusa.safetensors"))
+    args = parser.parse_args()
+    llm = lookahead.load(args.model)
+    parts = collect(llm.target(), sizes_of(llm.model)[1], Folder(args.text, scan=False), args.states)
+    begin = monotonic()
+    medusa = train(Positions(parts), row_readers(llm.model)[1], args.epochs)
+    medusa.save(args.out)
+    print(f"{monotonic() - begin:.0f} seconds; accuracy by rank: {medusa.accuracy[:, :4].round(3).tolist()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Trained and retrieving drafters beside this library's own, at equal rows: S and the time of drafting.
+
+    python -m benchmarks.trained --data DIR --text DIR --medusa FILE
+    python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
+
+TEXT is the default model's own text (``lookahead learn`` keeps it), for the datastore of REST. All methods are
+drafters of this library's loop and decode the same prompts greedily; a text that differs from plain decoding ends the
+run. Results that ``--records`` has are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lookahead
+from lookahead.bench.record import environment
+from lookahead.bench.report import markdown_table
+from lookahead.core import Drafter, Stats
+from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
+from lookahead.learning.self_text import Folder
+from lookahead.records import RecordWriter, read_records
+
+from .datasets import load_workload
+from .drafters.medusa import Medusa, MedusaDrafter
+from .drafters.rest import Datastore, Rest
+from .drafters.static_tree import SHAPES, StaticTree
+from .page import write_page
+
+OPEN = ("writing", "roleplay", "humanities", "stem")
+#: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
+PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
+KEYS = ("model", "dtype", "prompts", "workload", "method", "rows")
+#: What each method is trained on or reads, and S as published on Spec-Bench (Vicuna-7B).
+ABOUT = {
+    "adaptive": ("adaptive, the default", "nothing is trained; reads the base table", "-"),
+    "adaptive with head": ("adaptive, `head=auto`", "light head: {head}", "-"),
+    "static tree": (
+        "static tree of the light head's guesses (SpecInfer's form)",
+        "the same head",
+        "not listed",
+    ),
+    "eagle": (
+        "EAGLE-style layer, fixed tree",
+        "one decoder layer: {eagle}",
+        "3.57 (EAGLE-1), 4.34 (EAGLE-2)",
+    ),
+    "medusa": ("Medusa-1, 3 heads, fixed tree", "3 heads: {medusa}", "2.31"),
+    "rest": ("REST", "datastore of {datastore} tokens: own text, Python's library", "1.82"),
+    "prompt lookup": ("prompt lookup", "nothing", "1.75"),
+    "lookahead": ("the paper's lookahead", "nothing", "1.64 (W 7, N 5, G 7)"),
+}
+
+
+def prompts_of(data: Path, size: int) -> dict[str, list[Any]]:
+    """Open questions, and code to complete: by workload. The priors and the head were fitted to other prompts."""
+    questions = [prompt for prompt in load_workload("mt-bench", data=data) if prompt.category in OPEN]
+    code = load_workload("humaneval", data=data)[::24]
+    return {"prose": questions[::3][:size], "code": code[: -(-7 * size // 12)]}
+
+
+def datastore(llm: Any, text: Path) -> Datastore:
+    """The model's own text, and the modules of Python's standard library."""
+    own = (each.completion for each in Folder(text, scan=False).read())
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    code = (llm.tokenizer(file.read_text(errors="ignore")).input_ids for file in files)
+    return Datastore([*own, *code])
+
+
+class Measurement:
+    """The model, and what the methods need, loaded when it is used first."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.llm = lookahead.load(args.model)
+        self.heads = cache(lambda: Medusa.load(args.medusa))
+        self.datastore = cache(lambda: datastore(self.llm, args.text))
+        self.methods: dict[str, Callable[[int], Drafter]] = {
+            "adaptive": lambda rows: Adaptive(rows=rows),
+            "adaptive with head": lambda rows: Adaptive(rows=rows, head="auto"),
+            "static tree": lambda rows: StaticTree(SHAPES[rows]),
+            "medusa": lambda rows: MedusaDrafter(rows, self.heads()),
+            "rest": lambda rows: Rest(rows, self.datastore()),
+            "prompt lookup": lambda rows: PromptLookup(max_drafted=rows - 1),
+            "lookahead": lambda rows: Lookahead(*PAPER[rows]),
+        }
+
+    def decode(self, prompts: list[Any], drafter: Drafter, new_tokens: int) -> list[Any]:
+        """The results."""
+        chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
+        return [self.llm.generate(chat, drafter=drafter, max_new_tokens=new_tokens) for chat in chats]
+
+
+def summed(results: list[Any]) -> Stats:
+    """Tokens after the first, steps, rows and seconds of several texts."""
+    total = Stats()
+    for result in results:
+        total.new_tokens += result.stats.new_tokens - 1
+        total.steps += result.stats.steps
+        total.rows += result.stats.rows
+        for phase, seconds in result.stats.seconds.items():
+            total.seconds[phase] += seconds
+    return total
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record for each method, number of rows and workload."""
+    measurement = Measurement(args)
+    about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
+    known = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "s", "method")}
+    lines = []
+    for workload, prompts in prompts_of(args.data, args.prompts).items():
+        plain = measurement.decode(prompts, Plain(), args.new_tokens)
+        texts, cost = [result.tokens for result in plain], summed(plain)
+        step = sum(cost.seconds[phase] for phase in ("forward", "verify", "commit")) / cost.steps
+        for rows in args.rows:
+            for method in args.methods:
+                line = {
+                    **about,
+                    "prompts": args.prompts,
+                    "workload": workload,
+                    "method": method,
+                    "rows": rows,
+                }
+                done = known.get(tuple(line[key] for key in KEYS))
+                if done is not None:
+                    lines.append(done)
+                    continue
+                drafter = measurement.methods[method](rows)
+                results = measurement.decode(prompts, drafter, args.new_tokens)
+                if [result.tokens for result in results] != texts:
+                    raise SystemExit(f"{method}, {rows} rows, {workload}: a text differs from plain decoding")
+                total = summed(results)
+                drafting = (total.seconds["draft"] + total.seconds["observe"]) / total.steps
+                line |= {
+                    "s": total.new_tokens / total.steps,
+                    "steps": total.steps,
+                    "mean_rows": total.rows / total.steps,
+                    "drafting": drafting / step,
+                }
+                print(
+                    f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step, "
+                    f"drafting {line['drafting']:.3f} plain steps",
+                    flush=True,
+                )
+                with RecordWriter(args.records, append=True) as writer:
+                    writer.write(line)
+                lines.append(line)
+    return lines
+
+
+def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """The tables of S and of the cost of drafting."""
+    by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
+    text = []
+    for workload, title in (("prose", "Open questions"), ("code", "Code")):
+        heads = [
+            "method",
+            *[f"S, {rows} rows" for rows in args.rows],
+            *[f"drafting, {rows}" for rows in args.rows],
+        ]
+        table = []
+        for method in args.methods:
+            some = [by.get((workload, method, rows)) for rows in args.rows]
+            table.append(
+                [ABOUT[method][0]]
+                + ["-" if line is None else f"{line['s']:.2f}" for line in some]
+                + ["-" if line is None else f"{line['drafting']:.2f}" for line in some]
+            )
+        text += [f"## {title}", "", markdown_table(heads, table, texts=1), ""]
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("model", nargs="?", help="the default model if left out")
+    add("--data", type=Path, required=True)
+    add("--text", type=Path, required=True)
+    add("--medusa", type=Path, default=Path("build/medusa.safetensors"))
+    add("--prompts", type=int, default=12, help="open questions; code has seven for twelve")
+    add("--rows", type=lambda text: [int(k) for k in text.split(",")], default=[4, 8, 16, 64])
+    add("--methods", type=lambda text: text.split(","), default=[name for name in ABOUT if name != "eagle"])
+    add("--new-tokens", type=int, default=128)
+    add("--records", type=Path, default=Path("build/results/trained.jsonl"))
+    add("--out", type=Path, default=Path("docs/results/trained"))
+    args = parser.parse_args()
+    args.records.parent.mkdir(parents=True, exist_ok=True)
+    lines = measure(args)
+    print(write_page(args.out, "Trained methods beside", lines[-1], lines, body(lines, args)))
+
+
+if __name__ == "__main__":
+    main()
