@@ -5,11 +5,13 @@ import pytest
 import torch
 
 import lookahead
+from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
 from benchmarks.drafters.static_tree import SHAPES, StaticTree
 from lookahead.drafters import Plain
 from lookahead.targets import light_head
+from lookahead.targets.light_head import row_readers
 from lookahead.testing import tiny_model
 from test_light_head import weights
 
@@ -95,3 +97,30 @@ def test_the_datastore_finds_the_longest_suffix():
         until_end = [row[: row.index(END) if END in row else AHEAD] for row in found.tolist()]
         assert sorted(until_end) == sorted([t for t in row if t != END] for row in expected)
     assert datastore.continuations([7]).shape == (0, AHEAD)
+
+
+@pytest.fixture(scope="module")
+def eagle(llm, tmp_path_factory):
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("eagle") / "layer"
+    Eagle(Layer(HIDDEN), np.arange(3, VOCABULARY), *row_readers(llm.model)).save(file)
+    return Eagle.load(file, llm.model)
+
+
+@pytest.mark.parametrize("rows", list(SHAPES))
+def test_eagle_is_exact(llm, eagle, rows):
+    drafted = check(llm, EagleDrafter(rows, eagle), rows)
+    assert all(max(text.stats.rows_per_step) > rows - 2 for text in drafted)
+
+
+def test_rows_of_a_tree_read_what_they_read_in_a_text(eagle):
+    """Drafting level by level with keys and values kept is one pass over the whole text."""
+    generator = torch.Generator().manual_seed(1)
+    states, tokens = torch.randn(1, 6, HIDDEN, generator=generator), [7, 8, 9, 10, 11, 12]
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    whole, _ = eagle.layer(states, eagle.embedded(tokens), torch.arange(6), None, mask)
+    state = EagleState(eagle, (1,), 7)
+    for begin, end in ((0, 4), (4, 6)):
+        state._unread = list(zip(tokens[begin:end], states[0, begin:end].numpy(), strict=True))
+        last = state._read()
+    assert torch.allclose(last, whole[0, -1:], atol=1e-5)
