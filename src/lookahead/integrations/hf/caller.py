@@ -1,16 +1,11 @@
-"""Arguments of ``model.generate`` that transformers does not pass on: streamer, assistant_model, tokenizer.
-
-They are read from the frames of the running call. In a version of transformers without these frames, they are
-missing, and transformers behaves as usual.
-"""
+"""``CustomGenerate``: a function for ``custom_generate``, which also receives what transformers drops."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from transformers import GenerationMixin
 
@@ -20,26 +15,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def caller_arguments() -> dict[str, Any]:
-    """``streamer`` and ``assistant_model`` of the running ``model.generate``; {} if none is running.
-
-    If a streamer were ignored silently, its reader would wait forever.
-    """
-    frame = _frame_of("generate")
-    if frame is None:
-        return {}
-    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+#: The keyword with which a ``CustomGenerate`` receives the streamer and the assistant model of ``model.generate``.
+DROPPED = "dropped_by_transformers"
 
 
 class CustomGenerate(Generic[P, R]):
-    """A function for ``custom_generate`` that may have a parameter ``tokenizer``, which ``stop_strings`` need.
-
-    ``model.generate`` removes ``tokenizer`` from its keywords, then reads the signature of the function to select its
-    keywords, and then makes the stopping criteria, for which the tokenizer is now missing. So the tokenizer is put
-    back when the signature is read.
+    """A function for ``custom_generate`` that also receives what transformers drops (``_give_back``).
 
     Args:
-        function: its last parameter takes other keywords.
+        function: it has a parameter ``tokenizer``; its last parameter takes other keywords, and ``DROPPED``.
         others: names of keywords that ``function`` is to receive instead of transformers' error about them.
 
     Raises:
@@ -62,22 +46,35 @@ class CustomGenerate(Generic[P, R]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        frame = _frame_of("_extract_generation_mode_kwargs")
-        if frame is not None:
-            taken, keywords = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
-            if isinstance(taken, dict) and isinstance(keywords, dict) and "tokenizer" in taken:
-                keywords["tokenizer"] = taken["tokenizer"]
+        _give_back()
         own = inspect.signature(self._function)
         *named, rest = own.parameters.values()
-        others = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._others]
+        others = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (DROPPED, *self._others)
+        ]
         return own.replace(parameters=[*named, *others, rest])
 
 
-def _frame_of(method: str) -> FrameType | None:
-    """The innermost running frame of a method of ``GenerationMixin``."""
-    function = getattr(GenerationMixin, method, None)
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+def _give_back() -> None:
+    """Put the tokenizer, streamer and assistant model of the running ``model.generate`` back into its keywords.
+
+    Without the streamer, its reader would wait forever; without the tokenizer, there are no stop strings; and an
+    assistant model would be ignored silently. transformers has no interface for them: its method
+    ``_extract_generation_mode_kwargs`` collects them, and replaces what it has collected by the keywords that a
+    callable ``custom_generate`` names in its signature. This came with
+    https://github.com/huggingface/transformers/pull/40586. The method reads the signature just before, so this
+    function is called then, and writes to the method's own dictionary of keywords. In a version without that method,
+    transformers behaves as usual.
+    """
+    method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    code = getattr(method, "__code__", None)
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame
+    if frame is None:
+        return
+    taken, keywords = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
+    if isinstance(taken, dict) and isinstance(keywords, dict):
+        if "tokenizer" in taken:
+            keywords["tokenizer"] = taken["tokenizer"]
+        keywords[DROPPED] = {name: taken.get(name) for name in ("streamer", "assistant_model")}

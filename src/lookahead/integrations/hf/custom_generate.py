@@ -22,7 +22,7 @@ from ...engine.admission import Admission
 from ...sampling import GeneratorNoise
 from ...targets.paths import make_target, probe
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
-from .caller import CustomGenerate, caller_arguments
+from .caller import DROPPED, CustomGenerate
 from .past_key_values import KeepingTarget, fill_cache
 from .refusals import OTHER_NAMES, refuse, warn_about_slow_path
 
@@ -70,7 +70,7 @@ def generate(
     Raises:
         SettingsError: an option is not supported; the message names it.
     """
-    given = caller_arguments()
+    given = model_kwargs.pop(DROPPED, {})
     streamer = streamer if streamer is not None else given.get("streamer")
     assert generation_config is not None  # CustomGenerate requires it
     config = generation_config

@@ -67,7 +67,7 @@ def refuse(
 ) -> None:
     """Raise SettingsError for the first option that is not supported.
 
-    The arguments are those of ``generate``; ``given`` is the result of ``caller_arguments``.
+    The arguments are those of ``generate``; ``given`` holds the assistant model, if there is one.
     """
     batch = input_ids.shape[0]
     plain = "leave it out, or call model.generate without custom_generate"
