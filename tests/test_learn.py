@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import threading
 import time
@@ -121,6 +123,26 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     with pytest.raises(SettingsError, match="needs a limit in minutes or in tokens"):
         Goal()
     assert Goal(10.0, 1000).share(500, 100, 1.0) == pytest.approx(0.6)
+
+
+def test_without_room_for_the_table_the_text_is_kept(tmp_path):
+    file, size = tmp_path / "table", 60_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        words = ("learn", "tiny", "--tokens", 900, "--output", file)
+        code, out, err = call(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (code, out) == (2, "")
+    assert re.search("with room on its disk .*; the text is kept, and another run continues", err)
+    assert list(tmp_path.glob("table*")) == []
+    code, _, err = call(*words)
+    assert code == 0
+    assert "tokens of earlier runs" in err
+    assert file.stat().st_size > size
 
 
 def test_a_table_of_another_vocabulary_is_said_and_left_out(chats, tmp_path):

@@ -89,5 +89,8 @@ class Learner:
             SettingsError: there is hardly any text, or the table cannot be saved.
         """
         trie, counts, learned = build(self.folder.read(), self._llm.vocabulary)
-        save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
+        try:
+            save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
+        except SettingsError as error:
+            raise SettingsError(f"{error}; the text is kept, and another run continues") from None
         return open_table(self.output)
