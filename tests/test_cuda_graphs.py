@@ -206,6 +206,28 @@ def test_a_step_of_a_batch_is_read_once(model, device):
         assert [what for what, *_ in device.log].count("read") == 1
 
 
+def test_a_step_of_a_batch_comes_from_one_pinned_buffer_without_waiting(model, device, monkeypatch):
+    target = captured(model, 64)
+    target.prefill([(slot, prompt) for slot, prompt in enumerate(PROMPTS)])
+    step = [(slot, TokenTree.of([3, 4], [-1, 0])) for slot in range(2)]
+    for _ in range(2):  # the second one captures
+        target.forward(step)
+    pinned, copies, copy = [], [], torch.Tensor.copy_
+
+    def copied(to, source, non_blocking=False):
+        copies.append((to.data_ptr(), source.data_ptr(), non_blocking))
+        return copy(to, source)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    target.forward(step)
+    (one,) = target.passes.values()
+    ((source, waits_not),) = [(s, n) for to, s, n in copies if to == one.numbers.data_ptr()]
+    assert source == pinned[0]
+    assert waits_not
+    assert len(pinned) == 2  # the other one is for the results
+
+
 def test_all_work_on_a_store_is_on_its_stream_after_the_callers(model, device):
     """Two streams of callers in turn: replays share memory, so they must not overlap on the device."""
     target, moves = captured(model, 64), []

@@ -66,16 +66,17 @@ def test_a_failing_part_and_one_that_hangs_end_no_other(check, monkeypatch, tmp_
 
 
 def test_an_interrupt_leaves_what_was_measured(check, monkeypatch, tmp_path):
-    interrupt = (
-        f"import os, signal, time\n{ROW}\ntime.sleep(1)\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
-    )
-    page = check.Page(tmp_path / "page.md", "command")
-    monkeypatch.setattr(check, "command_of", lambda *given: [sys.executable, "-c", interrupt])
+    """The page is complete while a part runs, whatever ends it."""
+    out, seen = tmp_path / "page.md", tmp_path / "seen.md"
+    wait = f"import os, shutil, signal, time\n{ROW}\ntime.sleep(1)\nshutil.copy({str(out)!r}, {str(seen)!r})"
+    program = f"{wait}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
+    page = check.Page(out, "command")
+    monkeypatch.setattr(check, "command_of", lambda *given: [sys.executable, "-c", program])
     with pytest.raises(KeyboardInterrupt):
         check.run_all(["step", "text"], page, True, None, 100.0)
-    text = (tmp_path / "page.md").read_text()
-    assert "| 2 | 1.5 | 1.4 |" in text
-    assert "Interrupted in step; not measured: step, text." in text
+    assert "| 2 | 1.5 | 1.4 |" in seen.read_text()
+    assert "| 2 | 1.5 | 1.4 |" in out.read_text()
+    assert "Interrupted in step; not measured: step, text." in out.read_text()
 
 
 def test_after_a_minute_it_says_what_the_rest_takes(check, monkeypatch, tmp_path):
@@ -116,16 +117,16 @@ def test_bad_arguments_are_one_line(check, monkeypatch, capsys, given, message):
 
 
 def test_free_time_is_measured_on_the_same_steps(monkeypatch):
-    """The median of one step's launch, and of the rest of the same step; one slow launch changes neither."""
+    """Medians over steps of the launch and of the rest; a difference of medians would be 5 here."""
     checks = module("gpu_checks")
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
-    launches = iter([9.0, 1.0, 1.0])
+    launches, rests = iter([1.0, 9.0, 1.0]), iter([2.0, 2.0, 5.0])
 
     def spend(seconds):
         clock.now += seconds
 
-    scores = SimpleNamespace(best=lambda node: spend(2.0))
+    scores = SimpleNamespace(best=lambda node: spend(next(rests)))
 
     def forward(trees):
         spend(next(launches))

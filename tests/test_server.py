@@ -476,6 +476,13 @@ def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
     assert "kv_cache_tokens 0.0" in httpx.get(f"{served.url}/metrics").text
 
 
+def test_the_row_budget_comes_from_the_cost_curve_if_none_is_set(llm):
+    with serving(llm) as served:
+        assert served.server.loop.engine.row_budget(1) >= 64
+    with serving(llm, row_budget=7) as served:
+        assert served.server.loop.engine.row_budget == 7
+
+
 def test_a_full_queue_says_when_to_come_back(llm):
     with serving(llm, max_concurrent=1, max_queue=1) as served:
         gate = threading.Event()
