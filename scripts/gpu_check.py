@@ -331,6 +331,9 @@ def main() -> int:
     if given.model is not None and not Path(given.model).exists():
         print(f"--model must be a directory or a GGUF file that exists, got {given.model}", file=sys.stderr)
         return 2
+    if not given.budget >= 60:
+        print(f"--budget must be at least 60 seconds, got {given.budget:g}", file=sys.stderr)
+        return 2
     import torch
 
     if not given.tiny and not torch.cuda.is_available():

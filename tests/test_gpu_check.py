@@ -106,6 +106,7 @@ def test_all_parts_fit_into_the_budget_and_early_ones_leave_their_time(check, mo
     ("given", "message"),
     [
         (["--only", "stop"], "unknown part 'stop'; known are certificate, step"),
+        (["--budget", "0"], "--budget must be at least 60 seconds, got 0"),
         (["--only", "speed-own"], "speed-own needs --model, a directory or a GGUF file"),
         (["--model", "/nowhere"], "--model must be a directory or a GGUF file that exists, got /nowhere"),
     ],
