@@ -1,9 +1,10 @@
 """Convert a GGUF file to another precision, so that all libraries can be measured in one.
 
-    python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M
+    python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M, IQ4_NL
 
 The weights are IN's, dequantized as transformers does it; no original model is read. Matrices are packed again,
-vectors (norms, biases) stay in float32, as llama.cpp requires. Q4_K_M is made by llama.cpp's quantizer, from F16.
+vectors (norms, biases) stay in float32, as llama.cpp requires. Q4_K_M and IQ4_NL are made by llama.cpp's quantizer,
+from F16.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ TYPES = {
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
     "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
+    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL,
 }
+#: Formats that llama.cpp's quantizer makes.
+BY_LLAMA_CPP = ("Q4_K_M", "IQ4_NL")
 
 
 def convert(source: Path, out: Path, name: str) -> None:
     """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``."""
-    if name == "Q4_K_M":
-        return _mixed(source, out, TYPES[name])
+    if name in BY_LLAMA_CPP:
+        return _quantized(source, out, TYPES[name])
     reader, wanted = GGUFReader(source), GGMLQuantizationType[name]
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
@@ -50,8 +54,8 @@ def convert(source: Path, out: Path, name: str) -> None:
     writer.close()
 
 
-def _mixed(source: Path, out: Path, kind: LlamaFileType) -> None:
-    """A mixed file by llama.cpp's quantizer, which chooses the format of each tensor."""
+def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
+    """A file by llama.cpp's quantizer, which chooses the format of each tensor."""
     import llama_cpp
 
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from lookahead.bench.record import commit
 from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 
-from .convert_gguf import convert
+from .convert_gguf import BY_LLAMA_CPP, convert
 from .datasets import SETS
 from .paper import committed
 
@@ -49,6 +49,8 @@ STUDY = {
     "parallel": (1, 60),
     "attention": (1, 15),
 }
+#: How often each prompt is decoded on the pages of packed weights.
+REPEATS = 3
 #: The page whose table is in the README.
 IN_README = "bench-packed"
 #: method in the records -> name in the README; other methods are on the page only
@@ -71,6 +73,12 @@ CHINESE = {
     r"(\d+) cores, (.*?), (\d+) threads": r"\1 核, \2, \3 线程",
     r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
     r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
+    r"\| times plain \(95 %\) \|": "| 相对普通解码 (95 %) |",
+    r"Of (\d+) sequences, (\d+) took over 1.02 times as long as plain decoding with the default, (\d+) over "
+    r"1.1 times, the worst ([\d.]+)\.": r"\1 个序列中，默认方法有 \2 个用时超过普通解码的 1.02 倍，"
+    r"\3 个超过 1.1 倍，最慢 \4。",
+    r" In plain decoding's second run it was (\d+), (\d+) and ([\d.]+), which is noise\.": r"普通解码第二次运行为"
+    r" \1、\2 和 \3，即噪声。",
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
     r"ours, plain decoding": "本库，普通解码",
@@ -151,7 +159,7 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
                 if not _evaluates(ROOT / file):
                     print(f"llama.cpp ends this process on {file}: left out", flush=True)
                     continue
-                methods += [f"llamacpp-greedy:{file}", f"llamacpp-lookup:{file}"]
+                methods += [f"llamacpp-greedy:{file}"]
         words = ["-m", "benchmarks.side_by_side", *([str(model)] if model else []), "--dtype", dtype]
         words += [part for name in SETS for part in ("--workload", name)]
         words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
@@ -198,35 +206,38 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
 def _packed(data: Path, limit: int, model: Path) -> list[Step]:
     """Weights as a file packs them, which is the default: the model's own file, greedy and sampled, and conversions.
 
-    Beside ours llama.cpp on the same file, and OpenVINO GenAI on the same file where it reads that, or else on one
-    with as many bits.
+    Each peer has its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
+    and OpenVINO GenAI Q4_0; ours has the same Q4_0 file. Q4_K_M is the file that most people have. llama.cpp's own
+    prompt lookup is a program (``llamacpp_examples``).
     """
     ours = [name for name in METHODS if not name.startswith("hf-")]
     planned = []
-    for name, kind, openvino, temperature in (
-        ("bench-packed", None, "Q4_0", 0.0),
-        ("bench-packed-q8_0", "Q8_0", "Q8_0", 0.0),
-        ("bench-packed-q4_k_m", "Q4_K_M", "Q4_0", 0.0),
-        ("bench-packed-sampled", None, None, 0.7),
+    has_llama_cpp = find_spec("llama_cpp") is not None
+
+    def converted(kind: str) -> Path:
+        file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
+        _convert(model, ROOT / file, kind)
+        return file
+
+    for name, kind, temperature in (
+        ("bench-packed", "Q4_0", 0.0),
+        ("bench-packed-q4_k_m", "Q4_K_M", 0.0),
+        ("bench-packed-sampled", "", 0.7),
     ):
-        file, methods = model, list(ours)
-        if kind is not None:
-            if kind == "Q4_K_M" and find_spec("llama_cpp") is None:
-                continue  # its quantizer makes the file
-            file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
-            _convert(model, ROOT / file, kind)
-        if not temperature and find_spec("llama_cpp") is not None:
-            methods += ["llamacpp-greedy", "llamacpp-lookup"]
-        if not temperature and find_spec("openvino_genai") is not None:
-            beside = f"build/results/{_stem(model)}.{openvino}.gguf"
-            _convert(model, ROOT / beside, str(openvino))
-            methods += [f"openvino-greedy:{beside}", f"openvino-lookup:{beside}"]
+        if kind in BY_LLAMA_CPP and not has_llama_cpp:
+            continue  # its quantizer makes the file
+        file, methods = converted(kind) if kind else model, list(ours)
+        if not temperature and has_llama_cpp:
+            methods += ["llamacpp-greedy"]
+            methods += [f"llamacpp-greedy:{converted('IQ4_NL')}"] if kind == "Q4_0" else []
+        if kind == "Q4_0" and find_spec("openvino_genai") is not None:
+            methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}"]
         words = ["-m", "benchmarks.side_by_side", str(file)]
         words += [part for workload in SETS for part in ("--workload", workload)]
-        words += ["--data", str(data), "--limit", str(limit), "--repeats", "1", "--no-warm"]
+        words += ["--data", str(data), "--limit", str(limit), "--repeats", str(REPEATS), "--no-warm"]
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
-        planned.append(Step(name, tuple(words), 2 * limit))
+        planned.append(Step(name, tuple(words), REPEATS * limit))
     return planned
 
 
@@ -250,7 +261,7 @@ def _evaluates(file: Path) -> bool:
 
 
 def speeds(facts: dict[str, Any]) -> str:
-    """The README's table: tokens per second by method and data set, and S over all of them."""
+    """The README's table: tokens per second by method and data set; speed-up, S and equality over all of them."""
     lines = facts["figures"]
     sets = list(dict.fromkeys(line["workload"] for line in lines))
     rows = []
@@ -262,8 +273,29 @@ def speeds(facts: dict[str, Any]) -> str:
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
         s = [own[w]["s_steps"] for w in sets if own[w]["s_steps"] is not None]
         rates = [f"{own[w]['rate']:.0f}" for w in sets]
-        rows.append([name, *rates, f"{sum(s) / len(s):.2f}", f"{equal} of {compared}" if compared else "–"])
-    return markdown_table(["tokens/s", *sets, "S", "equal"], rows)
+        total = facts["overall"][method]
+        times = f"{total['total']:.2f}"
+        if total["low"] is not None and method != "plain":
+            times += f" ({total['low']:.2f}–{total['high']:.2f})"
+        rows.append(
+            [name, *rates, times, f"{sum(s) / len(s):.2f}", f"{equal} of {compared}" if compared else "–"]
+        )
+    return markdown_table(["tokens/s", *sets, "times plain (95 %)", "S", "equal"], rows)
+
+
+def slower(facts: dict[str, Any]) -> str:
+    """How many sequences drafting slowed down, and how many plain decoding's second run."""
+    adaptive, plain = facts["overall"]["adaptive"], facts["overall"]["plain"]
+    text = (
+        f"Of {adaptive['timed']} sequences, {adaptive['slower']} took over 1.02 times as long as plain "
+        f"decoding with the default, {adaptive['much_slower']} over 1.1 times, the worst {adaptive['worst']:.2f}."
+    )
+    if plain["worst"] is not None:
+        text += (
+            f" In plain decoding's second run it was {plain['slower']}, {plain['much_slower']} and "
+            f"{plain['worst']:.2f}, which is noise."
+        )
+    return text
 
 
 def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -280,7 +312,7 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         where = f"{facts['where']} ([the page](docs/results/{IN_README}.md)). {facts['busy']}".strip()
         prompts = re.search(r"--limit (\d+)", facts["command"])
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
-        blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}"
+        blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
     for name, block in blocks.items():
         for english, other in words.items():
             block = re.sub(english, other, block)

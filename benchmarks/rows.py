@@ -27,6 +27,7 @@ from lookahead.records import RecordWriter, finite, read_records
 
 from .datasets import load_workload
 from .page import write_page
+from .quiet import require_quiet
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import fit_priors
@@ -58,6 +59,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
     fitted, lines = set(fit_priors.prompts(args.data, 60)), []
     done = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "seconds", "rows")}
+    require_quiet()
     llm.generate([{"role": "user", "content": "Hello"}], max_new_tokens=8)  # measures the cost curve
     for workload in args.workloads:
         candidates = load_workload(workload, 3 * args.prompts, data=args.data)

@@ -22,6 +22,7 @@ from lookahead.core import LookaheadError
 
 from .datasets import SOURCES, load_workload
 from .peers import default_methods, make_methods
+from .quiet import require_quiet
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
         model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
         names = split_methods(given.method) if given.method else default_methods(model)
         methods = [method for name in names for method in make_methods(name, model, options.warm)]
+        require_quiet()
         records = run(methods, prompts, model, options, Records(given.out), progress)
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -61,6 +61,23 @@ def test_a_summary_counts_both_sides_alike():
     assert ours.all.total == pytest.approx(11.0)
     assert (ours.all.rate_low, ours.all.rate_high) == (pytest.approx(11 / 3), pytest.approx(11.0))
     assert (ours.all.equal, ours.all.compared) == (4, 4)
+    # Every prompt has the same speed-up, so the interval has no width.
+    assert (ours.all.low, ours.all.high) == (pytest.approx(11.0), pytest.approx(11.0))
+
+
+def test_a_summary_counts_slower_sequences_and_those_of_plain_decoding_itself():
+    prompts = [CYCLE * 2, CYCLE * 3, CYCLE * 4]
+    records = run(["prompt-lookup"], prompts, cycling(), RunOptions(max_new_tokens=34, repeats=2))
+    for record in records:
+        ours, prompt = record["method"] != "plain", int(record["prompt"])
+        # Drafting: equal, 1.05 and 1.5 times as long. Plain decoding's second repeat: 1.03 times as long.
+        record["decode_seconds"] = (1.0, 1.05, 1.5)[prompt] if ours else (1.03 if record["repeat"] else 1.0)
+    plain, ours = summarise(records).lines
+    assert (plain.all.timed, plain.all.slower, plain.all.much_slower) == (3, 3, 0)
+    assert plain.all.worst == pytest.approx(1.03)
+    assert (ours.all.timed, ours.all.slower, ours.all.much_slower) == (3, 2, 1)
+    assert ours.all.worst == pytest.approx(1.5)
+    assert ours.all.low < ours.all.total < ours.all.high
 
 
 def test_warm_state_begins_anew_with_every_repeat():

@@ -41,16 +41,39 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     figures = [
         line("code", "plain", 100.4, 1.0),
         line("sums", "plain", 90.2, 1.0),
-        line("code", "llamacpp-lookup:SmolLM2.BF16.gguf", 55.5, 1.25, 0, 0),
-        line("sums", "llamacpp-lookup:SmolLM2.BF16.gguf", 44.4, 1.75, 0, 0),
+        line("code", "openvino-lookup:SmolLM2.BF16.gguf", 55.5, 1.25, 0, 0),
+        line("sums", "openvino-lookup:SmolLM2.BF16.gguf", 44.4, 1.75, 0, 0),
         line("code", "adaptive", 160.0, 2.0),
         line("sums", "adaptive", 151.0, 1.5, 1),
     ]
-    facts = {"command": "bench --limit 2", "where": "a machine", "busy": "", "figures": figures}
+    overall = {
+        "plain": {"total": 1.0, "low": 1.0, "high": 1.0, "slower": 1, "much_slower": 0, "worst": 1.04},
+        "openvino-lookup:SmolLM2.BF16.gguf": {"total": 0.53, "low": None, "high": None},
+        "adaptive": {
+            "total": 1.63,
+            "low": 1.5,
+            "high": 1.71,
+            "timed": 4,
+            "slower": 2,
+            "much_slower": 1,
+            "worst": 1.2,
+        },
+    }
+    facts = {
+        "command": "bench --limit 2",
+        "where": "a machine",
+        "busy": "",
+        "figures": figures,
+        "overall": overall,
+    }
     (tmp_path / f"{results.IN_README}.json").write_text(json.dumps(facts))
     text = results.readme(TEXT)
-    assert "| ours, adaptive, the default | 160 | 151 | 1.75 | 3 of 4 |" in text
-    assert "| llama.cpp prompt lookup, BF16 | 56 | 44 | 1.50 | – |" in text
+    assert "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.75 | 3 of 4 |" in text
+    assert "| OpenVINO GenAI prompt lookup, BF16 | 56 | 44 | 0.53 | 1.50 | – |" in text
+    assert (
+        "Of 4 sequences, 2 took over 1.02 times as long as plain decoding with the default, 1 over 1.1"
+        in text
+    )
     assert results.readme(text) == text
     assert results.readme(text.replace("| 160 |", "| 161 |")) == text
 

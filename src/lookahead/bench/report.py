@@ -3,7 +3,10 @@
 Everything here is computed from records. Definitions, the same for every method:
     rate        tokens after the prefill, divided by the seconds of the steps
     speed-up    rate divided by that of plain decoding, from totals
+    95 %        interval of the speed-up: resampled prompts (bootstrap), each with all its turns and repeats
     S           tokens per step, the mean over all steps (equation 6 of the paper; the bonus token counts)
+    slower      sequences that took over 1.02 and over 1.1 times as long as plain decoding, and the longest, in the
+                first repeat; plain decoding's own second repeat shows the noise
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -39,10 +43,16 @@ class Figures:
     rate_low: float = NAN  # the slowest repeat
     rate_high: float = NAN  # the fastest repeat
     total: float = NAN  # speed-up of totals
+    low: float = NAN  # its 95 % interval over prompts
+    high: float = NAN
     s_steps: float = NAN  # compression ratio S
     rows: float = NAN  # per step
     equal: int = 0  # texts equal to plain decoding
     compared: int = 0
+    timed: int = 0  # sequences of the first repeat whose times are compared with plain decoding's
+    slower: int = 0  # those that took over 1.02 times as long
+    much_slower: int = 0  # over 1.1 times
+    worst: float = NAN  # the longest
 
 
 @dataclass(slots=True)
@@ -110,17 +120,60 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
     pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
     compared = [record["equal"] for record in records if record["equal"] is not None]
+    low, high = interval(pairs)
+    times = _times(records, plain)
     return Figures(
         texts=len(records),
         rate=median(rates),
         rate_low=min(rates),
         rate_high=max(rates),
         total=_rate([pair[0] for pair in pairs]) / _rate([pair[1] for pair in pairs]),
+        low=low,
+        high=high,
         s_steps=_tokens_of_steps(records) / steps,
         rows=sum(record["rows"] for record in records) / steps,
         equal=sum(compared),
         compared=len(compared),
+        timed=len(times),
+        slower=sum(time > 1.02 for time in times),
+        much_slower=sum(time > 1.1 for time in times),
+        worst=max(times, default=NAN),
     )
+
+
+def interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
+    """The 95 % interval of the speed-up over (record, plain decoding's record), by resampling prompts 1,000 times."""
+    prompts: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for pair in pairs:
+        sums = prompts[pair[0]["workload"], pair[0]["prompt"]]
+        for place, record in enumerate(pair):
+            sums[2 * place] += _tokens_of_steps([record])
+            sums[2 * place + 1] += record["decode_seconds"]
+    if len(prompts) < 2:
+        return NAN, NAN
+    chance, each = Random(0), list(prompts.values())
+    ratios = []
+    for _ in range(1000):
+        tokens, seconds, plain_tokens, plain_seconds = map(
+            sum, zip(*chance.choices(each, k=len(each)), strict=True)
+        )
+        ratios.append(tokens / seconds / (plain_tokens / plain_seconds))
+    ratios.sort()
+    return ratios[25], ratios[974]
+
+
+def _times(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> list[float]:
+    """Seconds per token of each sequence of the first repeat, in those of plain decoding.
+
+    Those of plain decoding are of its second repeat in those of its first.
+    """
+    times = []
+    for record in records:
+        first = plain.get((*_text_of(record)[:3], 0, *_text_of(record)[4:]))
+        wanted = 1 if record["method"] == PLAIN else 0
+        if record["repeat"] == wanted and first is not None and record["steps"] and first["steps"]:
+            times.append(_rate([first]) / _rate([record]))
+    return times
 
 
 def summarise(records: Iterable[Record]) -> Summary:
@@ -158,14 +211,19 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
     "tokens/s": lambda x: number(x.all.rate, 1),
     "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
     "speed-up": lambda x: number(x.all.total),
+    "95 %": lambda x: "–" if x.method == PLAIN else f"{number(x.all.low)}–{number(x.all.high)}",
     OVER_HF: lambda x: number(x.over_hf),
     "S": lambda x: number(x.all.s_steps),
     "rows/step": lambda x: number(x.all.rows, 1),
+    "slower": lambda x: (
+        "–" if math.isnan(x.all.worst) else f"{x.all.slower}, {x.all.much_slower}, {x.all.worst:.2f}"
+    ),
 }
 LEGEND = (
-    "equal: texts equal to plain decoding. tokens/s: median over repeats. speed-up over plain decoding: of totals. "
-    "S: tokens per step. cold, warm: without and with the state of the "
-    "earlier prompts."
+    "equal: sequences equal to plain decoding. tokens/s: median over repeats. speed-up: of totals, over plain "
+    "decoding. 95 %: its interval over prompts. S: tokens per step. slower: sequences over 1.02 and over 1.1 times as "
+    "long as with plain decoding, and the longest, in the first repeat (plain: in its second). cold, warm: without "
+    "and with the state of earlier prompts."
 )
 
 
@@ -255,6 +313,11 @@ def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any
     lines = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, ""]
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
     facts |= {"figures": [asdict(line) for line in summary.lines]}
+    measured = [record for record in records if "skipped" not in record]
+    plain, groups = plain_of(measured), defaultdict(list)
+    for record in measured:
+        groups[record["method"]].append(record)
+    facts["overall"] = {name: asdict(figures(group, plain)) for name, group in groups.items()}
     return "\n".join([*lines, *notes_of(summary, records)]) + "\n", finite(facts)
 
 

@@ -1,0 +1,47 @@
+"""Whether other programs use the processor, which makes times unreliable; known on Linux only."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from lookahead.core import SettingsError
+
+#: Cores that other programs may use.
+SHARE = 0.1
+STAT = Path("/proc/stat")
+
+
+def used_by_others(seconds: float = 2.0) -> float:
+    """Cores that other programs use on average; 0 if it is not known."""
+    if not STAT.is_file():
+        return 0.0
+
+    def busy() -> tuple[float, float]:
+        # user, nice, system, idle, iowait, irq, softirq, steal; in ticks
+        words = STAT.read_text().splitlines()[0].split()[1:9]
+        ticks = sum(int(word) for place, word in enumerate(words) if place not in (3, 4))
+        own = sum(os.times()[:4])
+        return ticks / os.sysconf("SC_CLK_TCK"), own
+
+    (all_before, own_before), begin = busy(), time.perf_counter()
+    time.sleep(seconds)
+    all_after, own_after = busy()
+    return max(0.0, all_after - all_before - (own_after - own_before)) / (time.perf_counter() - begin)
+
+
+def require_quiet(patience: float = 60.0) -> None:
+    """Wait until other programs use less than a tenth of a core.
+
+    Raises:
+        SettingsError: they still use more after ``patience`` seconds. ``LOOKAHEAD_BUSY=1`` in the environment
+            measures all the same; pages then say that other work ran.
+    """
+    end = time.monotonic() + patience
+    while (used := used_by_others()) > SHARE and os.environ.get("LOOKAHEAD_BUSY") != "1":
+        if time.monotonic() > end:
+            raise SettingsError(
+                f"a measurement needs a quiet machine, but other programs use {used:.1f} cores; end them, or set "
+                "LOOKAHEAD_BUSY=1 to measure all the same"
+            )
