@@ -9,6 +9,14 @@
 The functions are plain Python, and can be read and debugged as such: ``NUMBA_DISABLE_JIT=1`` in the environment
 leaves them uncompiled, with the same results.
 
+What is not numba's public interface is used here only, and .github/workflows/numba.yml tests it with the oldest and
+the newest version of the range in pyproject.toml:
+
+- ``FunctionCache._index_key``, and the attribute ``_cache`` of a dispatcher and of a ``CFunc``: ``cache=True`` cannot
+  say that other files belong to the key
+- the class ``CFunc``, because ``numba.cfunc`` compiles at once, without that cache
+- the option ``_nrt``
+
 Numba's own cache on disk takes code as new if the file of the function has not changed. These functions call others,
 in other files and by closures. So here the key of a function's code has a digest of all files of its part of the
 library.
