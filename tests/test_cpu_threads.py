@@ -186,7 +186,7 @@ def two_threads() -> object:
 
 
 def test_the_thread_count_is_each_threads_own(two_threads: None) -> None:
-    """A thread that begins while another is in ``one_thread`` has the user's count, and so has everybody after."""
+    """A thread that begins while another is in ``one_thread`` has the user's count here, and all have it after."""
     found, entered, leave = [], threading.Event(), threading.Event()
 
     def holds() -> None:
@@ -197,7 +197,7 @@ def test_the_thread_count_is_each_threads_own(two_threads: None) -> None:
         found.append(torch.get_num_threads())
 
     def begins() -> None:
-        found.append(torch.get_num_threads())
+        found.append(thread_count())
         with one_thread:
             found.append(torch.get_num_threads())
         found.append(torch.get_num_threads())

@@ -5,19 +5,18 @@ torch's OpenMP threads would have to wait for a free core, or its threads would 
 begins; on two cores, either takes as long as several steps. Operations between steps work on single rows of logits,
 for which one thread is as fast.
 
-The number of OpenMP threads is a property of the calling thread. ``torch.set_num_threads`` also changes the number
-for threads that start later, which is the user's setting; so this module calls OpenMP directly.
+The number is a property of the calling thread, but ``torch.set_num_threads`` also changes it for threads that start
+later, which is the user's setting. A thread that started while another was in a block gets the user's number when it
+first comes here.
 
 This module does not load torch: packed weights are decoded without it, which saves a second at every start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,30 +48,15 @@ def _default_count() -> int:
     return len(cores)
 
 
-@cache
-def _setter() -> Callable[[int], object]:
-    """The function that sets the calling thread's number of OpenMP threads. torch must have been loaded."""
-    torch = _torch()
-    try:
-        set_threads = ctypes.CDLL(None).omp_set_num_threads  # of the library that torch has loaded
-    except (OSError, AttributeError, TypeError):
-        return torch.set_num_threads  # type: ignore[no-any-return]
-    set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
-    before = torch.get_num_threads()
-    try:  # two OpenMP libraries may be loaded, and torch may use the other
-        set_threads(before + 1)
-        works = torch.get_num_threads() == before + 1
-    finally:
-        set_threads(before)
-    return set_threads if works else torch.set_num_threads
-
-
 class _Local(threading.local):
     depth = 0
     before: int | None = None  # the number before the outermost block, unless it was 1
+    known = False  # whether this thread has been here before
 
 
 _local = _Local()
+#: The numbers that threads which are in a block had before, by the thread.
+_inside: dict[int, int] = {}
 
 
 class OneThread:
@@ -84,7 +68,8 @@ class OneThread:
             before = thread_count()
             if before > 1:
                 _local.before = before
-                _setter()(1)
+                _inside[threading.get_ident()] = before
+                _torch().set_num_threads(1)
         _local.depth += 1
 
     def __exit__(self, *error: object) -> None:
@@ -99,12 +84,20 @@ def thread_count() -> int:
 
     If an interrupt left a block without restoring the number, it is restored here.
     """
+    torch = _torch()
     if _local.before is not None:
-        _setter()(_local.before)
+        torch.set_num_threads(_local.before)
+        _inside.pop(threading.get_ident(), None)
         _local.before = None
     _local.depth = 0
-    torch = _torch()
-    return int(torch.get_num_threads()) if torch is not None else _default_count()
+    if torch is None:
+        return _default_count()
+    if not _local.known:
+        others = list(_inside.values())
+        if others and torch.get_num_threads() == 1:
+            torch.set_num_threads(max(others))
+        _local.known = True
+    return int(torch.get_num_threads())
 
 
 one_thread = OneThread()
