@@ -344,6 +344,7 @@ def main() -> int:
         )
         return 2
     page = Page(given.out, "python scripts/gpu_check.py " + " ".join(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_all(parts, page, given.tiny, given.model, given.budget)
     except KeyboardInterrupt:

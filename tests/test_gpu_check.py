@@ -138,11 +138,12 @@ def test_free_time_is_measured_on_the_same_steps(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # two minutes on two idle cores
 def test_a_dry_run_of_all_parts(tmp_path):
     page = tmp_path / "page.md"
     paths = os.pathsep.join([str(SCRIPTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "gpu_check.py"), "--tiny", "--out", str(page)],
+        [sys.executable, str(SCRIPTS / "gpu_check.py"), "--tiny", "--budget", "1200", "--out", str(page)],
         env={**os.environ, "PYTHONPATH": paths},
         cwd=tmp_path,
         capture_output=True,
