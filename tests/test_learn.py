@@ -44,7 +44,7 @@ def test_what_was_learned_is_found_and_changes_no_text():
     plain = llm.generate(prompts, max_new_tokens=60, drafter=Plain())
     drafted = llm.generate(prompts, max_new_tokens=60, drafter=Adaptive(rows=4))
     assert [text.tokens for text in drafted] == [text.tokens for text in plain]
-    assert sum(text.stats.drafter["accepted_by_base"] for text in drafted) > 10
+    assert sum(text.stats.drafter["accepted_by_base"] for text in drafted) > 3
     without = llm.generate(prompts, max_new_tokens=60, drafter=Adaptive(rows=4, sources=("suffix", "logits")))
     assert sum(text.stats.drafter["accepted_by_base"] for text in without) == 0
     _, out, _ = call("doctor", "tiny", "--json")

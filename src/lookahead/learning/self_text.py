@@ -293,8 +293,8 @@ class Writer:
         """Write texts until there are enough of them. Returns the number of new tokens, all of which are saved.
 
         Args:
-            enough: called with the new tokens and the seconds so far, before every step; True ends the writing.
-                Unfinished texts are saved as they are.
+            enough: called with the new tokens and the seconds since the first step, before every step; True ends the
+                writing. Unfinished texts are saved as they are.
             progress: called with the same numbers after every step.
 
         Raises:
@@ -303,6 +303,7 @@ class Writer:
         """
         numbers = count(self.folder.next_number)
         begin = saved = monotonic()
+        compiled = False
         tokens, ended = 0, list[Text]()
         engine = self.llm.engine(max_sequences=self.batch)
         try:
@@ -318,6 +319,8 @@ class Writer:
                     ended.append(_text(job, update.result.prompt_tokens, update.result.tokens))
                     if job.kind == REQUEST:
                         self._answer(engine, job.number, update.result.tokens)
+                if not compiled:  # the first pass compiles, for longer than a short goal on a busy machine
+                    begin, compiled = monotonic(), True
                 if monotonic() - saved > PART_SECONDS:
                     self.folder.save(ended)
                     saved, ended = monotonic(), []
