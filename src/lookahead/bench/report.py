@@ -221,9 +221,9 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 }
 LEGEND = (
     "equal: sequences equal to plain decoding. tokens/s: median over repeats. speed-up: of totals, over plain "
-    "decoding. 95 %: its interval over prompts. S: tokens per step. slower: sequences over 1.02 and over 1.1 times as "
-    "long as with plain decoding, and the longest, in the first repeat (plain: in its second). cold, warm: without "
-    "and with the state of earlier prompts."
+    "decoding. 95 %: its interval over prompts. S: tokens per step. slower: sequences over 1.02 and over 1.1 times "
+    "as long as with plain decoding, and the longest, in the first repeat (plain: in its second). cold, warm: "
+    "without and with the state of earlier prompts."
 )
 
 
