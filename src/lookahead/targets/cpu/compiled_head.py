@@ -21,7 +21,7 @@ import numpy as np
 from ...jit import MachineCode, compiled
 from ...models.head_file import QUANTIZE, HeadWeights
 from ...threads import thread_count
-from .execution_plan import LINEAR, record
+from .execution_plan import LINEAR, LinearRecord, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
 from .forward_pass import DOWN, HEAD, OUTPUT, QKV, quantize_rows
 from .gemm import gemm_of
@@ -40,11 +40,30 @@ EPSILON = 1e-6
 FORMAT = FORMATS["packed", "float32"]
 PLAN = record(
     # The head: sizes, weights of the norms, and its three products.
-    ("hidden width hidden_norm embedding_norm", "i8"),
-    ("gate down output", LINEAR),
+    hidden="i8",
+    width="i8",
+    hidden_norm="i8",
+    embedding_norm="i8",
+    gate=LINEAR,
+    down=LINEAR,
+    output=LINEAR,
     # Buffers: states h (rows, hidden), which become h'; embeddings; inputs of products, z for each thread.
-    ("rows x x_stride embedded embedded_stride z z_stride z_each gated gated_stride", "i8"),
-    ("scratch scratch_each logits logits_stride peaks peaks_stride", "i8"),
+    rows="i8",
+    x="i8",
+    x_stride="i8",
+    embedded="i8",
+    embedded_stride="i8",
+    z="i8",
+    z_stride="i8",
+    z_each="i8",
+    gated="i8",
+    gated_stride="i8",
+    scratch="i8",
+    scratch_each="i8",
+    logits="i8",
+    logits_stride="i8",
+    peaks="i8",
+    peaks_stride="i8",
 )
 
 
@@ -168,9 +187,9 @@ class CompiledHead:
 
     def _linear(
         self, rows: Array, bits: int, memory: ArrayMemory, scale: float = 1.0, padding: float = 0.0
-    ) -> tuple[int | float, ...]:
+    ) -> LinearRecord:
         """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill the last
-        group. Returns the record ``execution_plan.LINEAR``."""
+        group."""
         name, quantized = QUANTIZE[bits]
         kind, (count, inner) = KINDS[KIND_INDEX[name]], rows.shape
         order = np.full(round_up(count, GROUP), -1)
@@ -182,13 +201,16 @@ class CompiledHead:
         table[:, 1] = kernel_address(kind)
         bias = np.where(order >= 0, 0, padding).astype(np.float32)
         groups = len(panels) // 2
-        return (
-            self._address(table),
-            2 * table.strides[0],
-            self._address(bias),
-            inner // BLOCK,
-            groups,
-            *(scale, 1.0, 0.0, 0.0),
+        return LinearRecord(
+            weights=self._address(table),
+            group_bytes=2 * table.strides[0],
+            bias=self._address(bias),
+            steps=inner // BLOCK,
+            groups=groups,
+            factor=scale,
+            a=1.0,
+            b=0.0,
+            cap=0.0,
         )
 
     def guess(self, states: Array, tokens: Sequence[int], k: int) -> tuple[Array, Array, Array]:

@@ -15,7 +15,17 @@ from ...core.errors import summary
 from ...models.blueprint import NORMS, Blueprint, LayerParts, Norm, Unsupported
 from ...threads import thread_count
 from . import formats, packed
-from .execution_plan import EVERYTHING, KEY_BLOCK, LAYER, PLAN, ExecutionState, KVCache, Segment
+from .execution_plan import (
+    EVERYTHING,
+    KEY_BLOCK,
+    LAYER,
+    PLAN,
+    ExecutionState,
+    KVCache,
+    LinearRecord,
+    NormRecord,
+    Segment,
+)
 from .formats import FORMATS, ArrayMemory, Format, format_for, round_up
 from .forward_pass import pass_address
 from .packed import GROUP, PackedLinear, decoder_address
@@ -158,10 +168,9 @@ class CompiledModel:
         b: float = 0.0,
         cap: float = 0.0,
         padding: float = 0.0,
-    ) -> tuple[int | float, ...]:
-        """Pack the weights if they are not packed yet. Returns the record ``execution_plan.LINEAR``."""
-        scalars = factor, a, b, cap
-        self._kept.append(np.array(scalars, np.float32))
+    ) -> LinearRecord:
+        """Pack the weights if they are not packed yet."""
+        self._kept.append(np.array((factor, a, b, cap), np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
             bias = linear.bias * np.float32(factor)
@@ -169,24 +178,36 @@ class CompiledModel:
                 bias[self.vocabulary :] = padding
             table = linear.with_code(kernel_address)
             self._kept.append(table)
-            groups, blocks = len(table), -(-linear.inner // packed.BLOCK)
-            return table.ctypes.data, table.strides[0], self._address(bias), blocks, groups, *scalars
+            return LinearRecord(
+                weights=table.ctypes.data,
+                group_bytes=table.strides[0],
+                bias=self._address(bias),
+                steps=-(-linear.inner // packed.BLOCK),
+                groups=len(table),
+                factor=factor,
+                a=a,
+                b=b,
+                cap=cap,
+            )
         assert memory is not None
         from .dense import pack
 
         weights, bias, steps = pack(linear, self.fmt, memory, padding)
         groups, size = weights.shape
-        return (
-            self._address(weights),
-            size,
-            self._address(bias * np.float32(factor)),
-            steps,
-            groups,
-            *scalars,
+        return LinearRecord(
+            weights=self._address(weights),
+            group_bytes=size,
+            bias=self._address(bias * np.float32(factor)),
+            steps=steps,
+            groups=groups,
+            factor=factor,
+            a=a,
+            b=b,
+            cap=cap,
         )
 
-    def _norm(self, norm: Norm) -> tuple[int, int, int, float]:
-        return self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon
+    def _norm(self, norm: Norm) -> NormRecord:
+        return NormRecord(self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""

@@ -7,7 +7,7 @@ Fields for memory hold addresses; strides and buffer sizes are in bytes. Compile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -26,42 +26,137 @@ QUERY_BLOCK = 16
 EVERYTHING = 1 << 40
 
 
-def record(*fields: tuple[str, Any]) -> np.dtype[Any]:
-    """A record type; each argument is (names separated by spaces, their type)."""
-    return np.dtype([(name, kind) for names, kind in fields for name in names.split()], align=True)
+class LinearRecord(NamedTuple):
+    """A linear as compiled code reads it: its outputs are factor * W x + bias, in groups of 32.
+
+    Attributes:
+        weights: address of the first group: packed weights, or the table of a packed matrix's panels and kernels.
+        group_bytes: bytes from group to group.
+        bias: address of a bias for each output, fp32.
+        steps: steps of the kernel over the inner size.
+        groups: number of groups.
+        factor: what multiplies the sums.
+        a, b: parameters of the activation (``blueprint.ACTIVATIONS``).
+        cap: soft cap of the outputs, 0 for none.
+    """
+
+    weights: int
+    group_bytes: int
+    bias: int
+    steps: int
+    groups: int
+    factor: float
+    a: float
+    b: float
+    cap: float
 
 
-#: ``factor`` multiplies the sums, a and b are parameters of the activation (``blueprint.ACTIVATIONS``).
-LINEAR = record(("weights group_bytes bias steps groups", "i8"), ("factor a b cap", "f4"))
-#: ``blueprint.Norm``.
-NORM = record(("weight bias kind", "i8"), ("epsilon", "f4"))
+class NormRecord(NamedTuple):
+    """A norm (``blueprint.Norm``): the addresses of its weights and biases, its kind, and its epsilon."""
+
+    weight: int
+    bias: int
+    kind: int
+    epsilon: float
+
+
+def record_of(fields: type[Any]) -> np.dtype[Any]:
+    """The dtype of a named tuple of integers (64 bits) and floats (32 bits); a tuple can be assigned to a record."""
+    types = get_type_hints(fields)
+    return np.dtype([(name, "i8" if kind is int else "f4") for name, kind in types.items()], align=True)
+
+
+def record(**fields: Any) -> np.dtype[Any]:
+    """A dtype with named fields."""
+    return np.dtype(list(fields.items()), align=True)
+
+
+LINEAR, NORM = record_of(LinearRecord), record_of(NormRecord)
 #: ``blueprint.LayerParts``; ``cap`` is 0 for none.
 LAYER = record(
-    ("attention_norm attention_post_norm feed_forward_norm feed_forward_post_norm head_norm", NORM),
-    ("qkv output up down", LINEAR),
-    ("window rotates joint_norm gated", "i8"),
-    ("scale cap", "f4"),
+    attention_norm=NORM,
+    attention_post_norm=NORM,
+    feed_forward_norm=NORM,
+    feed_forward_post_norm=NORM,
+    head_norm=NORM,
+    qkv=LINEAR,
+    output=LINEAR,
+    up=LINEAR,
+    down=LINEAR,
+    window="i8",
+    rotates="i8",
+    joint_norm="i8",
+    gated="i8",
+    scale="f4",
+    cap="f4",
 )
-#: The rows of one sequence: address of its keys and values, bytes from layer to layer and from head to head, its
-#: number of committed tokens T, its first row in the pass, its number of rows, and whether each row sees all rows
-#: before it (a prompt).
-SEGMENT = record(("cache cache_layer cache_head length first_row rows is_chain", "i8"))
+#: The rows of one sequence in a pass.
+SEGMENT = record(
+    cache="i8",  # address of its keys and values
+    cache_layer="i8",  # bytes from layer to layer
+    cache_head="i8",  # bytes from head to head
+    length="i8",  # T, its number of committed tokens
+    first_row="i8",
+    rows="i8",
+    is_chain="i8",  # whether each row sees all rows before it (a prompt)
+)
+#: Everything that a pass reads. A name with ``_stride`` is the number of bytes from row to row.
 PLAN = record(
-    # The model. head_size is D, padded_head is D rounded up, as the cache and queries hold it.
-    ("hidden heads key_heads head_size padded_head vocabulary layer_count layers embedding", "i8"),
-    ("position_embedding rotary_each", "i8"),
-    ("embedding_scale", "f4"),
-    ("final_norm", NORM),
-    ("lm_head", LINEAR),
-    # Buffers: the rows x; inputs and outputs of gemms (normed: one for each thread; qkv: also for outputs that are
-    # normed before they are added to x); queries; scratch space of each thread.
-    ("x x_stride normed normed_stride normed_each attended attended_stride gated gated_stride", "i8"),
-    ("qkv qkv_stride query scratch scratch_each score_line tile_config", "i8"),
+    # The model.
+    hidden="i8",
+    heads="i8",
+    key_heads="i8",
+    head_size="i8",  # D
+    padded_head="i8",  # D rounded up, as the cache and queries hold it
+    vocabulary="i8",
+    layer_count="i8",
+    layers="i8",
+    embedding="i8",
+    position_embedding="i8",
+    rotary_each="i8",
+    embedding_scale="f4",
+    final_norm=NORM,
+    lm_head=LINEAR,
+    # The rows x, and the inputs and outputs of gemms.
+    x="i8",
+    x_stride="i8",
+    normed="i8",  # for each thread
+    normed_stride="i8",
+    normed_each="i8",
+    attended="i8",
+    attended_stride="i8",
+    gated="i8",
+    gated_stride="i8",
+    qkv="i8",  # also outputs that are normed before they are added to x
+    qkv_stride="i8",
+    query="i8",
+    # Scratch space of each thread.
+    scratch="i8",
+    scratch_each="i8",
+    score_line="i8",
+    tile_config="i8",
     # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
-    ("rows reads tokens positions read_rows segments segment_count path_ends path_columns rotary", "i8"),
+    rows="i8",
+    reads="i8",
+    tokens="i8",
+    positions="i8",
+    read_rows="i8",
+    segments="i8",
+    segment_count="i8",
+    path_ends="i8",
+    path_columns="i8",
+    rotary="i8",
     # What the pass leaves: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best,
     # and the input of the LM head if ``states`` is not 0.
-    ("logits logits_stride peaks peaks_stride top top_ids top_odds states states_stride", "i8"),
+    logits="i8",
+    logits_stride="i8",
+    peaks="i8",
+    peaks_stride="i8",
+    top="i8",
+    top_ids="i8",
+    top_odds="i8",
+    states="i8",
+    states_stride="i8",
 )
 
 
