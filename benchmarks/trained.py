@@ -1,6 +1,6 @@
 """Trained and retrieving drafters beside this library's own, at equal rows: S and the time of drafting.
 
-    python -m benchmarks.trained --data DIR --text DIR --medusa FILE
+    python -m benchmarks.trained --data DIR --text DIR --medusa FILE --eagle FILE
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
 
 TEXT is the default model's own text (``lookahead learn`` keeps it), for the datastore of REST. All methods are
@@ -14,6 +14,7 @@ import argparse
 import sysconfig
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lookahead.learning.self_text import Folder
 from lookahead.records import RecordWriter, read_records
 
 from .datasets import load_workload
+from .drafters.eagle import Eagle, EagleDrafter
 from .drafters.medusa import Medusa, MedusaDrafter
 from .drafters.rest import Datastore, Rest
 from .drafters.static_tree import SHAPES, StaticTree
@@ -77,11 +79,13 @@ class Measurement:
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
         self.heads = cache(lambda: Medusa.load(args.medusa))
+        self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
         self.methods: dict[str, Callable[[int], Drafter]] = {
             "adaptive": lambda rows: Adaptive(rows=rows),
             "adaptive with head": lambda rows: Adaptive(rows=rows, head="auto"),
             "static tree": lambda rows: StaticTree(SHAPES[rows]),
+            "eagle": lambda rows: EagleDrafter(rows, self.eagle()),
             "medusa": lambda rows: MedusaDrafter(rows, self.heads()),
             "rest": lambda rows: Rest(rows, self.datastore()),
             "prompt lookup": lambda rows: PromptLookup(max_drafted=rows - 1),
@@ -111,44 +115,35 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     measurement = Measurement(args)
     about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
     known = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "s", "method")}
+    prompts, plain = prompts_of(args.data, args.prompts), dict[str, Any]()
+    for workload, some in prompts.items():
+        plain[workload] = measurement.decode(some, Plain(), args.new_tokens)
     lines = []
-    for workload, prompts in prompts_of(args.data, args.prompts).items():
-        plain = measurement.decode(prompts, Plain(), args.new_tokens)
-        texts, cost = [result.tokens for result in plain], summed(plain)
+    for rows, workload, method in product(args.rows, prompts, args.methods):
+        line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
+        done = known.get(tuple(line[key] for key in KEYS))
+        if done is not None or args.page_only:
+            lines += [done] if done is not None else []
+            continue
+        results = measurement.decode(prompts[workload], measurement.methods[method](rows), args.new_tokens)
+        if [result.tokens for result in results] != [result.tokens for result in plain[workload]]:
+            raise SystemExit(f"{method}, {rows} rows, {workload}: a text differs from plain decoding")
+        total, cost = summed(results), summed(plain[workload])
         step = sum(cost.seconds[phase] for phase in ("forward", "verify", "commit")) / cost.steps
-        for rows in args.rows:
-            for method in args.methods:
-                line = {
-                    **about,
-                    "prompts": args.prompts,
-                    "workload": workload,
-                    "method": method,
-                    "rows": rows,
-                }
-                done = known.get(tuple(line[key] for key in KEYS))
-                if done is not None:
-                    lines.append(done)
-                    continue
-                drafter = measurement.methods[method](rows)
-                results = measurement.decode(prompts, drafter, args.new_tokens)
-                if [result.tokens for result in results] != texts:
-                    raise SystemExit(f"{method}, {rows} rows, {workload}: a text differs from plain decoding")
-                total = summed(results)
-                drafting = (total.seconds["draft"] + total.seconds["observe"]) / total.steps
-                line |= {
-                    "s": total.new_tokens / total.steps,
-                    "steps": total.steps,
-                    "mean_rows": total.rows / total.steps,
-                    "drafting": drafting / step,
-                }
-                print(
-                    f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step, "
-                    f"drafting {line['drafting']:.3f} plain steps",
-                    flush=True,
-                )
-                with RecordWriter(args.records, append=True) as writer:
-                    writer.write(line)
-                lines.append(line)
+        line |= {
+            "s": total.new_tokens / total.steps,
+            "steps": total.steps,
+            "mean_rows": total.rows / total.steps,
+            "drafting": (total.seconds["draft"] + total.seconds["observe"]) / total.steps / step,
+        }
+        print(
+            f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step, "
+            f"drafting {line['drafting']:.3f} plain steps",
+            flush=True,
+        )
+        with RecordWriter(args.records, append=True) as writer:
+            writer.write(line)
+        lines.append(line)
     return lines
 
 
@@ -181,9 +176,11 @@ def main() -> None:
     add("--data", type=Path, required=True)
     add("--text", type=Path, required=True)
     add("--medusa", type=Path, default=Path("build/medusa.safetensors"))
+    add("--eagle", type=Path, default=Path("build/eagle.safetensors"))
+    add("--page-only", action="store_true", help="measure nothing; write the page of what was measured")
     add("--prompts", type=int, default=12, help="open questions; code has seven for twelve")
     add("--rows", type=lambda text: [int(k) for k in text.split(",")], default=[4, 8, 16, 64])
-    add("--methods", type=lambda text: text.split(","), default=[name for name in ABOUT if name != "eagle"])
+    add("--methods", type=lambda text: text.split(","), default=list(ABOUT))
     add("--new-tokens", type=int, default=128)
     add("--records", type=Path, default=Path("build/results/trained.jsonl"))
     add("--out", type=Path, default=Path("docs/results/trained"))
