@@ -160,13 +160,13 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """The tables of S and of the cost of drafting."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     heads = ["method", "reads", "training", "published S"]
+    shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
         f"{-(-7 * args.prompts // 12)} functions of HumanEval. Every method drafts in this library's loop, on "
         "the compiled CPU path; every text equals plain decoding. A step has at most so many rows; the paper's "
-        "lookahead has (W, N, G) = "
-        f"{', '.join(str(PAPER[rows]) for rows in args.rows)}. Drafting is the time to draft and learn "
-        "in a step, in plain steps; other programs ran at the time, so only large differences count. Medusa's heads and the "
+        f"lookahead has (W, N, G) = {shapes}. Drafting is the time to draft and learn in a step, in plain steps; "
+        "other programs ran at the time, so only large differences count. Medusa's heads and the "
         "EAGLE-style layer run in fp32 in torch, the light head in 4 bits.",
         "",
         markdown_table(heads, [list(ABOUT[method]) for method in args.methods], texts=4),

@@ -46,6 +46,8 @@ from .memory import BUCKET, Calibration
 PRIOR_WEIGHT = 4.0
 #: Upper limit of the probability of an edge, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
+#: Trials with which a pair of the light head with the other sources starts: a sequence sees few of each pair.
+HEAD_TRIALS = 24.0
 #: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a change of workload.
 MAX_TRIALS = 4000.0
 
@@ -155,7 +157,9 @@ def _beginning(sampled: bool) -> Calibration:
 
 
 def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:
-    """Start the buckets of the light head's guesses with its own counts, (levels, kinds); deeper levels are as good
-    as its deepest."""
+    """Start the buckets of the light head's guesses with its own counts, (levels, kinds), and those of its pairs
+    with other sources with ``HEAD_TRIALS`` trials of their priors; deeper levels are as good as its deepest."""
     level = np.minimum(np.arange(GUESS_LEVELS), len(hits) - 1)
     load(calibration.guesses, np.asarray(hits)[level], np.asarray(trials)[level])
+    both = calibration.both
+    load(both, HEAD_TRIALS * both["prior"], np.full(both.shape, HEAD_TRIALS))
