@@ -157,31 +157,27 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """The tables of S and of the cost of drafting."""
+    """What the methods are, and the tables of S."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     heads = ["method", "reads", "training", "published S"]
+    commits = ", ".join(sorted({str(line["commit"])[:7] for line in lines}))
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
         f"{-(-7 * args.prompts // 12)} functions of HumanEval. Every method drafts in this library's loop, on "
         "the compiled CPU path; every text equals plain decoding. A step has at most so many rows; the paper's "
-        f"lookahead has (W, N, G) = {shapes}. Drafting is the time to draft and learn in a step, in plain steps; "
-        "other programs ran at the time, so only large differences count. Medusa's heads and the "
-        "EAGLE-style layer run in fp32 in torch, the light head in 4 bits.",
+        f"lookahead has (W, N, G) = {shapes}. The records have the time of drafting too, which needs a quiet "
+        f"machine and is not shown. Commits of the records: {commits}.",
         "",
         markdown_table(heads, [list(ABOUT[method]) for method in args.methods], texts=4),
         "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):
-        heads = ["method", *[f"S, {k} rows" for k in args.rows], *[f"drafting, {k} rows" for k in args.rows]]
+        heads = ["method", *[f"S, {rows} rows" for rows in args.rows]]
         table = []
         for method in args.methods:
             some = [by.get((workload, method, rows)) for rows in args.rows]
-            table.append(
-                [ABOUT[method][0]]
-                + ["-" if line is None else f"{line['s']:.2f}" for line in some]
-                + ["-" if line is None else f"{line['drafting']:.2f}" for line in some]
-            )
+            table.append([ABOUT[method][0]] + ["-" if line is None else f"{line['s']:.2f}" for line in some])
         text += [f"## {title}", "", markdown_table(heads, table, texts=1), ""]
     return [*text, "## Beside the published figures", "", DIFFERENCES[0], "", DIFFERENCES[1]]
 
