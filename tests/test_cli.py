@@ -194,7 +194,7 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
     assert all(float(cell) > 0 for row in rows for cell in row[1:3])
     assert "Next: " in err.splitlines()[-1]
     assert "bench --workload" in err.splitlines()[-1]
-    assert err.index("its first use in a dtype compiles code") < err.index("ready after")
+    assert "ready after" in err
     refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
 
 
