@@ -27,6 +27,10 @@ class Noise(Protocol):
     """Sampling with noise known in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
+    #: The position of index 0 in the text.
+    start: int
+    #: From it ``draws.gumbel_of`` computes the noise of a single token; None if only whole arrays are known.
+    key: int | None
 
     def __call__(self, index: int) -> Any:
         """Gumbel noise (V,) of emitted token ``index``, a numpy array; the prefill emits token 0.

@@ -120,7 +120,7 @@ class AdaptiveDraftState(DraftState):
 
     def _ready(self) -> Grower:
         """The grower, which has read all tokens of the sequence."""
-        config, sampling = self._settings, self._sampling
+        config = self._settings
         grower = self._grower
         if grower is None:
             state = self._state if self._state is not None else AdaptiveState(config)
@@ -131,8 +131,7 @@ class AdaptiveDraftState(DraftState):
                 vocabulary,
                 config,
                 before=self._prompt[0],
-                noise=None if sampling is None else lambda depth: sampling(self._emitted + depth),
-                temperature=1.0 if sampling is None else max(sampling.temperature, 1e-3),
+                noise=self._sampling,
                 use_corpus=self._state is not None,
                 head=self._head,
                 table=self._table if "base" in config.sources else None,
@@ -145,6 +144,7 @@ class AdaptiveDraftState(DraftState):
         if self._unread:
             grower.read(self._unread)
             self._unread = []
+        grower.count_emitted(self._emitted)
         return grower
 
     def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:

@@ -247,7 +247,7 @@ def drafted_steps(
 class _NoNoise:
     """Zero noise, to compile the code of sampling."""
 
-    temperature = 1.0
+    temperature, start, key = 1.0, 0, None
 
     def __init__(self, vocabulary: int) -> None:
         self._zeros = np.zeros(vocabulary, np.float32)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from ...draws import gumbel_of
 from ...jit import compiled, unpack_as
 
 
@@ -89,10 +90,14 @@ BASE_PROPOSALS = 8
 #: The two tries: of this sequence, and of earlier ones. Index into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
+#: Sampling: the noise of a position is stored in ``Memory.noise``, or computed for single tokens.
+BY_ARRAY, BY_KEY = 1, 2
 #: Scalars of the sequence that compiled code reads, and what it returns besides its result.
 STEP = record(
     vocabulary="i8",
-    sampled="i8",  # 1 if tokens are sampled
+    sampled="i8",  # 0: greedy; ``BY_ARRAY`` or ``BY_KEY``: how the noise of a token is found
+    noise_key="u8",  # with ``BY_KEY``: see ``draws.gumbel_of``
+    noise_offset="i8",  # what to add to ``position`` for a position of the text
     use_logits="i8",
     use_answers="i8",
     temperature="f8",
@@ -202,7 +207,7 @@ class Memory(NamedTuple):
     ]  # (rows + 1,): the smallest cost of one more row, from k to any larger number
     # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
     answers: Annotated[Any, "i8", 2]
-    # (positions, V): Gumbel noise of a position of the text, stored at position modulo positions
+    # (positions, V): Gumbel noise of a position, stored at position modulo positions; empty unless ``BY_ARRAY``
     noise: Annotated[Any, "f4", 2]
     noise_positions: Annotated[
         Any, "i8", 1
@@ -216,6 +221,15 @@ class Memory(NamedTuple):
 
 
 unpack = unpack_as(Memory)
+
+
+@compiled
+def noise_of(memory: Memory, depth: int, token: int) -> Any:
+    """The noise of a token chosen under a node of this depth, float32. With ``BY_ARRAY`` it must be in ``noise``."""
+    step = memory.step[0]
+    if step.sampled == BY_KEY:
+        return gumbel_of(step.noise_key, step.noise_offset + step.position + depth, token)
+    return memory.noise[(step.position + depth) % len(memory.noise), token]
 
 
 @compiled
