@@ -27,4 +27,4 @@ with destination.open("w", encoding="utf-8") as file:
                 "finish": update.result.finish_reason,
             }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-print(f"{len(prompts)} texts in {destination}")
+print(f"{len(prompts)} completions in {destination}")
