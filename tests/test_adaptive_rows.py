@@ -87,8 +87,10 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
         pauses.append(rule.pause)
         while rule.pause:
             rule.rest()
-    assert pauses == [min(2**number, longest) for number in range(8)]
+    assert pauses == [min(2**number - 1, longest) for number in range(8)]
     rule.count_grown(4, 2.0, 2)
+    rule.count_grown(1, 1.0, 1)
+    assert rule.pause == 0
     rule.count_grown(1, 1.0, 1)
     assert rule.pause == 1
 

@@ -226,6 +226,8 @@ def test_of_repeated_steps_the_faster_half_counts():
     )  # the machine was twice as slow
     assert measured.steady
     assert measured.curve().cost(4) == pytest.approx(1.0)
+    measured.add((1, 64, 4), [1.2, 1.2], [1.0, 1.0])
+    assert measured.curve().cost(4) == pytest.approx(1 + measure.SUSTAINED * 0.2)
     measured.add((1, 64, 8), [2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0])
     assert not measured.steady
 

@@ -41,7 +41,7 @@ ROW_ON_GPU = 0.2 / 63
 BUDGET, MOST_ROWS = 2.0, 256
 #: The curve of 4-bit weights on two cores with AVX-512, for processes in which other work disturbs the measurement.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
-FORMAT = 1  # of the file; also incremented when a change makes compiled passes faster or slower
+FORMAT = 2  # of the file; also incremented when a change makes compiled passes faster or slower
 
 
 @dataclass(frozen=True)

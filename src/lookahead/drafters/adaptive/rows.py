@@ -19,9 +19,9 @@ A sequence whose drafts are accepted often has a larger r: its time is worth mor
 rows.
 
 F is an estimate, so it is corrected by the ratio of accepted to expected tokens of recent steps. EXPLORATION is what
-the logits of one more row, accepted or not, bring to later steps. Growing a tree that is not used takes time too, so
-after a step for which the rule chose one row, no tree is grown for one step, then for 2, 4, ..., as long as it takes
-until such trees cost at most ``IDLE_SHARE`` of the time.
+the logits of one more row, accepted or not, bring to later steps. Growing a tree that is not used takes time too:
+after each tree for which the rule chose one row, no tree is grown for 0, 1, 3, 7, ... steps, until such trees cost at
+most ``IDLE_SHARE`` of the time.
 
 In a batch, all sequences wait for each other's rows, and the same curve is read at the total number of rows
 (``CostCurve.table``).
@@ -56,7 +56,7 @@ class RowRule:
 
     def __init__(self) -> None:
         self.pause, self.drafting = 0, 0.0
-        self._next_pause = 1
+        self._next_pause = 0
         self._tokens = self._cost = 0.0
         self._accepted = self._expected = 0.0
 
@@ -86,11 +86,11 @@ class RowRule:
         if rows > 1:
             self._accepted += RECENT * (tokens - 1 - self._accepted)
             self._expected += RECENT * (expected - 1 - self._expected)
-            self._next_pause = 1
+            self._next_pause = 0
         else:
             self.pause = self._next_pause
             longest = min(max(1, ceil(self.drafting / IDLE_SHARE) - 1), LONGEST_PAUSE)
-            self._next_pause = min(2 * self._next_pause, longest)
+            self._next_pause = min(2 * self._next_pause + 1, longest)
 
     def rest(self) -> None:
         """Count a step in which no tree was grown."""
