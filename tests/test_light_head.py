@@ -339,7 +339,7 @@ def test_a_head_that_costs_too_much_is_asked_only_where_it_pays():
 
 def test_a_target_without_hidden_states_is_said_once():
     plain = decoded(Plain())
-    with pytest.warns(RuntimeWarning, match="gives no hidden states") as said:
+    with pytest.warns(RuntimeWarning, match="does not provide hidden states") as said:
         result = decoded(Adaptive(rows=4), Oracle(None, []), FakeTarget(100, hard_text))
     assert len(said) == 1
     assert result.tokens == plain.tokens
