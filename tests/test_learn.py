@@ -88,7 +88,7 @@ def test_an_interruption_ends_the_writing_and_another_leaves_the_table_for_later
     code, out, err = call("learn", chats)
     assert code == 130
     assert out == ""
-    assert "tokens are kept, and another run continues" in err
+    assert "tokens are kept, and the next run continues from it" in err
     assert Learner(lookahead.load(chats)).folder.tokens > kept
 
 
@@ -137,7 +137,7 @@ def test_without_room_for_the_table_the_text_is_kept(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (code, out) == (2, "")
-    assert re.search("with room on its disk .*; the text is kept, and another run continues", err)
+    assert re.search("with free disk space .*; the text is kept, and the next run continues from it", err)
     assert list(tmp_path.glob("table*")) == []
     code, _, err = call(*words)
     assert code == 0

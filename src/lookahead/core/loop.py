@@ -95,10 +95,10 @@ class Engine:
         target: the first target, such as one returned by an earlier engine's ``close``; None to make one.
         admit: called with a request and the target when the request leaves the queue; returns the request to decode.
         max_sequences: largest number of concurrent sequences; the others wait in order.
-        prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks (chunked
-            prefill); passes over prompts and passes over trees then alternate.
-        row_budget: largest number of rows of all trees in one forward pass, or a function from the number of sequences
-            to that number. Every tree keeps its root even if that exceeds the budget.
+        prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks
+            (chunked prefill); passes over prompts and passes over trees then alternate.
+        row_budget: largest number of rows of all trees in one forward pass, or a function from the number of
+            sequences to that number. Every tree keeps its root even if that exceeds the budget.
 
     Attributes:
         target: the target; None from a failed forward pass until the next request is admitted.

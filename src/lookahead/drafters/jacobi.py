@@ -1,8 +1,8 @@
 """Jacobi decoding (paper, Algorithm 1): a block of guesses iterated to its fixed point.
 
 The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step computes all unknown tokens in parallel
-from the previous iterate. At least the first of them is then correct and is emitted, so a block takes at most m steps,
-and fewer if later guesses are correct. Then a new block begins.
+from the previous iterate. At least the first of them is then correct and is emitted, so a block takes at most m
+steps, and fewer if later guesses are correct. Then a new block begins.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Jacobi(Drafter):
 
     Attributes:
         block_size: m, the tokens of a block and the rows of its first step, 1 to 512. 1 is plain decoding.
-        max_jacobi_iterations: largest number of steps per block. After that, the block is abandoned and a new block of
-            m guesses starts at its first unknown token. None for no limit.
+        max_jacobi_iterations: largest number of steps per block. After that, the block is abandoned and a new block
+            of m guesses starts at its first unknown token. None for no limit.
         seed: seed of the initial guesses, which are random tokens of the prompt. It changes the draft, never the
             output.
 

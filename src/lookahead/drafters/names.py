@@ -34,7 +34,7 @@ OTHER_NAMES = {"off": "plain", "autoregressive": "plain", "prompt_lookup": "prom
 #: The group of entry points through which other packages add a Drafter, as a class or an object.
 GROUP = "lookahead.drafters"
 
-#: Our names of settings, and their names in the authors' code, TensorRT-LLM, transformers, other software and the paper.
+#: Our setting names, and their names in the authors' code, TensorRT-LLM, transformers, other software and the paper.
 NAMES_ELSEWHERE = {
     "window_size": ("WINDOW_SIZE", "max_window_size", "lookahead_window", "W"),
     "ngram_size": ("LEVEL", "max_ngram_size", "n_gram_size", "N"),
@@ -129,7 +129,7 @@ def _triple(text: str) -> dict[str, int]:
 
 
 def _value(text: str) -> Any:
-    """A setting's value: a number, true, false, none, or text (a list of names is separated by +, as in ``suffix+``)."""
+    """A setting's value: a number, true, false, none, or text."""
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)

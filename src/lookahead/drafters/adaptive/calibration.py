@@ -73,8 +73,8 @@ NO_SECOND = BINS // 2
 FINE = 20
 BIN_OF = np.searchsorted(DISTANCES, np.arange(256) / FINE)
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
-#: The base table: upper ends of the intervals of a context's count, and of a negative log-probability (0.9, 0.75, 0.55,
-#: 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
+#: The base table: upper ends of the intervals of a context's count, and of a negative log-probability (0.9, 0.75,
+#: 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
 BASE_COUNTS = (1, 3, 15)
 BASE_LOGS = (0.105, 0.288, 0.598, 0.916, 1.273, 1.609, 2.12, 2.659, 3.219, 3.912, 4.605)
 #: The axes of the buckets of the base table: greedy and sampled.
@@ -139,7 +139,7 @@ def new_calibration(sampled: bool) -> Calibration:
 
 @cache
 def _beginning(sampled: bool) -> Calibration:
-    """The initial buckets. Priors are sums of log-odds, one per feature of a bucket, fitted by scripts/fit_priors.py."""
+    """The initial buckets. Priors are sums of log-odds, one per feature, fitted by scripts/fit_priors.py."""
     fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
     parts = {}
     for kind in Calibration._fields:
@@ -160,8 +160,8 @@ def _beginning(sampled: bool) -> Calibration:
 def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:
     """Initialize the buckets of a light head.
 
-    The buckets of its guesses start with its own counts; levels beyond its deepest use the deepest. The buckets of its
-    pairs with other sources start with ``HEAD_TRIALS`` trials of their priors.
+    The buckets of its guesses start with its own counts; levels beyond its deepest use the deepest. The buckets of
+    its pairs with other sources start with ``HEAD_TRIALS`` trials of their priors.
 
     Args:
         calibration: the buckets.

@@ -91,8 +91,8 @@ class CostCurve:
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
     def budget(self, sequences: int) -> int:
-        """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes, and
-        at most ``MOST_ROWS`` if each sequence has several rows.
+        """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,
+        and at most ``MOST_ROWS`` if each sequence has several rows.
 
         The budget also limits drafters with fixed settings such as (15, 5, 15), which do not use the curve. They
         rarely pay off beyond it, because their S is seldom above ``BUDGET``.

@@ -25,8 +25,8 @@ b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
     b? 0.16     nothing is proposed under b                  a.e 0.06, R.c 0.05                           R a b d f
     a.e 0.06    e is row 5: six rows, the tree is complete                                                R a b d f e
 
-Row 2 (b, 0.32) was taken before row 3 (d, 0.48), which is the price of the factor 0.5. With the factor 1, the order is
-exact, but sources are asked under more rows.
+Row 2 (b, 0.32) was taken before row 3 (d, 0.48), which is the price of the factor 0.5. With the factor 1, the order
+is exact, but sources are asked under more rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _match_level(memory: Memory, node: int, token: int) -> int:
 
 @compiled
 def _recall(memory: Memory, node: int) -> int:
-    """Collect the proposals of the logit cache and the base table. Returns the state of a token that neither proposes.
+    """Collect the proposals of logit cache and base table. Returns the state of a token that neither proposes.
 
     Sets each proposal's bucket of the pair, or -1 if the base table has no entry; the confidence is then the logit
     cache's own.

@@ -32,8 +32,8 @@ from .state import AdaptiveState
 
 #: Numbers of rows to measure, the most informative first.
 ROWS = (4, 8, 2, 3, 16, 6, 32, 12, 64)
-#: The same for captured passes, which are padded to these numbers. Rows are cheap there and slopes between small numbers
-#: would be noise, so a large number is measured first.
+#: The same for captured passes, which are padded to these numbers. Rows are cheap there and slopes between small
+#: numbers would be noise, so a large number is measured first.
 CAPTURED_ROWS = (64, 8, 128, 16, 32, 4)
 #: Context lengths to measure.
 CONTEXTS = (64, 512)

@@ -2,8 +2,8 @@
 
 Compiled functions take the whole ``Memory`` and a row number; those called from Python take ``jit.pack(memory)`` and
 begin with ``unpack``. A field's annotation gives the array's dtype and number of dimensions. ``grower`` allocates the
-arrays of one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own; the base table is mapped from
-its file.
+arrays of one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own; the base table is mapped
+from its file.
 """
 
 from __future__ import annotations

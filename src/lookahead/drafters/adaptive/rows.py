@@ -14,7 +14,8 @@ difference, with the long-run rate as the price of a plain step's time, does (re
     F(k) - c(k)           0.00  0.58  1.25  1.56  1.75  1.84  1.73    r = 1: 12 rows
     F(k) - 2 c(k)        -1.00 -0.44  0.20  0.44  0.55  0.39  0.03    r = 2: 8 rows
 
-A sequence with a high acceptance rate has a larger r: its time is worth more tokens, so it drafts fewer unlikely rows.
+A sequence with a high acceptance rate has a larger r: its time is worth more tokens, so it drafts fewer unlikely
+rows.
 
 F is an estimate, so it is corrected by the ratio of accepted to expected tokens in recent steps. EXPLORATION is the
 benefit to later steps from the logits of one more row, accepted or not. Growing a tree that is not used is overhead.
@@ -102,8 +103,8 @@ def pays(memory: Memory, rows: int, probability: float) -> bool:
     """Whether rows of this probability or less may pay off in a tree that has ``rows`` rows so far.
 
     Rows come likeliest first, so growth ends at the first row that cannot pay off. In the example of the module, the
-    cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row pays off there from a probability
-    of 0.115.
+    cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row pays off there from a
+    probability of 0.115.
     """
     step = memory.step[0]
     return bool(probability * step.bias + EXPLORATION >= step.rate * memory.slopes[rows])

@@ -1,8 +1,8 @@
 """The base table: the likeliest next tokens after contexts of one, two and three tokens, learned before any request.
 
 It is read-only and mapped into memory, so all sequences and processes share one copy, and nothing is ever evicted.
-``lookahead.learning`` builds it from text that the model wrote by itself. The entry of a context lists the tokens with
-the largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
+``lookahead.learning`` builds it from text that the model wrote by itself. The entry of a context lists the tokens
+with the largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
 
 The contexts are the nodes of a trie, sorted by level and then by tokens. A node's children are adjacent:
 
@@ -13,8 +13,8 @@ The contexts are the nodes of a trie, sorted by level and then by tokens. A node
     roots     token -> node     5 -> 0, 6 -> 1, 7 -> 2, others -> -1
     children  [3, 4, 5, 5, 6, 6]: the children of node i are children[i] up to children[i + 1]
 
-After the tokens 5 6 7, the entries of 5 6 7 (node 5), 6 7 (node 4) and 7 (node 2) apply; the longest is used. Children
-are found by binary search.
+After the tokens 5 6 7, the entries of 5 6 7 (node 5), 6 7 (node 4) and 7 (node 2) apply; the longest is used.
+Children are found by binary search.
 
 The file is in safetensors format, which cannot contain code; it is validated when opened. Token ids are stored as
 their lower 16 bits and the rest, and probabilities as steps of ``STEP`` in the logarithm, so that most bytes of small
@@ -139,7 +139,7 @@ def find_entry(trie: Trie, before: int, previous: int, last: int) -> int:
 
 @compiled
 def greedy_kind(trie: Trie, node: int, index: int) -> int:
-    """The bucket of an entry's token, by length and count of the context, whether it is the first, and probability."""
+    """The bucket of an entry's token: length and count of the context, first or later, probability."""
     context = order_of(trie, node) * (len(BASE_COUNTS) + 1) + COUNT_OF[trie.counts[node]]
     return int64(
         (context * 2 + (1 if index > 0 else 0)) * (len(BASE_LOGS) + 1) + LOG_OF[trie.logs[node, index]]

@@ -7,9 +7,9 @@ network, and ``grow`` continues.
 
 In greedy decoding, a guess's bucket is given by the level (0 for the root's guesses, then by depth) and the interval
 of the head's own probability. When sampling, the guesses are ranked with the noise of their position, and the bucket
-is given by the level and the features that ``logit_cache`` uses: the height of the best score, and leads or distances.
-The head provides the initial counts of these buckets. The confidence level of its bucket and that of all other sources
-together select the bucket in ``Calibration.both``, whose probability is the edge's.
+is given by the level and the features that ``logit_cache`` uses: the height of the best score, and leads or
+distances. The head provides the initial counts of these buckets. The confidence level of its bucket and that of all
+other sources together select the bucket in ``Calibration.both``, whose probability is the edge's.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ An example with V = 100. A step evaluated a row with token 7 after the tokens 5 
     order 2    key (5 * 100 + 6) * 100 + 7    the same
 
 Later, a row of a tree ends with 2 6 7. Order 2 has no key 20607, but order 1 has 607: the row gets the proposals 8, 3
-and 9. The bucket of 8 is that of a best token with a lead of 0.4 over the second (bin 2, up to 0.5); the bucket of 9 is
-that of a distance of 2.1 (bin 6, up to 2.4).
+and 9. The bucket of 8 is that of a best token with a lead of 0.4 over the second (bin 2, up to 0.5); the bucket of 9
+is that of a distance of 2.1 (bin 6, up to 2.4).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: in
 
 @compiled
 def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: int) -> None:
-    """Store all rows of a step. Later rows overwrite earlier ones with equal keys: unlikely rows first, the path last.
+    """Store all rows of a step. Rows overwrite others with equal keys, so unlikely ones come first and the path last.
 
     Args:
         ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
@@ -193,7 +193,7 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
     cache, nodes, count = memory.cache, memory.tree.nodes, memory.tree.sizes[0].rows
     keep_all = memory.step[0].sampled != 0
     for order in range(ORDERS):
-        # All lookups come first, so that their cache misses overlap; a forward pass evicts the tables from the caches.
+        # All lookups come first, so that their cache misses overlap: a forward pass evicts the tables from the cache.
         for node in range(count - 1, -1, -1):
             nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
         for node in range(count - 1, -1, -1):
