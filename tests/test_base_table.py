@@ -218,9 +218,7 @@ DAMAGES = {
 @pytest.mark.parametrize("says", DAMAGES)
 def test_a_damaged_file_is_refused(saved, says):
     changed(saved, *DAMAGES[says])
-    with pytest.raises(
-        SettingsError, match=f"not a usable base table: {says.strip()}; learn it again"
-    ):
+    with pytest.raises(SettingsError, match=f"not a usable base table: {says.strip()}; learn it again"):
         open_table(saved)
 
 

@@ -154,7 +154,9 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
     assert states.read_bytes() == before
     checkpoint = learner.folder / "checkpoint.safetensors"
     checkpoint.write_bytes(b"x" * 40)
-    with pytest.raises(SettingsError, match=r"checkpoint.safetensors is not a valid checkpoint .*; delete it"):
+    with pytest.raises(
+        SettingsError, match=r"checkpoint.safetensors is not a valid checkpoint .*; delete it"
+    ):
         learner.run()
 
 

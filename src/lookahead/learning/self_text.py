@@ -332,7 +332,9 @@ class Writer:
                     if job.kind == REQUEST:
                         self._answer(engine, job.number, update.result.tokens)
 
-                if not compiled:  # exclude the first pass, whose compilation may take longer than a short time limit
+                if (
+                    not compiled
+                ):  # exclude the first pass, whose compilation may take longer than a short time limit
                     begin = monotonic()
                     compiled = True
                 if monotonic() - saved > PART_SECONDS:

@@ -138,9 +138,7 @@ class Positions:
                 held_out.append(text.number % HELD_OUT == HELD_OUT - 1)
                 at += len(text.completion)
         if at != self.firsts[-1] or not at:
-            raise SettingsError(
-                "the hidden states must match the text; delete them to compute them again"
-            )
+            raise SettingsError("the hidden states must match the text; delete them to compute them again")
         self.tokens = np.concatenate(tokens)
         self.ids = np.concatenate(ids)
         self.probabilities = np.concatenate(probabilities)
@@ -498,7 +496,9 @@ class Training:
                         self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
                 self.step, self.seconds, self._loss = step, float(texts["seconds"]), float(texts["loss"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise SettingsError(f"{self.file} is not a valid checkpoint ({first_line(error)}); delete it") from None
+            raise SettingsError(
+                f"{self.file} is not a valid checkpoint ({first_line(error)}); delete it"
+            ) from None
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:

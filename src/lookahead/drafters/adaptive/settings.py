@@ -67,7 +67,9 @@ class AdaptiveSettings:
         if unknown:
             raise SettingsError(f"unknown sources {', '.join(unknown)}; known are {', '.join(SOURCES)}")
         if self.table is not None and "base" not in self.sources:
-            raise SettingsError("table needs the source base, which sources leaves out; give only one of the two")
+            raise SettingsError(
+                "table needs the source base, which sources leaves out; give only one of the two"
+            )
 
     def _check_path(self, name: str, what: str) -> None:
         """Raise SettingsError unless a field is a path or None; convert a path to a string."""
