@@ -114,7 +114,8 @@ class Checkpoint:
         if self.gguf is None:
             how["use_safetensors"] = True
         else:
-            dtype, how["config"] = self.gguf.dtype if dtype == "auto" else dtype, config
+            dtype = self.gguf.dtype if dtype == "auto" else dtype
+            how["config"] = config
             if "quantization_config" in how:
                 raise SettingsError(f"{self.name} has its own quantization; leave quantization_config out")
             if hasattr(transformers, "GgufConfig"):  # versions that may leave the weights packed

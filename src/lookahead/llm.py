@@ -205,7 +205,8 @@ class LLM:
                 yield engine
             return
         try:
-            state, kept = fingerprint(self.model), self._kept
+            state = fingerprint(self.model)
+            kept = self._kept
             self._kept = None
             engine = self.engine(
                 target=kept[0] if kept is not None and kept[1] == state else None,
@@ -446,14 +447,16 @@ class LLM:
         Raises:
             SettingsError: the prompt or an option is not valid.
         """
-        ids, device = self.encode(prompt), self.model.device
+        ids = self.encode(prompt)
+        device = self.model.device
         length = options.max_new_tokens
         if self.context is not None:
             length = min(length, self.context - len(ids))
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
-        process, noise = make_process(options, len(ids), eos, self.tokenizer, device), None
+        process = make_process(options, len(ids), eos, self.tokenizer, device)
+        noise = None
         choose: Choose = greedy
         if process is not None or seed is not None:
             from .sampling import Chooser, SeededNoise

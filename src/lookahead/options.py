@@ -81,7 +81,8 @@ class OptionSet:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, rule = getattr(self, field.name), field.metadata["rule"]
+            value = getattr(self, field.name)
+            rule = field.metadata["rule"]
             if rule is not None and not (value is None and field.default is None) and not rule[1](value):
                 shown = f", got {value!r}" if field.repr else ""
                 raise SettingsError(f"{field.name} must be {rule[0]}{shown}")

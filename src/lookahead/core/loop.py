@@ -196,7 +196,8 @@ class Engine:
         except Exception as error:
             # The target's state is unknown, so all running sequences end. Waiting ones will use a new target.
             self.target = None
-            self._free_slots, self._new_slots = [], count()
+            self._free_slots = []
+            self._new_slots = count()
             failed = failure("the forward pass", error, PassFailed)
             for sequence in running:
                 sequence.fail(failed)
@@ -301,7 +302,9 @@ class Engine:
 
     def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, int]:
         """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, last row)."""
-        target, request, slot = self._require_target(), sequence.request, sequence.slot
+        target = self._require_target()
+        request = sequence.request
+        slot = sequence.slot
         begin = sequence.evaluated
         if request.read_prompt is not None and not begin:
             room = 1  # a prefill returns the scores of its last row only

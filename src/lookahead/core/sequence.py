@@ -168,7 +168,8 @@ class Sequence:
 
     def emit(self, token: int) -> bool:
         """Append the next token. Returns whether it ends the sequence."""
-        request, text = self.request, self.request.detokenizer
+        request = self.request
+        text = self.request.detokenizer
         self.tokens.append(token)
         self.stats.new_tokens += 1
         reason = request.finished(token) if request.finished is not None else None

@@ -7,7 +7,7 @@ duplicate would be wasted.
 The tree alone determines
     the attention mask   a row sees its ancestors, itself and the whole committed prefix
     the positions        T + depth
-    verification         walk from the root, descend while a child holds the target's own token
+    verification         walk from the root, descend while a child has the target's own token
     the commit           keep the rows of that path
 
 (Section 3.3 of the paper constructs the same mask by hand for the window and the candidates.)

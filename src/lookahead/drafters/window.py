@@ -109,7 +109,8 @@ class Window:
             chain.append(tree.add(token, chain[-1], len(self.levels) == 1))
         self._nodes = [chain]
         for index in range(1, len(self.levels)):
-            above, newest = self._nodes[-1], index == len(self.levels) - 1
+            above = self._nodes[-1]
+            newest = index == len(self.levels) - 1
             self._nodes.append([tree.add(t, above[i], newest) for i, t in enumerate(self.levels[index])])
 
     def nodes(self) -> list[list[int]]:

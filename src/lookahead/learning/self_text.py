@@ -245,7 +245,8 @@ def read_part(file: Path) -> Iterator[Text]:
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             part = {name: archive[name] for name in archive.files}
-        total, positions = int(part["prompts"].sum() + part["lengths"].sum()), int(part["lengths"].sum())
+        positions = int(part["lengths"].sum())
+        total = int(part["prompts"].sum()) + positions
         if len(part["tokens"]) != total or not len(part["ids"]) == len(part["logprobs"]) == positions:
             raise ValueError("its arrays have inconsistent lengths")
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
@@ -255,7 +256,9 @@ def read_part(file: Path) -> Iterator[Text]:
     begin = position = 0
     for index, number in enumerate(part["numbers"].tolist()):
         middle = begin + int(part["prompts"][index])
-        end, next_position = middle + int(part["lengths"][index]), position + int(part["lengths"][index])
+        length = int(part["lengths"][index])
+        end = middle + length
+        next_position = position + length
         yield Text(
             number,
             int(part["kinds"][index]),
@@ -313,7 +316,8 @@ class Writer:
         numbers = count(self.folder.next_number)
         begin = saved = monotonic()
         compiled = False
-        tokens, ended = 0, list[Text]()
+        tokens = 0
+        ended = list[Text]()
         engine = self.llm.engine(max_sequences=self.batch)
         try:
             while not enough(tokens, monotonic() - begin):
@@ -339,7 +343,8 @@ class Writer:
                     compiled = True
                 if monotonic() - saved > PART_SECONDS:
                     self.folder.save(ended)
-                    saved, ended = monotonic(), []
+                    saved = monotonic()
+                    ended = []
                 progress(tokens, monotonic() - begin)
         finally:
             for sequence in engine.sequences:

@@ -66,7 +66,8 @@ class Places:
         """The positions of these texts."""
         contexts, ids, probabilities, tokens, greedy, held_out = ([] for _ in range(6))
         for text in texts:
-            whole, start = np.array([*text.prompt, *text.completion], np.int64), len(text.prompt)
+            whole = np.array([*text.prompt, *text.completion], np.int64)
+            start = len(text.prompt)
             skipped = max(0, ORDERS - start)
             count = len(text.completion) - skipped
             if count <= 0:
@@ -122,24 +123,29 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     groups, ids, sums = groups[order], ids[order], sums[order]
     ranks = np.arange(len(groups)) - np.searchsorted(groups, np.arange(count))[groups]
     kept = ranks < WIDTH
-    best_ids, best = np.full((count, WIDTH), -1, np.int64), np.zeros((count, WIDTH))
-    best_ids[groups[kept], ranks[kept]], best[groups[kept], ranks[kept]] = ids[kept], sums[kept]
+    best_ids = np.full((count, WIDTH), -1, np.int64)
+    best = np.zeros((count, WIDTH))
+    best_ids[groups[kept], ranks[kept]] = ids[kept]
+    best[groups[kept], ranks[kept]] = sums[kept]
     return best_ids, best
 
 
 def levels_of(places: Places, vocabulary: int) -> list[Level]:
     """The entries of all contexts of one, two and three tokens."""
     levels = list[Level]()
-    keys, digit = np.zeros(len(places.tokens), np.int64), 1
+    keys = np.zeros(len(places.tokens), np.int64)
+    digit = 1
     for order in range(ORDERS):
         keys = keys + places.contexts[:, ORDERS - 1 - order] * digit
         digit *= vocabulary
         unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
         groups, ids = np.repeat(group, places.ids.shape[1]), places.ids.ravel().astype(np.int64)
-        weights, shorter = places.probabilities.ravel().astype(np.float64), 0.0
+        weights = places.probabilities.ravel().astype(np.float64)
+        shorter = 0.0
         if order:
             # The shorter context's entry is one more occurrence.
-            above, shorter = levels[-1], SHORTER
+            above = levels[-1]
+            shorter = SHORTER
             rows = np.searchsorted(above.keys, unique % (digit // vocabulary))
             there = above.ids[rows] >= 0
             groups = np.r_[groups, np.repeat(np.arange(len(unique)), WIDTH)[there.ravel()]]

@@ -128,7 +128,8 @@ class Positions:
         self.states = [np.load(file, mmap_mode="r", allow_pickle=False) for _, file in parts]
         #: The first position of each part, and the total number of positions.
         self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in self.states])]).astype(np.int64)
-        tokens, ids, probabilities, bounds, held_out, at = [], [], [], [], [], 0
+        tokens, ids, probabilities, bounds, held_out = [], [], [], [], []
+        at = 0
         for part, _ in parts:
             for text in read_part(part):
                 tokens.append(np.array(text.completion, np.int64))
@@ -192,7 +193,8 @@ class Report:
 
     def __init__(self, levels: int) -> None:
         self._random = np.random.default_rng(0)
-        self._best, self._counted = np.zeros((levels, len(BEST))), np.zeros((levels, 1))
+        self._best = np.zeros((levels, len(BEST)))
+        self._counted = np.zeros((levels, 1))
         kinds = {"greedy": GREEDY_GUESSES, "sampled": SAMPLED_GUESSES}
         self._counts = {name: np.zeros((2, levels, count)) for name, count in kinds.items()}
 
@@ -337,7 +339,8 @@ class Training:
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> None:
         """Train to the end. An exception, such as KeyboardInterrupt, saves a checkpoint first."""
         begin = saved = monotonic()
-        before, first = self.seconds, self.step
+        before = self.seconds
+        first = self.step
         batches = self._batches(first)
         try:
             while self.step < self.steps:
@@ -365,7 +368,8 @@ class Training:
             first = (epoch + 1) * per_epoch
 
     def _rate(self) -> float:
-        settings, done = self.settings, self.step / self.steps
+        settings = self.settings
+        done = self.step / self.steps
         cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         return settings.rate * min(1.0, (self.step + 1) / WARM_UP) * cosine
 
@@ -494,7 +498,9 @@ class Training:
                     if step:
                         moments = {key: file.get_tensor(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq")}
                         self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-                self.step, self.seconds, self._loss = step, float(texts["seconds"]), float(texts["loss"])
+                self.step = step
+                self.seconds = float(texts["seconds"])
+                self._loss = float(texts["loss"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise SettingsError(
                 f"{self.file} is not a valid checkpoint ({first_line(error)}); delete it"

@@ -127,7 +127,8 @@ def count(bucket: Any, right: bool) -> None:
 def load(buckets: Any, hits: Any, trials: Any) -> None:
     """Set the counts of all buckets; the arrays have the buckets' shape."""
     estimate = (hits + PRIOR_WEIGHT * buckets["prior"]) / (trials + PRIOR_WEIGHT)
-    buckets["hits"], buckets["trials"] = hits, trials
+    buckets["hits"] = hits
+    buckets["trials"] = trials
     buckets["probability"] = np.minimum(estimate, MAX_PROBABILITY)
     buckets["level"] = np.searchsorted(LEVELS, estimate)
 

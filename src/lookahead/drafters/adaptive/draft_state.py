@@ -92,7 +92,8 @@ class AdaptiveDraftState(DraftState):
         limit = min(max_rows, self._settings.most_rows)
         self._grown = limit > 1 and self._may_pay()
         if not self._grown:
-            self._own_rows, self._guessed = 1, 0.0
+            self._own_rows = 1
+            self._guessed = 0.0
             tree = TokenTree(self._last)
         else:
             tree = self._grow(limit, max_depth)
@@ -121,7 +122,9 @@ class AdaptiveDraftState(DraftState):
         self._table_of = table_of
         size = self._settings.table_rows
         if self._settings.rows is not None:
-            self._costs, self._slopes = np.ones(size + 1), np.zeros(size + 1)  # every row is free
+            # Every row is free.
+            self._costs = np.ones(size + 1)
+            self._slopes = np.zeros(size + 1)
         else:
             context = table_of[1] * CONTEXT_STEP
             self._costs, self._slopes = self._curve.table(size, context, batch)
@@ -179,7 +182,8 @@ class AdaptiveDraftState(DraftState):
             if not fits or not window_pays(
                 self._rule.rate, self._costs, kept, wanted, window.credit, given_up
             ):
-                wanted, kept = 0, rows
+                wanted = 0
+                kept = rows
         grower.cut(kept)
         self._own_rows = kept
         tree = grower.tree()

@@ -83,7 +83,9 @@ def _recall(memory: Memory, node: int) -> int:
     """
     logit_cache.propose(memory, node)
     base_table.propose(memory, node)
-    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    calibration = memory.calibration
     # The best level of each source, from which follows its state for a token that only the other proposes.
     cached, base = int64(-1), int64(-1)
     for index in range(row.recalled):
@@ -121,7 +123,8 @@ def _confidence(memory: Memory, node: int, index: int) -> int:
 @compiled
 def ask(memory: Memory, node: int) -> None:
     """Collect all proposals under a row: logit cache, base table, suffix matches, last step's answers."""
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
     match(memory.texts[SUFFIX], memory.tree, SUFFIX, node)
     match(memory.texts[CORPUS], memory.tree, CORPUS, node)
@@ -178,7 +181,9 @@ def probability_of(memory: Memory, row: Any, proposal: Any) -> float:
 def _expand(memory: Memory, node: int) -> int:
     """Ask the sources under a node and sort its edges, likeliest first. Returns the number of edges."""
     ask(memory, node)
-    row, proposals, edges = memory.tree.nodes[node], memory.tree.proposals[node], memory.tree.edges[node]
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    edges = memory.tree.edges[node]
 
     # Scale the probabilities if their sum exceeds the limit. Costs are negative, so that the likeliest come first.
     total = 0.0
@@ -278,7 +283,8 @@ def _push(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
 @compiled
 def add(memory: Memory, parent: int, token: int, probability: float) -> int:
     """Append a row to the tree. Returns its depth."""
-    tree, step = memory.tree, memory.step[0]
+    tree = memory.tree
+    step = memory.step[0]
     node = tree.sizes[0].rows
     row = tree.nodes[node]
     above, depth = step.previous, int64(0)
@@ -304,7 +310,8 @@ def lacks_noise(memory: Memory, depth: int) -> bool:
 @compiled
 def wants_guess(memory: Memory, node: int) -> bool:
     """Whether the light head should guess under a row, i.e. whether its expected gain is worth its time."""
-    step, row = memory.step[0], memory.tree.nodes[node]
+    step = memory.step[0]
+    row = memory.tree.nodes[node]
     if row.guess >= 0 or row.depth >= step.guess_depth:
         return False
     if row.parent >= 0 and memory.tree.nodes[row.parent].guess < 0:
@@ -327,7 +334,9 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
     ``memory.noise`` yet.
     """
     tree = memory.tree
-    sizes, nodes, heap = tree.sizes[0], tree.nodes, tree.heap
+    sizes = tree.sizes[0]
+    nodes = tree.nodes
+    heap = tree.heap
     while sizes.heap > 0 and sizes.rows < limit:
         cost, node, edge = heap[0].cost, int64(heap[0].row), int64(heap[0].edge)
         # A row to ask: its likeliest edge takes its place in the heap.

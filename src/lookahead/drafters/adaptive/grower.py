@@ -232,8 +232,10 @@ class Grower:
     def _keep_noise(self, depth: int) -> None:
         """Store the noise for tokens under nodes of this depth where compiled code reads it."""
         assert self._noise_at is not None
-        memory, begin = self.memory, int(self._position[0])
-        noise, position = self._noise_at(depth), begin + depth
+        memory = self.memory
+        begin = int(self._position[0])
+        noise = self._noise_at(depth)
+        position = begin + depth
         if depth >= len(memory.noise_positions) or noise.shape[0] != memory.noise.shape[1]:
             positions = max(FIRST_POSITIONS, 2 << depth.bit_length())
             larger = np.empty((positions, noise.shape[0]), np.float32)
@@ -287,7 +289,8 @@ class Grower:
         expected = self.probabilities[:1]
         for parent, probability in zip(parents[1:], self.probabilities[1:], strict=True):
             expected.append(expected[parent] + probability)
-        rows, row = list[int](), expected.index(max(expected))
+        rows = list[int]()
+        row = expected.index(max(expected))
         while row >= 0:
             rows.append(row)
             row = parents[row]

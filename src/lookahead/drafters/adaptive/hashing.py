@@ -31,7 +31,8 @@ def _home(slots: Any, key: int) -> int:
 @compiled
 def find(slots: Any, key: int) -> int:
     """The index of the key's slot, or of the empty slot that it would take."""
-    index, mask = _home(slots, key), len(slots) - 1
+    index = _home(slots, key)
+    mask = len(slots) - 1
     while slots[index].key != key + 1 and slots[index].key != 0:
         index = (index + 1) & mask
     return index

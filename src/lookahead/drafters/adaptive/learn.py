@@ -61,8 +61,11 @@ def _judge_matches(memory: Memory, source: int, node: int, truth: int) -> int:
 @compiled
 def _judge_guesses(memory: Memory, node: int, right: int) -> None:
     """Count hits and trials of the light head's guesses at a node, alone and together with the other sources."""
-    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
-    kinds, level = memory.guesses.kinds[row.guess], guess_level(row)
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    calibration = memory.calibration
+    kinds = memory.guesses.kinds[row.guess]
+    level = guess_level(row)
     for index in range(row.proposals):
         count(calibration.both[proposals[index].both], index == right)
         if proposals[index].guess >= 0:
@@ -80,7 +83,8 @@ def _judge(memory: Memory, length: int) -> int:
     by_window = 0
     for i in range(length):
         node, truth = memory.path[i], memory.tokens[i]
-        row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+        row = memory.tree.nodes[node]
+        proposals = memory.tree.proposals[node]
         if row.asked == 0:
             ask(memory, node)
         right = index_of(proposals, row.proposals, truth)
@@ -112,7 +116,8 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
 
     Only the best tokens of a row are known, so sampling may miss a token with large noise.
     """
-    step, noise = memory.step[0], memory.noise
+    step = memory.step[0]
+    noise = memory.noise
     temperature = np.float32(step.temperature)
     for node in range(memory.tree.sizes[0].rows):
         best = 0
@@ -124,14 +129,16 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
                 if 0 <= token < len(row):
                     score = odds[node, i] / temperature + row[token]
                     if score > highest:
-                        highest, best = score, i
+                        highest = score
+                        best = i
         memory.own[node] = ids[node, best]
 
 
 @compiled
 def _keep_answers(memory: Memory, length: int) -> None:
     """Keep the target's tokens under this step's rows, by depth below the next root, in row order."""
-    answers, own = memory.answers, memory.own
+    answers = memory.answers
+    own = memory.own
     answers[:] = -1
     for node in range(memory.tree.sizes[0].rows):
         depth = memory.tree.nodes[node].depth - length

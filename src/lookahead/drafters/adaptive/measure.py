@@ -286,8 +286,10 @@ def warm_up(target: Target) -> None:
 class _BlankTarget:
     """A target without a model or torch, whose logits are all equal."""
 
-    path, reason, vocabulary = "blank", "to compile the drafter's code", 512
+    path = "blank"
     promise = ""
+    reason = "to compile the drafter's code"
+    vocabulary = 512
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
         return [_BlankScores() for _ in prompts]

@@ -113,7 +113,8 @@ def pays(memory: Memory, rows: int, probability: float) -> bool:
 @compiled
 def choose(memory: Memory) -> int:
     """The number of rows that maximises the rule, for the grown tree."""
-    step, nodes = memory.step[0], memory.tree.nodes
+    step = memory.step[0]
+    nodes = memory.tree.nodes
     best, best_value = 1, 1.0 - step.rate * memory.costs[1]
     expected = 1.0
     for row in range(1, memory.tree.sizes[0].rows):

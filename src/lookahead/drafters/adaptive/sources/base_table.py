@@ -172,8 +172,10 @@ def sampled_kind(trie: Trie, node: int, best: float, second: float, score: float
 @compiled
 def propose(memory: Memory, node: int) -> None:
     """Add the base table's proposals after those of the logit cache."""
-    step, trie = memory.step[0], memory.base
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    step = memory.step[0]
+    trie = memory.base
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     count = int64(row.cached)
     for index in range(count):
         proposals[index].base_kind = -1
@@ -248,7 +250,8 @@ class BaseTable:
     @property
     def contexts(self) -> list[int]:
         """The number of entries for one, two and three tokens."""
-        counts, ends = self.trie.counts, np.cumsum(self._levels())
+        counts = self.trie.counts
+        ends = np.cumsum(self._levels())
         return [int((part > 0).sum()) for part in np.split(counts, ends[:-1])]
 
     def _levels(self) -> list[int]:
@@ -314,7 +317,8 @@ def _opened(path: Path, *version: int) -> BaseTable:
     try:
         about, arrays = _mapped(path)
         trie = Trie(*(arrays[name] for name in Trie._fields))
-        vocabulary, learned = int(about["vocabulary"]), int(about["learned"])
+        vocabulary = int(about["vocabulary"])
+        learned = int(about["learned"])
         _check(trie, vocabulary)
         counts = {}
         for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
@@ -349,8 +353,10 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {}
     for name, dtype in ARRAYS.items():
-        entry, kind = header[name], np.dtype(dtype)
-        shape, begin = entry["shape"], 8 + length + entry["data_offsets"][0]
+        entry = header[name]
+        kind = np.dtype(dtype)
+        shape = entry["shape"]
+        begin = 8 + length + entry["data_offsets"][0]
         _must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} has the wrong type")
         _must(begin % kind.itemsize == 0, f"{name} is not aligned")
         array = (
@@ -394,7 +400,8 @@ def _check(trie: Trie, vocabulary: int) -> None:
         _must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
 
     # The candidates of an entry are tokens, likeliest first.
-    ids, there = trie.ids_high.astype(np.int64) << 16 | trie.ids_low, trie.logs != ABSENT
+    ids = trie.ids_high.astype(np.int64) << 16 | trie.ids_low
+    there = trie.logs != ABSENT
     _must((ids[there] < vocabulary).all(), "a token out of range")
     _must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
     _must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")

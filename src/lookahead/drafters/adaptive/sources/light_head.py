@@ -81,7 +81,9 @@ def greedy_guess_kind(logarithm: float) -> int:
 @compiled
 def _rank(memory: Memory, node: int) -> None:
     """Choose the guesses to propose under a row, best first, and their buckets."""
-    row, step, guesses = memory.tree.nodes[node], memory.step[0], memory.guesses
+    row = memory.tree.nodes[node]
+    step = memory.step[0]
+    guesses = memory.guesses
     ids, logs = guesses.ids[row.guess], guesses.logs[row.guess]
     tokens, kinds, scores = guesses.tokens[row.guess], guesses.kinds[row.guess], guesses.scores
     tokens[:] = -1
@@ -116,7 +118,8 @@ def _rank(memory: Memory, node: int) -> None:
 
 def sampled_guess_kinds(scores: Any) -> Any:
     """The buckets of sampled guesses, as in ``_rank``, from their scores (n, k), highest first."""
-    best, height = scores[:, :1], np.searchsorted(HEIGHTS, scores[:, 0])[:, None]
+    best = scores[:, :1]
+    height = np.searchsorted(HEIGHTS, scores[:, 0])[:, None]
     kinds = height * KINDS + BINS + np.searchsorted(DISTANCES, best - scores)
     kinds[:, 0] = height[:, 0] * KINDS + NO_SECOND
     if scores.shape[1] > 1:
@@ -133,14 +136,17 @@ def guess_level(row: Any) -> int:
 @compiled
 def combine(memory: Memory, node: int) -> None:
     """Add the head's guesses under a row to the other sources' proposals, and select the bucket of each."""
-    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    calibration = memory.calibration
     _rank(memory, node)
     tokens, kinds = memory.guesses.tokens[row.guess], memory.guesses.kinds[row.guess]
     level = guess_level(row)
     buckets = calibration.guesses[level]
 
     # The state of the other sources.
-    count, others = row.proposals, NOTHING
+    count = row.proposals
+    others = NOTHING
     for index in range(count):
         confidence = calibration.joint[proposals[index].joint].level
         proposals[index].both, proposals[index].guess = confidence, -1

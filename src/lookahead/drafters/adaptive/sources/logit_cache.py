@@ -51,7 +51,8 @@ FIRST_ENTRIES = 1 << 12
 @compiled
 def key_of(memory: Memory, order: int, node: int) -> int:
     """The key of the last ``order`` + 1 tokens of a row."""
-    step, nodes = memory.step[0], memory.tree.nodes
+    step = memory.step[0]
+    nodes = memory.tree.nodes
     row = nodes[node]
     if order == 0:
         return int64(row.token)
@@ -64,7 +65,8 @@ def key_of(memory: Memory, order: int, node: int) -> int:
 @compiled
 def propose(memory: Memory, node: int) -> None:
     """Propose the tokens cached for the same last three tokens, or else two, or else one; best first."""
-    row, cache = memory.tree.nodes[node], memory.cache
+    row = memory.tree.nodes[node]
+    cache = memory.cache
     row.order, row.cached = 0, 0
     if memory.step[0].use_logits == 0:
         return
@@ -107,7 +109,8 @@ def _room(tree: Tree, ids: Any) -> int:
 def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int) -> int:
     ids, odds, origin = cache.ids[order, entry], cache.odds[order, entry], cache.origins[order, entry]
     proposals = tree.proposals[node]
-    count, most = 0, _room(tree, ids)
+    count = 0
+    most = _room(tree, ids)
     while count < most and ids[count] >= 0:
         proposals[count].token, proposals[count].kind = ids[count], greedy_kind(odds, count, origin)
         count += 1
@@ -117,8 +120,10 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 @compiled
 def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
     """Propose the best tokens under the noise with which the target will sample there."""
-    step, cache = memory.step[0], memory.cache
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    step = memory.step[0]
+    cache = memory.cache
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
     noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
     temperature = np.float32(step.temperature)
@@ -157,7 +162,8 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
 @compiled
 def _entry_for(cache: Cache, order: int, key: int) -> int:
     """The index of the key's entry, which is added if missing."""
-    slots, keys = cache.slots[order], cache.keys[order]
+    slots = cache.slots[order]
+    keys = cache.keys[order]
     slot = slots[find(slots, key)]
     if slot.key == 0:
         slot.key, slot.value = key + 1, cache.spans[order].newest
@@ -190,7 +196,9 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
         length: number of accepted rows, at the start of ``memory.path``.
         window_start: first row of the window.
     """
-    cache, nodes, count = memory.cache, memory.tree.nodes, memory.tree.sizes[0].rows
+    cache = memory.cache
+    nodes = memory.tree.nodes
+    count = memory.tree.sizes[0].rows
     keep_all = memory.step[0].sampled != 0
     for order in range(ORDERS):
         # All lookups come first, so that their cache misses overlap: a forward pass evicts the tables from the cache.
@@ -208,7 +216,8 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
 @compiled
 def _evict(cache: Cache, order: int) -> None:
     """If there are more than ``max_entries`` entries, evict the excess and the oldest eighth."""
-    span, keys = cache.spans[order], cache.keys[order]
+    span = cache.spans[order]
+    keys = cache.keys[order]
     over = span.newest - span.oldest - cache.max_entries
     if over > 0:
         for _ in range(cache.max_entries // 8 + over):

@@ -76,7 +76,8 @@ def follow(text: TextEnd, context: int, token: int) -> int:
 @compiled
 def _rank(trie: Any, context: int, node: int) -> None:
     """Update the three most frequent successors; at equal counts, the latest comes first."""
-    here, count = trie[context], trie[node].count
+    here = trie[context]
+    count = trie[node].count
     if here.first == 0 or count >= trie[here.first].count:
         if here.second != node:
             here.third = here.second
@@ -94,10 +95,13 @@ def _rank(trie: Any, context: int, node: int) -> None:
 @compiled
 def feed(text: TextEnd, tokens: Any, length: int) -> None:
     """Append the first ``length`` tokens to the text. The trie must have room for all their contexts."""
-    trie, contexts, used = text.trie, text.contexts, int64(text.used[0])
+    trie = text.trie
+    contexts = text.contexts
+    used = int64(text.used[0])
     for i in range(length):
         token = int64(tokens[i])
-        link, length = 0, 0
+        link = 0
+        length = 0
         # From short to long: read each context of the old end before the new one of that length replaces it.
         context = contexts[0]
         while context >= 0:
@@ -144,7 +148,9 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     matches[0].token = -1
     if len(text.contexts) == 0:
         return
-    nodes, contexts, trie = tree.nodes, tree.contexts, text.trie
+    nodes = tree.nodes
+    contexts = tree.contexts
+    trie = text.trie
 
     # The longest context at the row; those of the rows above it first.
     while contexts[source, node] < 0:
