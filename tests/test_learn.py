@@ -88,7 +88,7 @@ def test_an_interruption_ends_the_writing_and_another_leaves_the_table_for_later
     code, out, err = call("learn", chats)
     assert code == 130
     assert out == ""
-    assert "tokens are kept, and the next run continues from it" in err
+    assert "tokens are kept, and another run continues" in err
     assert Learner(lookahead.load(chats)).folder.tokens > kept
 
 
