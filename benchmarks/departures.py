@@ -66,7 +66,7 @@ DEPARTURES: dict[str, Drafter] = {
 
 #: The presets beside the adaptive drafter with fixed numbers of rows, so that no step times enter.
 PRESETS: dict[str, Drafter] = {
-    **{name: Lookahead.preset(name) for name in ("code", "text", "creative", "34b", "7b")},
+    **{name: Lookahead.preset(name) for name in ("code", "text", "creative", "cpu", "34b", "13b", "7b")},
     **{f"adaptive, {rows} rows": lookahead.Adaptive(rows=rows) for rows in (16, 64)},
 }
 

@@ -1,8 +1,8 @@
-"""Complete a file of prompts, one JSON object per line; several prompts share each forward pass.
+"""Complete a file of prompts, one JSON object per line. Several prompts share each forward pass.
 
     python examples/batch_file.py prompts.jsonl texts.jsonl [MODEL]
 
-The command line does the same and resumes: lookahead generate MODEL --input prompts.jsonl --output texts.jsonl
+The command line does the same and can resume: lookahead generate MODEL --input prompts.jsonl --output texts.jsonl
 """
 
 import json
@@ -18,7 +18,7 @@ llm = lookahead.load(sys.argv[3] if len(sys.argv) > 3 else None)
 prompts = [json.loads(line)["prompt"] for line in source.read_text(encoding="utf-8").splitlines()]
 
 with destination.open("w", encoding="utf-8") as file:
-    # `run` yields every step of every prompt; a prompt's last update carries its result, an error included.
+    # `run` yields an update for every step of every prompt. The last update of a prompt contains its result or error.
     for update in llm.run(prompts, batch_size=4, max_new_tokens=64):
         if update.result is not None:
             record = {
@@ -27,4 +27,4 @@ with destination.open("w", encoding="utf-8") as file:
                 "finish": update.result.finish_reason,
             }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-print(f"{len(prompts)} texts in {destination}")
+print(f"{len(prompts)} completions in {destination}")

@@ -15,7 +15,7 @@ for line in sys.stdin:
     if not line.strip():
         break
     messages.append({"role": "user", "content": line.strip()})
-    # A model without a chat template continues a text.
+    # A model without a chat template continues plain text.
     prompt = messages if has_template else "\n".join(message["content"] for message in messages) + "\n"
     answer = ""
     for piece in llm.stream(prompt, max_new_tokens=128):

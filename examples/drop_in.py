@@ -1,4 +1,4 @@
-"""Lookahead decoding inside a program that already calls model.generate: one argument more, the same tokens.
+"""Add lookahead decoding to a program that already calls model.generate: one more argument, the same tokens.
 
 python examples/drop_in.py [MODEL]
 """
@@ -16,7 +16,7 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
 model.generate(
     **inputs, max_new_tokens=4, custom_generate=lookahead.generate
-)  # what happens once per process
+)  # warm up: compilation happens once per process
 
 start = perf_counter()
 plain = model.generate(**inputs, max_new_tokens=128, do_sample=False)

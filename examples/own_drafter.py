@@ -1,8 +1,8 @@
-"""A drafting method of your own: propose that the text repeats its last tokens.
+"""A custom drafter: propose that the text repeats its last tokens.
 
     python examples/own_drafter.py [MODEL]
 
-A drafter only proposes. A wrong proposal costs rows, and never changes the text.
+A drafter only proposes tokens. A wrong proposal costs time and never changes the output.
 """
 
 import sys
@@ -15,9 +15,9 @@ from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, T
 
 @dataclass(frozen=True)
 class Repeat(Drafter):
-    """One candidate: the last ``length`` tokens once more."""
+    """Proposes one candidate: the last ``length`` tokens again."""
 
-    length: int = 12  # a round of the numbers below in tokens of SmolLM2
+    length: int = 12  # one repetition of the numbers below, in SmolLM2 tokens
 
     def start(self, sequence: Start) -> DraftState:
         return RepeatState(self.length, sequence.text)

@@ -1,10 +1,10 @@
-"""Keep what the adaptive drafter learns, from call to call and from process to process.
+"""Keep what the adaptive drafter learns across calls and processes.
 
     python examples/warm_state.py FILE [MODEL]
 
-Run it twice: the second run begins with what the first one learnt. The file holds statistics of the texts, so keep
-it where the texts may be kept. Each step here has up to eight rows whatever they cost, so that the figures show what
-was learnt and not how fast the machine is; ``Adaptive(state=state)`` alone gives the fastest text.
+Run it twice: the second run starts with what the first one learnt. The file contains statistics of the generated
+text, so protect it as you would the text. To make the figures independent of the machine's speed, each step here has
+up to eight rows at any cost; for the highest speed, use ``Adaptive(state=state)``.
 """
 
 import sys
@@ -15,7 +15,7 @@ if len(sys.argv) < 2:
     sys.exit("usage: python examples/warm_state.py FILE [MODEL]")
 file = sys.argv[1]
 llm = lookahead.load(sys.argv[2] if len(sys.argv) > 2 else None)
-state = llm.warm_state(file)  # empty where the file is not there yet
+state = llm.warm_state(file)  # empty if the file does not exist yet
 drafter = lookahead.Adaptive(rows=8, state=state)
 for name in ("is_prime", "is_square", "is_even"):
     result = llm.generate(f"def {name}(n):\n", max_new_tokens=64, drafter=drafter)

@@ -61,6 +61,8 @@ class Model(FakeTarget):
 class Noisy:
     """Noise of a text of numbers: a function of the index."""
 
+    start, key = 0, None
+
     def __init__(self, vocabulary, temperature, seed=0):
         self.temperature, self._vocabulary, self._seed = temperature, vocabulary, seed
 

@@ -8,10 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-#: English pages that have a Chinese one: start, guides, lesson.
+#: English pages that have a Chinese one: start, guides, lesson, comparison.
 TRANSLATED = [
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("index", "start", "models", "parallel", "benchmarks")),
+    *(DOCS / f"{name}.md" for name in ("index", "start", "models", "parallel", "benchmarks", "compare")),
     *(DOCS / f"{name}.md" for name in ("how-it-works", "adaptive")),
     *sorted((DOCS / "guides").glob("*.md")),
     *sorted((DOCS / "lesson").glob("*.md")),

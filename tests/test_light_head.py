@@ -356,7 +356,7 @@ def test_without_a_head_nothing_asks_for_hidden_states():
 
 def test_sampled_guesses_are_ranked_with_the_noise():
     class Noise:
-        temperature = 0.7
+        temperature, start, key = 0.7, len(PROMPT), None
 
         def __call__(self, index):
             return np.random.default_rng((5, index)).gumbel(size=100).astype(np.float32)

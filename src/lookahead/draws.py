@@ -42,12 +42,28 @@ _12, _27, _30, _31 = (np.uint64(shift) for shift in (12, 27, 30, 31))
 
 
 @compiled
-def _bits(start: Any, token: int) -> Any:
-    """The bits of a token's noise."""
-    x = np.uint64(token + 1) * _GOLDEN + start
+def _mixed(x: Any) -> Any:
+    """The finaliser of SplitMix64."""
     x = (x ^ (x >> _30)) * _FIRST
     x = (x ^ (x >> _27)) * _SECOND
-    return (x ^ (x >> _31)) >> _12
+    return x ^ (x >> _31)
+
+
+@compiled
+def _bits(start: Any, token: int) -> Any:
+    """The bits of a token's noise."""
+    return _mixed(np.uint64(token + 1) * _GOLDEN + start) >> _12
+
+
+@compiled
+def gumbel_of(key: Any, position: int, token: int) -> Any:
+    """The noise of one token at one position: an entry of ``sampling.gumbel``, float32.
+
+    Args:
+        key: ``sampling.key_of`` of the seed, uint64.
+    """
+    bits = _bits(_mixed(key + np.uint64(position) * _GOLDEN), token)
+    return np.float32(-math.log(-math.log((bits + 0.5) * 2.0**-52)))
 
 
 @entry

@@ -213,9 +213,9 @@ def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
 
 @cache
 def _text_with(file: str) -> str:
-    """A digest of the files of a part of the library: drafters/adaptive, targets/cpu, or a file next to these."""
+    """A digest of ``draws`` and of the files of a part of the library: drafters/adaptive, targets/cpu, or a file."""
     library = Path(__file__).parent
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256(Path(__file__).read_bytes() + Path(__file__).with_name("draws.py").read_bytes())
     path = Path(file)
     if library in path.parents:
         path = library.joinpath(*path.relative_to(library).parts[:2])

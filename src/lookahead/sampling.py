@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,14 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def start_of(seed: int, position: int) -> int:
+def key_of(seed: int) -> int:
+    """The hash of a seed, from which the noise of every position is computed."""
+    return _mix(seed & _ALL)
+
+
+def start_of(key: int, position: int) -> int:
     """The state of SplitMix64 before the noise of a position."""
-    return _mix(_mix(seed & _ALL) + position * GOLDEN & _ALL)
+    return _mix(key + position * GOLDEN & _ALL)
 
 
 def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> torch.Tensor:
@@ -69,7 +75,7 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
         vocabulary: V.
         device: the device of the result; None for the CPU.
     """
-    start = start_of(seed, position)
+    start = start_of(key_of(seed), position)
     if torch.device(device or "cpu").type == "cpu":
         return torch.from_numpy(_on_cpu(start, vocabulary))
     return _on_device(start, vocabulary, device)
@@ -135,6 +141,10 @@ class SeededNoise:
     _known: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     _stream: Any = field(init=False, default=None)
 
+    @cached_property
+    def key(self) -> int:
+        return key_of(self.seed)
+
     def __post_init__(self) -> None:
         kind = torch.device(self.device or "cpu").type
         self.overlaps = kind != "cpu"
@@ -172,7 +182,7 @@ class SeededNoise:
         Returns:
             The token; -1 if ``draw`` must be computed.
         """
-        return draw(row, peaks, temperature, start_of(self.seed, self.start + index))
+        return draw(row, peaks, temperature, start_of(self.key, self.start + index))
 
     def forget(self, index: int) -> None:
         """Drop the noise before ``index``, which is no longer needed."""
@@ -238,6 +248,7 @@ class RowNoise:
     row: int
     start: int
     temperature: float
+    key: None = field(default=None, init=False)
 
     def at(self, index: int) -> torch.Tensor:
         """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""

@@ -27,6 +27,10 @@ class Noise(Protocol):
     """Noise that can be computed in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
+    #: The position of index 0 in the sequence.
+    start: int
+    #: The key with which ``draws.gumbel_of`` computes the noise of a single token; None if only arrays are available.
+    key: int | None
 
     def __call__(self, index: int) -> Any:
         """Gumbel noise (V,) of emitted token ``index``, as a numpy array; the prefill emits token 0.

@@ -252,7 +252,10 @@ def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
         noise = dict(zip([*ids.tolist(), *entry], random.gumbel(size=len(ids) + count).tolist(), strict=True))
         scores = np.log(probabilities) / TEMPERATURE + [noise[token] for token in ids.tolist()]
         truth = int(ids[scores.argmax()])
-        own = [base_table.score_of(trie, node, i, noise, TEMPERATURE) for i in range(count)]
+        own = [
+            base_table.log_odds(trie, node, i) / TEMPERATURE + noise[base_table.candidate(trie, node, i)]
+            for i in range(count)
+        ]
         order = sorted(range(count), key=own.__getitem__, reverse=True)
         second = own[order[1]] if count > 1 else -np.inf
         for place, i in enumerate(order):

@@ -141,7 +141,6 @@ class AdaptiveDraftState(DraftState):
     def _ready(self) -> Grower:
         """The grower, after it has read all tokens of the sequence."""
         config = self._settings
-        sampling = self._sampling
         grower = self._grower
         if grower is None:
             state = self._state if self._state is not None else AdaptiveState(config)
@@ -152,8 +151,7 @@ class AdaptiveDraftState(DraftState):
                 vocabulary,
                 config,
                 before=self._prompt[0],
-                noise=None if sampling is None else lambda depth: sampling(self._emitted + depth),
-                temperature=1.0 if sampling is None else max(sampling.temperature, 1e-3),
+                noise=self._sampling,
                 use_corpus=self._state is not None,
                 head=self._head,
                 table=self._table if "base" in config.sources else None,
@@ -166,6 +164,7 @@ class AdaptiveDraftState(DraftState):
         if self._unread:
             grower.read(self._unread)
             self._unread = []
+        grower.count_emitted(self._emitted)
         return grower
 
     def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:

@@ -44,7 +44,7 @@ from .calibration import (
     STATES,
     ZONE,
 )
-from .memory import CORPUS, SUFFIX, Memory, index_of, unpack
+from .memory import BY_ARRAY, CORPUS, SUFFIX, Memory, index_of, unpack
 from .rows import choose, pays
 from .sources import base_table, logit_cache
 from .sources.light_head import GAINS, combine, guess_level
@@ -301,7 +301,7 @@ def add(memory: Memory, parent: int, token: int, probability: float) -> int:
 @compiled
 def lacks_noise(memory: Memory, depth: int) -> bool:
     """Whether the noise for tokens under nodes of this depth is needed but not in ``memory.noise`` yet."""
-    if memory.step[0].sampled == 0:
+    if memory.step[0].sampled != BY_ARRAY:
         return False
     position = memory.step[0].position + depth
     return bool(memory.noise_positions[position % len(memory.noise_positions)] != position)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...core import Scores, TokenTree
+from ...core import Noise, Scores, TokenTree
 from ...jit import pack
 from . import grow as growing
 from . import learn as learning
@@ -15,6 +15,8 @@ from .learn import CREDITED
 from .memory import (
     ANSWERS,
     BASE_PROPOSALS,
+    BY_ARRAY,
+    BY_KEY,
     CORPUS,
     GUESSES,
     OTHER_PROPOSALS,
@@ -35,6 +37,8 @@ from .state import AdaptiveState
 FIRST_POSITIONS = 32
 #: Smallest capacity for tokens that are appended together; a key of the logit cache has three.
 LEAST_TOKENS = 8
+#: The lowest temperature by which scores are divided.
+LEAST_TEMPERATURE = 1e-3
 
 
 class Grower:
@@ -45,8 +49,7 @@ class Grower:
         vocabulary: V.
         config: sources, rows, and tokens kept per row.
         before: a token that stands in for those before the first.
-        noise: depth -> noise (V,) of the token chosen under nodes of that depth; None for greedy decoding.
-        temperature: the sampling temperature.
+        noise: the noise with which tokens are sampled; None for greedy decoding.
         use_corpus: whether to match the sequence against the state's corpus, and to add it.
         head: the light head; None for none.
         table: the base table; None for none.
@@ -64,16 +67,16 @@ class Grower:
         vocabulary: int,
         config: AdaptiveSettings,
         before: int = 0,
-        noise: Callable[[int], Any] | None = None,
-        temperature: float = 1.0,
+        noise: Noise | None = None,
         use_corpus: bool = False,
         head: LightHead | None = None,
         table: BaseTable | None = None,
     ) -> None:
         # The sources.
         sampled = noise is not None
+        self._emitted = 1
         self._tables = state.tables(sampled, table)
-        self._noise_at = noise
+        self._noise = noise
         self._top = config.sampled_top if sampled else config.top
         self.rows = 1
         self.hidden: Any = None
@@ -88,10 +91,13 @@ class Grower:
         # The scalars of compiled code, and views of those that change between steps.
         step = np.zeros(1, STEP)
         step["vocabulary"] = vocabulary
-        step["sampled"] = sampled
+        step["temperature"] = 1.0
+        if noise is not None:
+            step["sampled"] = BY_ARRAY if noise.key is None else BY_KEY
+            step["noise_key"] = noise.key or 0
+            step["temperature"] = max(noise.temperature, LEAST_TEMPERATURE)
         step["use_logits"] = "logits" in config.sources
         step["use_answers"] = "jacobi" in config.sources
-        step["temperature"] = temperature
         step["expansion_factor"] = growing.EXPANSION_FACTOR
         step["before"] = step["previous"] = step["last"] = before
         self._rate, self._bias, self._chosen, self._position = (
@@ -229,12 +235,18 @@ class Grower:
         corpus = self._readers[CORPUS]
         return corpus is not None and corpus.catch_up()
 
+    def count_emitted(self, tokens: int) -> None:
+        """Set the number of emitted tokens, which with the seed determines the noise of the next ones."""
+        self._emitted = tokens
+        if self._noise is not None and self._noise.key is not None:
+            self.memory.step["noise_offset"] = self._noise.start + tokens - self._position
+
     def _keep_noise(self, depth: int) -> None:
         """Store the noise for tokens under nodes of this depth where compiled code reads it."""
-        assert self._noise_at is not None
+        assert self._noise is not None
         memory = self.memory
         begin = int(self._position[0])
-        noise = self._noise_at(depth)
+        noise = self._noise(self._emitted + depth)
         position = begin + depth
         if depth >= len(memory.noise_positions) or noise.shape[0] != memory.noise.shape[1]:
             positions = max(FIRST_POSITIONS, 2 << depth.bit_length())
@@ -337,7 +349,7 @@ class Grower:
         ids, odds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(odds, np.float32)
         self.memory.path[:length] = path
         self.memory.tokens[:length] = tokens
-        if self._noise_at is not None:
+        if self._noise is not None and self._noise.key is None:
             begin = int(self._position[0])
             deepest = int(self._depth[:rows].max())
             for depth in range(deepest + 1):

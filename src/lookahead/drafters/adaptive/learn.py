@@ -14,7 +14,7 @@ import numpy as np
 from ...jit import compiled, entry, int64
 from .calibration import KINDS, WINDOW, count
 from .grow import add, ask
-from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, unpack
+from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, noise_of, unpack
 from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
@@ -117,17 +117,16 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
     Only the best tokens of a row are known, so sampling may miss a token with large noise.
     """
     step = memory.step[0]
-    noise = memory.noise
     temperature = np.float32(step.temperature)
     for node in range(memory.tree.sizes[0].rows):
         best = 0
         if step.sampled:
-            row = noise[(step.position + memory.tree.nodes[node].depth) % len(noise)]
+            depth = int64(memory.tree.nodes[node].depth)
             highest = np.float32(-np.inf)
             for i in range(ids.shape[1]):
                 token = ids[node, i]
-                if 0 <= token < len(row):
-                    score = odds[node, i] / temperature + row[token]
+                if 0 <= token < step.vocabulary:
+                    score = odds[node, i] / temperature + noise_of(memory, depth, token)
                     if score > highest:
                         highest = score
                         best = i

@@ -257,6 +257,8 @@ class _NoNoise:
     """Zero noise, to compile the code for sampling."""
 
     temperature = 1.0
+    start = 0
+    key = None
 
     def __init__(self, vocabulary: int) -> None:
         self._zeros = np.zeros(vocabulary, np.float32)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from ...draws import gumbel_of
 from ...jit import compiled, unpack_as
 
 
@@ -89,10 +90,14 @@ BASE_PROPOSALS = 8
 #: The two tries, of this sequence and of earlier ones: indices into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
+#: How the noise of a token is obtained when sampling: from ``Memory.noise``, or computed for single tokens.
+BY_ARRAY, BY_KEY = 1, 2
 #: Scalars of the sequence that compiled code reads, and additional results that it writes.
 STEP = record(
     vocabulary="i8",
-    sampled="i8",  # 1 if tokens are sampled
+    sampled="i8",  # 0 for greedy decoding; otherwise ``BY_ARRAY`` or ``BY_KEY``
+    noise_key="u8",  # with ``BY_KEY``: see ``draws.gumbel_of``
+    noise_offset="i8",  # ``position`` plus this is the position in the sequence
     use_logits="i8",
     use_answers="i8",
     temperature="f8",
@@ -200,7 +205,7 @@ class Memory(NamedTuple):
     slopes: Annotated[Any, "f8", 1]
     # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
     answers: Annotated[Any, "i8", 2]
-    # (positions, V): Gumbel noise by position in the sequence, stored at position modulo positions
+    # (positions, V): Gumbel noise by position, stored at position modulo positions; empty unless ``BY_ARRAY``
     noise: Annotated[Any, "f4", 2]
     # (positions,): the position whose noise each entry contains; -1 for none
     noise_positions: Annotated[Any, "i8", 1]
@@ -213,6 +218,15 @@ class Memory(NamedTuple):
 
 
 unpack = unpack_as(Memory)
+
+
+@compiled
+def noise_of(memory: Memory, depth: int, token: int) -> Any:
+    """The noise of a token chosen under a node of this depth, float32. With ``BY_ARRAY``, ``noise`` must have it."""
+    step = memory.step[0]
+    if step.sampled == BY_KEY:
+        return gumbel_of(step.noise_key, step.noise_offset + step.position + depth, token)
+    return memory.noise[(step.position + depth) % len(memory.noise), token]
 
 
 @compiled

@@ -47,7 +47,7 @@ from ..calibration import (
     NO_SECOND,
     interval_of,
 )
-from ..memory import BASE_PROPOSALS, Memory, Trie, index_of
+from ..memory import BASE_PROPOSALS, Memory, Trie, index_of, noise_of
 
 FORMAT = "1"
 #: Largest file size, in bytes.
@@ -147,10 +147,18 @@ def greedy_kind(trie: Trie, node: int, index: int) -> int:
 
 
 @compiled
-def score_of(trie: Trie, node: int, index: int, noise: Any, temperature: float) -> float:
-    """The log-odds of a candidate against the first of its entry, divided by the temperature, plus its noise."""
-    steps = np.float32(int64(trie.logs[node, 0]) - int64(trie.logs[node, index]))
-    return np.float64(steps * STEP / temperature + noise[candidate(trie, node, index)])
+def log_odds(trie: Trie, node: int, index: int) -> float:
+    """The log-odds of a candidate against the first of its entry."""
+    return np.float32(int64(trie.logs[node, 0]) - int64(trie.logs[node, index])) * STEP
+
+
+@compiled
+def _score(memory: Memory, entry: int, index: int, depth: int) -> float:
+    """The log-odds of a candidate under a node of this depth, divided by the temperature, plus its noise."""
+    token = candidate(memory.base, entry, index)
+    return np.float64(
+        log_odds(memory.base, entry, index) / memory.step[0].temperature + noise_of(memory, depth, token)
+    )
 
 
 @compiled
@@ -189,11 +197,11 @@ def propose(memory: Memory, node: int) -> None:
     size = 0
     while size < min(trie.logs.shape[1], BASE_PROPOSALS) and trie.logs[entry, size] != ABSENT:
         size += 1
-    noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
+    depth = int64(row.depth)
     best, second = -np.inf, -np.inf
     if step.sampled:
         for i in range(size):
-            score = score_of(trie, entry, i, noise, step.temperature)
+            score = _score(memory, entry, i, depth)
             best, second = max(best, score), max(second, min(best, score))
 
     # Merge its tokens with those of the logit cache.
@@ -205,7 +213,7 @@ def propose(memory: Memory, node: int) -> None:
             proposals[index].token, proposals[index].kind = token, -1
             count += 1
         if step.sampled:
-            score = score_of(trie, entry, i, noise, step.temperature)
+            score = _score(memory, entry, i, depth)
             proposals[index].base_kind = sampled_kind(trie, entry, best, second, score, score == best)
         else:
             proposals[index].base_kind = greedy_kind(trie, entry, i)

@@ -33,7 +33,7 @@ from ..calibration import (
     STATES,
     interval_of,
 )
-from ..memory import GUESSES, Memory
+from ..memory import GUESSES, Memory, noise_of
 
 #: Number of guesses read per row; when sampling, ``GUESSES`` of them are proposed.
 READ, READ_SAMPLED = GUESSES, 24
@@ -93,13 +93,12 @@ def _rank(memory: Memory, node: int) -> None:
         return
 
     # Sampling: insertion sort by score with noise.
-    noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
     temperature = np.float32(step.temperature)
     kept = 0
     for i in range(len(ids)):
-        if ids[i] < 0 or ids[i] >= len(noise):
+        if ids[i] < 0 or ids[i] >= step.vocabulary:
             continue
-        score = (logs[i] - logs[0]) / temperature + noise[ids[i]]
+        score = (logs[i] - logs[0]) / temperature + noise_of(memory, int64(row.depth), ids[i])
         if kept == len(tokens) and score <= scores[kept - 1]:
             continue
         index = min(kept, len(tokens) - 1)

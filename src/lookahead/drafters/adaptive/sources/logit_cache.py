@@ -38,7 +38,7 @@ from ..calibration import (
     interval_of,
 )
 from ..hashing import enter, find, new_slots, rehash, remove
-from ..memory import BASE_PROPOSALS, OTHER_PROPOSALS, SPAN, Cache, Memory, Tree
+from ..memory import BASE_PROPOSALS, OTHER_PROPOSALS, SPAN, Cache, Memory, Tree, noise_of
 
 #: Greedy decoding keeps no candidates with smaller log-odds; only one in a thousand of them is correct.
 FURTHEST = -6.0
@@ -125,7 +125,6 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
     row = memory.tree.nodes[node]
     proposals = memory.tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
-    noise = memory.noise[(step.position + row.depth) % len(memory.noise)]
     temperature = np.float32(step.temperature)
 
     # Insertion sort by score with noise.
@@ -134,9 +133,9 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
         token = ids[i]
         if token < 0:
             break
-        if token >= len(noise):  # a state from a file may hold any token
+        if token >= step.vocabulary:  # a state from a file may hold any token
             continue
-        score = odds[i] / temperature + noise[token]
+        score = odds[i] / temperature + noise_of(memory, int64(row.depth), token)
         if np.isnan(score) or (kept == SAMPLED_PROPOSALS and score <= proposals[kept - 1].score):
             continue
         index = min(kept, SAMPLED_PROPOSALS - 1)
