@@ -29,8 +29,11 @@ class Noise(Protocol):
     temperature: float
     #: The position of index 0 in the sequence.
     start: int
-    #: The key with which ``draws.gumbel_of`` computes the noise of a single token; None if only arrays are available.
-    key: int | None
+
+    @property
+    def key(self) -> int | None:
+        """The key with which ``draws.gumbel_of`` computes the noise of one token; None if only arrays exist."""
+        ...
 
     def __call__(self, index: int) -> Any:
         """Gumbel noise (V,) of emitted token ``index``, as a numpy array; the prefill emits token 0.

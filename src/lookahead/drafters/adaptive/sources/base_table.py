@@ -147,8 +147,8 @@ def greedy_kind(trie: Trie, node: int, index: int) -> int:
 
 
 @compiled
-def log_odds(trie: Trie, node: int, index: int) -> float:
-    """The log-odds of a candidate against the first of its entry."""
+def log_odds(trie: Trie, node: int, index: int) -> Any:
+    """The log-odds of a candidate against the first of its entry, float32."""
     return np.float32(int64(trie.logs[node, 0]) - int64(trie.logs[node, index])) * STEP
 
 
