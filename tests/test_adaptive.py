@@ -481,7 +481,7 @@ def test_damaged_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="not a saved state"):
         AdaptiveState.load(path.with_suffix(".npz"))
     np.savez(path.with_suffix(".npz"), format=np.array(1))  # as an earlier version wrote
-    with pytest.raises(SettingsError, match="has format 1, this version reads 3"):
+    with pytest.raises(SettingsError, match="has format 1, but this version reads 3"):
         AdaptiveState.load(path.with_suffix(".npz"))
     monkeypatch.setattr("lookahead.drafters.adaptive.state.LARGEST_FILE", 10)
     with pytest.raises(SettingsError, match="at most"):

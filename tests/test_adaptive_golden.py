@@ -217,7 +217,7 @@ def test_full_tables_drop_their_oldest_entries(sampled):
         ("sampled.0.ids", lambda a: a - 9999, "token ids"),
         ("sampled.0.ids", lambda a: np.tile(a, 10), "unequal|tokens"),
         ("sampled.1.origins", lambda a: a + 3, "origin"),
-        ("sampled.1.keys", lambda a: a * 0, "different"),
+        ("sampled.1.keys", lambda a: a * 0, "distinct"),
         ("sampled.1.keys", lambda a: -a - 1, "negative"),
         ("sampled.1.keys", lambda a: a.astype(float), "type"),
         ("sampled.2.keys", lambda a: a[:, None], "dimensions"),
@@ -245,7 +245,7 @@ def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     state = AdaptiveState()
     run(Model(500), [Request([499, 3, 499], Adaptive(rows=64, state=state), 50)])
     state.save(tmp_path / "state")
-    with pytest.raises(SettingsError, match="of this model"):
+    with pytest.raises(SettingsError, match="belong to this model"):
         Adaptive(state=AdaptiveState.load(tmp_path / "state")).start(Start([1], 2, vocabulary=32))
 
 

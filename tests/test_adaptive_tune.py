@@ -98,7 +98,7 @@ def test_a_damaged_curve_is_measured_again_with_a_notice(toy, text):
     notices = []
     curve = curve_for(llm, notices)
     assert len(notices) == 1
-    assert "must hold a cost curve" in notices[0]
+    assert "must contain a cost curve" in notices[0]
     assert curve.cost(1) == 1.0
 
 

@@ -218,9 +218,7 @@ DAMAGES = {
 @pytest.mark.parametrize("says", DAMAGES)
 def test_a_damaged_file_is_refused(saved, says):
     changed(saved, *DAMAGES[says])
-    with pytest.raises(
-        SettingsError, match=f"no base table that can be used: {says.strip()}; learn it again"
-    ):
+    with pytest.raises(SettingsError, match=f"not a usable base table: {says.strip()}; learn it again"):
         open_table(saved)
 
 
@@ -237,18 +235,18 @@ def test_other_files_are_refused_in_one_line(saved, tmp_path, monkeypatch):
     whole = saved.read_bytes()
     for part in (b"", whole[:5], whole[: len(whole) // 2], whole[:-1], b"x" * 1000, whole + b"more"):
         saved.write_bytes(part)
-        assert "is no base table that can be used" in refusal()
+        assert "is not a usable base table" in refusal()
     rewrite(saved, header | {"__metadata__": {"format": "0"}}, data)
-    assert "its format is 0, this version reads 1" in refusal()
+    assert "its format is 0, but this version reads 1" in refusal()
     rewrite(saved, header | {"__metadata__": {"format": "1"}}, data)
     assert "is missing" in refusal()
     rewrite(saved, {name: entry for name, entry in header.items() if name != "logs"}, data)
     refusal()
     rewrite(saved, header | {"roots": header["roots"] | {"dtype": "F32"}}, data)
-    assert "roots is of another type" in refusal()
+    assert "roots has the wrong type" in refusal()
     saved.write_bytes(whole)
     monkeypatch.setattr(base_table, "LARGEST_FILE", 100)
-    assert "at most 100 are read" in refusal()
+    assert "at most 100" in refusal()
     with pytest.raises(SettingsError, match=r"a base table must be a file, got .*missing \(No such file"):
         open_table(tmp_path / "missing")
 
@@ -256,7 +254,7 @@ def test_other_files_are_refused_in_one_line(saved, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, given):
     trie, counts, learned = build(given, V)
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="must be a folder that can be written, with room on its disk"):
+    with pytest.raises(SettingsError, match="must be a writable folder with free disk space"):
         save_table(tmp_path / "file" / "table", trie, counts, V, "a model", learned)
 
 
@@ -322,7 +320,7 @@ def test_a_table_that_cannot_be_used_is_said_once_and_left_out(own_table, saved,
     base_files._warn.cache_clear()
     target = FakeTarget(32)
     for file, says in ((saved, "vocabulary of 32 tokens"), (tmp_path / "none", "must be a file")):
-        with pytest.warns(UserWarning, match=f"{says}.*; drafting goes on without a base table"):
+        with pytest.warns(UserWarning, match=f"{says}.*; drafting continues without a base table"):
             (sequence, _) = assert_same_as_autoregressive(target, PROMPTS[:2], Adaptive(rows=8, table=file))
         assert sequence.error is None
         assert sequence.stats.drafter["accepted_by_base"] == 0

@@ -466,7 +466,7 @@ def test_unusable_models_are_refused_in_one_line(tmp_path):
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:999])
-    refused("whole safetensors files", "generate", folder, *ask)
+    refused("complete safetensors files", "generate", folder, *ask)
     weights.unlink()
     refused("has no weights", "generate", folder, *ask)
     weights.write_bytes(data)
@@ -769,7 +769,7 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
     refused("not a saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
     refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
     refused(
-        "--warm keeps what adaptive learns",
+        "--warm saves what adaptive learns",
         "generate",
         model,
         "--prompt",

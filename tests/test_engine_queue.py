@@ -170,7 +170,7 @@ def test_a_tokenizer_that_raises_ends_its_own_sequence():
         engine.add(request)
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(3)] == ["length", "error", "length"]
-    assert "the text failed: KeyError" in str(results[1].error)
+    assert "detokenization failed: KeyError" in str(results[1].error)
 
 
 def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():

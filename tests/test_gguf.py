@@ -213,7 +213,7 @@ def test_without_a_tokenizer_token_ids_work(model, tmp_path):
     write(tmp_path / "x.gguf", model, words=False)
     llm = lookahead.load(tmp_path / "x.gguf")
     assert len(llm.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).tokens) == 4
-    with pytest.raises(SettingsError, match=r"needs a tokenizer, and .*x.gguf holds none; give token ids"):
+    with pytest.raises(SettingsError, match=r"needs a tokenizer, and .*x.gguf contains none; give token ids"):
         llm.generate("text")
 
 

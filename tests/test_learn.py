@@ -117,9 +117,9 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     refused("the time to learn must be above 0, got -60 seconds", "learn", chats, "--minutes", -1)
     refused("the tokens to learn from must be at least 1, got 0", "learn", chats, "--tokens", 0)
     (tmp_path / "file").write_text("")
-    refused("must be a folder that can be written", "learn", chats, "--output", tmp_path / "file" / "table")
+    refused("must be a writable folder", "learn", chats, "--output", tmp_path / "file" / "table")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused("must be a folder that can be written .*; set XDG_CACHE_HOME", "learn", chats)
+    refused("must be a writable folder .*; set XDG_CACHE_HOME", "learn", chats)
     with pytest.raises(SettingsError, match="needs a limit in minutes or in tokens"):
         Goal()
     assert Goal(10.0, 1000).share(500, 100, 1.0) == pytest.approx(0.6)
@@ -137,7 +137,7 @@ def test_without_room_for_the_table_the_text_is_kept(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (code, out) == (2, "")
-    assert re.search("with room on its disk .*; the text is kept, and another run continues", err)
+    assert re.search("with free disk space .*; the text is kept, and the next run continues from it", err)
     assert list(tmp_path.glob("table*")) == []
     code, _, err = call(*words)
     assert code == 0
@@ -150,7 +150,7 @@ def test_a_table_of_another_vocabulary_is_said_and_left_out(chats, tmp_path):
     call("learn", "tiny", "--tokens", 600, "--output", file)
     llm = lookahead.load(chats)
     plain = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Plain())
-    with pytest.warns(UserWarning, match="drafting goes on without a base table"):
+    with pytest.warns(UserWarning, match="drafting continues without a base table"):
         text = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Adaptive(rows=4, table=file))
     assert text.tokens == plain.tokens
 
@@ -184,5 +184,5 @@ def test_a_command_reads_the_table_of_a_file(tmp_path):
     assert len({answer["text"] for answer, _ in found.values()}) == 1
     steps = {name: answer["stats"]["steps"] for name, (answer, _) in found.items()}
     assert steps["given"] == steps["as text"] < steps["damaged"] == steps["without"]
-    assert found["damaged"][1].count("is no base table that can be used") == 1
+    assert found["damaged"][1].count("is not a usable base table") == 1
     refused("jacobi has no setting .table.", *words[:4], "--drafter", "jacobi", "--table", file)

@@ -355,7 +355,7 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
         ({"dtype": "float32"}, "dtype cannot be used with engine='llama.cpp'"),
         ({"weights": "q8_0"}, "weights cannot be used with"),
         ({"exact": True}, "exact cannot be used with"),
-        ({"device": "cpu"}, "n_gpu_layers says how many"),
+        ({"device": "cpu"}, "n_gpu_layers sets the number"),
         ({"engine": "vllm"}, "engine must be 'llama.cpp' or None"),
         ({"flash_attn": "yes"}, "flash_attn must be auto, on or off"),
         ({"cache_type_k": "q9"}, "cache_type_k must be one of f32"),
@@ -396,7 +396,7 @@ def test_options_of_the_engine_without_it(files):
 
 
 def test_a_model_that_it_cannot_load(files, tmp_path):
-    with pytest.raises(SettingsError, match="takes a GGUF file, got tiny"):
+    with pytest.raises(SettingsError, match="needs a GGUF file, got tiny"):
         lookahead.load("tiny", engine="llama.cpp")
     unknown = tmp_path / "unknown.gguf"
     unknown.write_bytes(files().read_bytes().replace(b"llama", b"lIama"))

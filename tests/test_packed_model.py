@@ -233,7 +233,7 @@ def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
     with pytest.warns(UserWarning, match="the architecture must be one of .*, got 'qwen2'") as warned:
         llm = lookahead.load(files("qwen2", ("Q8_0",)))
     assert len(warned) == 1
-    assert "transformers decodes them to bfloat16, which takes several times the memory" in str(
+    assert "transformers decodes them to bfloat16, so memory and step time are several times as large" in str(
         warned[0].message
     )
     assert (type(llm.model).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
@@ -279,7 +279,7 @@ def test_a_gguf_file_that_is_not_quantized_can_be(files):
 def test_weights_that_cannot_be_had(files, tmp_path):
     folder, path = save(tmp_path), files("llama", MIXED)
     for match, model, options in (
-        ("is for models that are not quantized, and .* is; leave weights out", path, {"weights": "q8_0"}),
+        ("is for models that are not quantized, but .* is; leave weights out", path, {"weights": "q8_0"}),
         ("no quantizer for it: give a file that has it", folder, {"weights": "q4_k"}),
         ("weights must be one of q4_0, .*, got 'int3'", folder, {"weights": "int3"}),
         ("dtype='auto'; leave out device and dtype", folder, {"weights": "q8_0", "dtype": "float32"}),

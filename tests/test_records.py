@@ -65,9 +65,9 @@ def test_a_file_of_something_else_is_refused_and_kept(text, tmp_path):
 
 
 def test_files_that_cannot_be_written(tmp_path):
-    with pytest.raises(SettingsError, match="must be a file that can be written"):
+    with pytest.raises(SettingsError, match="must be a writable file"):
         RecordWriter(tmp_path / "no" / "folder")
-    with pytest.raises(SettingsError, match="must be a file that can be written"):
+    with pytest.raises(SettingsError, match="must be a writable file"):
         RecordWriter(tmp_path, append=True)
     if os.path.exists("/dev/full"):
         with (

@@ -181,7 +181,7 @@ def test_nan_and_exclusion_of_everything_are_errors():
         Chooser([1], noise=SeededNoise(0, 1, 2))(scores_of([[0.0, float("nan")]]), 0)
     with pytest.raises(NumericalError, match="excluded every token at position 1"):
         Chooser([1], lambda ids, scores: scores - float("inf"))(scores_of([[0.0, 1.0]]), 0)
-    with pytest.raises(NumericalError, match="gave NaN"):
+    with pytest.raises(NumericalError, match="returned NaN"):
         Chooser([1], lambda ids, scores: scores * float("nan"), SeededNoise(1, 1, 2))(
             scores_of([[0.0, 1.0]]), 0
         )

@@ -61,7 +61,7 @@ def test_an_interruption_keeps_what_was_written(llm, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_said(llm, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="must be a folder that can be written, with room on its disk"):
+    with pytest.raises(SettingsError, match="must be a writable folder with free disk space"):
         write(llm, tmp_path / "file" / "folder", 50)
 
 

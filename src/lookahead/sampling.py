@@ -1,9 +1,9 @@
-"""The target's own token, greedy or sampled: one chooser and two noise streams. Knows torch, but no model.
+"""Choosing the target's own token, greedy or sampled: one chooser and two noise streams. Uses torch, but no model.
 
 A sampled token is y_p = argmax(s + g_p), where s are the processed scores after the true prefix and g_p is Gumbel
-noise that does not depend on the draft. By the Gumbel-max trick (Gumbel, 1954), y_p has the probabilities softmax(s).
-``SeededNoise`` computes g_p from a seed and the position p in the text (prompt included), so continuing a text with
-the same seed gives the same tokens as decoding it in a single call. ``GeneratorNoise`` uses the numbers that
+noise that does not depend on the draft. By the Gumbel-max trick (Gumbel, 1954), y_p has the distribution softmax(s).
+``SeededNoise`` computes g_p from a seed and the position p in the sequence (prompt included), so continuing a
+sequence with the same seed gives the same tokens as decoding it in one call. ``GeneratorNoise`` uses the numbers that
 ``torch.multinomial`` would draw from torch's generator, in the same order.
 """
 
@@ -47,14 +47,14 @@ def _signed(value: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), for one number."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), for one number."""
     value = ((value ^ (value >> 30)) * MIX[0]) & _ALL
     value = ((value ^ (value >> 27)) * MIX[1]) & _ALL
     return value ^ (value >> 31)
 
 
 def key_of(seed: int) -> int:
-    """The hash of a seed from which the noise of every position is computed."""
+    """The hash of a seed, from which the noise of every position is computed."""
     return _mix(seed & _ALL)
 
 
@@ -70,8 +70,8 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
     same on every device and in every version of torch, whose own CPU generator uses only 32 bits of its seed.
 
     Args:
-        seed: any integer; it is taken modulo 2**64.
-        position: the sampled token's position in the text, prompt included, from 0.
+        seed: any integer, taken modulo 2**64.
+        position: the sampled token's position in the sequence, including the prompt, from 0.
         vocabulary: V.
         device: the device of the result; None for the CPU.
     """
@@ -85,7 +85,9 @@ def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callabl
     """52 bits of the outputs x = 1, 2, ... of the generator at ``start``, computed in place.
 
     Args:
-        number: converts a 64-bit pattern to the library's integers.
+        x: the numbers of the outputs, in the array library's integers.
+        start: the state of the generator.
+        number: converts a 64-bit pattern to such an integer.
         shifted: shifts right without copying the sign.
     """
     x *= number(GOLDEN)
@@ -98,7 +100,7 @@ def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callabl
 
 
 def _on_cpu(start: int, vocabulary: int) -> Any:
-    """Gumbel noise by numpy, which has unsigned integers and takes half as long as torch on a single thread."""
+    """Gumbel noise in numpy, which has unsigned integers and takes half as long as torch on a single thread."""
     x = np.arange(1, vocabulary + 1, dtype=np.uint64)
     uniform = _splitmix(x, start, lambda value: value, lambda x, by: x >> by).astype(np.float64)
     # Adding 0.5 before scaling keeps the numbers strictly between 0 and 1, so both logarithms are finite.
@@ -110,7 +112,7 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
 
 
 def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
-    """Gumbel noise by torch's signed integers: their arithmetic wraps, but a right shift must not copy the sign."""
+    """Gumbel noise in torch's signed integers, which wrap around, but whose right shift copies the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
     bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
@@ -123,11 +125,11 @@ class SeededNoise:
 
     Attributes:
         seed: the sequence's seed.
-        start: position of the first sampled token: the length of the prompt.
+        start: the position of the first sampled token, which is the prompt's length.
         vocabulary: V.
         temperature: divisor of the logits before the noise is added.
         device: the device of the scores; None for the CPU.
-        overlaps: whether noise can be computed while the device evaluates a step, at no cost.
+        overlaps: whether noise can be computed while the device evaluates a step, without added latency.
     """
 
     seed: int
@@ -146,7 +148,7 @@ class SeededNoise:
     def __post_init__(self) -> None:
         kind = torch.device(self.device or "cpu").type
         self.overlaps = kind != "cpu"
-        if kind == "cuda":  # on the step's own stream the noise would wait for the step
+        if kind == "cuda":  # in the step's own stream, the noise would wait for the step
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def prepare(self, index: int) -> None:
@@ -163,7 +165,7 @@ class SeededNoise:
         if self._stream is not None:
             now = torch.cuda.current_stream(self.device)
             now.wait_stream(self._stream)
-            noise.record_stream(now)  # its memory is not reused before this stream has read it
+            noise.record_stream(now)  # keeps its memory until this stream has read it
         return noise
 
     def __call__(self, index: int) -> Any:
@@ -171,19 +173,19 @@ class SeededNoise:
         return self.at(index).cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest value of scores (V,) plus noise, and its token: the definition."""
+        """(largest value of scores (V,) plus noise, its token), which defines the sampled token."""
         return (scores + self.at(index)).max(dim=-1)
 
     def search(self, row: Any, peaks: Any, temperature: float, index: int) -> int:
-        """The token that ``draw`` returns for a row / temperature in CPU memory, in less time; see ``draws.draw``.
+        """The token that ``draw`` returns for a row / temperature in CPU memory, but faster; see ``draws.draw``.
 
         Returns:
-            -1 if the definition must be computed.
+            The token; -1 if ``draw`` must be computed.
         """
         return draw(row, peaks, temperature, start_of(self.key, self.start + index))
 
     def forget(self, index: int) -> None:
-        """Drop the noise before ``index``, which is not needed again."""
+        """Drop the noise before ``index``, which is no longer needed."""
         _drop_before(index, self._known)
 
 
@@ -196,8 +198,8 @@ class GeneratorNoise:
     """The random numbers of ``torch.multinomial`` for a batch, drawn from torch's generator in order of time steps.
 
     torch.multinomial(p, 1) is argmax(p / q) with exponential noise q of p's shape. The rows of a batch reach a time
-    step in different forward passes, and a drafter may ask for noise in advance; in the end, the generator still has
-    the state in which plain sampling would have left it.
+    step in different forward passes, and a drafter may use noise in advance. At the end, ``settle`` sets the
+    generator to the state in which plain sampling would have left it.
 
     Args:
         batch: B, the rows of the batch.
@@ -221,15 +223,15 @@ class GeneratorNoise:
         while self._drawn <= step:
             self._states[self._drawn] = self._generator.get_state()
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            with one_thread:  # the numbers do not depend on the number of threads
+            with one_thread:  # makes the numbers independent of the number of threads
                 self._noise[self._drawn] = noise.exponential_(1)
             self._drawn += 1
         return self._noise[step]
 
     def forget(self, step: int, furthest: int) -> None:
-        """Drop noise before ``step``, which no row needs again. The longest row has emitted ``furthest`` tokens."""
+        """Drop noise before ``step``, which no row needs anymore. The longest row has emitted ``furthest`` tokens."""
         _drop_before(step, self._noise)
-        # Plain sampling draws as far as the longest row, so ``settle`` may still need the state there.
+        # Plain sampling draws noise up to the longest row's step, whose state ``settle`` may still need.
         _drop_before(furthest, self._states)
 
     def settle(self, steps: int) -> None:
@@ -258,15 +260,15 @@ class RowNoise:
             return -self.at(index).log().cpu().numpy()
 
     def draw(self, scores: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As torch.multinomial: the largest p / q (NaN if all tokens are excluded), and its token."""
+        """(largest p / q, its token), as in torch.multinomial; NaN if all tokens are excluded."""
         return (scores.softmax(dim=-1) / self.at(index)).max(dim=-1)
 
     def forget(self, index: int) -> None:
-        """Does nothing: all rows share the stream, whose owner calls its ``forget``."""
+        """A no-op, because all rows share the stream, whose owner calls its ``forget``."""
 
 
 class Chooser(Choose):
-    """``choose`` of one sequence with logits processors, sampling, or both. It keeps the true prefix itself.
+    """``choose`` for one sequence with logits processors, sampling, or both. It keeps the true prefix itself.
 
     Args:
         prompt: token ids before the first choice.
@@ -274,7 +276,7 @@ class Chooser(Choose):
         noise: for sampling; None chooses the largest score.
 
     Calls raise:
-        NumericalError: NaN among the scores, or every token excluded by ``process``.
+        NumericalError: a score is NaN, or ``process`` excludes every token.
         SettingsError: ``process`` returns scores of another shape.
     """
 
@@ -305,7 +307,7 @@ class Chooser(Choose):
         return token
 
     def _searched(self, scores: Scores, node: int, index: int) -> int:
-        """The token drawn from logits in CPU memory that only a temperature divides; -1 if it must be computed."""
+        """The token sampled from logits in CPU memory with only a temperature; -1 if ``_computed`` is needed."""
         read = getattr(scores, "host", None)
         if read is None or self.process is not None or not isinstance(self.noise, SeededNoise):
             return -1
@@ -316,11 +318,14 @@ class Chooser(Choose):
         return self.noise.search(row, peaks, self.temperature or 1.0, index)
 
     def _computed(self, row: torch.Tensor, index: int) -> int:
-        """The token drawn from logits (V,) as they are defined: all processors, and all noise if it matters."""
+        """The token chosen from logits (V,) after all processors, with all noise if needed."""
+        # The scores.
         if self.process is not None:
             row = self._processed(self.process, row)
         elif self.temperature is not None:
             row = row / self.temperature
+
+        # The largest score, with noise when sampling.
         if self.noise is None:
             value, best = row.max(dim=-1)
         else:
@@ -329,17 +334,18 @@ class Chooser(Choose):
                 if token >= 0:
                     return token
             value, best = self.noise.draw(row, index)
-        # One copy from the device for both; float32 represents integers up to 2 ** 24 exactly.
+
+        # Copy both from the device at once; float32 represents integers up to 2 ** 24 exactly.
         largest, token = torch.stack((value.float(), best.float())).tolist()
         if not largest > float("-inf"):
             raise NumericalError(
-                "at least one token must keep a finite score, but the logits processors gave NaN or excluded "
+                "at least one token must have a finite score, but the logits processors returned NaN or excluded "
                 f"every token at position {self.position}; loosen or remove a processor"
             )
         return int(token)
 
     def overlap(self, tree: TokenTree) -> None:
-        """Compute the noise of every position that the step may emit, while a device evaluates the step."""
+        """Compute the noise of every token that the step may emit, while the device evaluates the step."""
         if isinstance(self.noise, SeededNoise) and self.noise.overlaps:
             first = self.position - self._start
             for index in range(first, first + max(tree.depths) + 1):
@@ -359,7 +365,7 @@ class Chooser(Choose):
 
     def _append(self, token: int) -> None:
         if self._ids is not None:
-            if self._ids.shape[1] == self.position:  # double the room
+            if self._ids.shape[1] == self.position:  # double the capacity
                 self._ids = torch.cat([self._ids, self._ids.new_zeros(1, max(1, self.position))], dim=1)
             self._ids[0, self.position] = token
         self.position += 1
@@ -368,7 +374,7 @@ class Chooser(Choose):
 def make_choose(
     prompt: Sequence[int], process: Process | None = None, noise: SeededNoise | RowNoise | None = None
 ) -> Choose:
-    """``choose`` for one sequence. Greedy without processors reads the argmax that the target computed."""
+    """``choose`` for one sequence. Greedy decoding without processors uses the argmax that the target computed."""
     if process is None and noise is None:
         return greedy
     return Chooser(prompt, process, noise)

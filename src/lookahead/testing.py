@@ -1,6 +1,6 @@
-"""Helpers for tests of this library and of code that uses it: a fake target, tiny models, an assertion.
+"""Test helpers for this library and for code that uses it: a fake target, tiny models, an assertion.
 
-``FakeTarget`` implements the whole target protocol in plain Python. torch is imported by ``tiny_model`` only.
+``FakeTarget`` implements the whole target protocol in plain Python. Only ``tiny_model`` imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def repetitive_text(vocabulary: int, seed: int = 0, order: int = 2) -> Callable[
         state = seed
         for token in prefix[-order:]:
             state = (state * 1_000_003 + token * 7919 + 12345) & 0x7FFFFFFF
-        # In four out of five cases the next token is the last one plus 1, which n-gram methods can learn.
+        # In four of five cases, the next token is the last one plus 1, which n-gram methods can learn.
         if state % 5:
             return (prefix[-1] + 1) % vocabulary
         return (state >> 8) % vocabulary
@@ -51,7 +51,7 @@ class FakeScores:
 
     def _context(self, node: int) -> list[int]:
         if not self._tree.needs_logits[node]:
-            raise AssertionError(f"row {node} was read, but is not marked as needing logits")
+            raise AssertionError(f"row {node} was read, but not marked as needing logits")
         return self._prefix + self._tree.path_tokens(node)
 
     def best(self, node: int) -> int:
@@ -73,7 +73,7 @@ class FakeScores:
         return ids, odds
 
     def hidden(self, node: int) -> None:
-        """None: a function of the prefix has no hidden states."""
+        """None, since a function of the prefix has no hidden states."""
 
 
 class FakeTarget:
@@ -84,8 +84,8 @@ class FakeTarget:
     Args:
         vocabulary: V.
         next_token: prefix -> token; a negative token stands for NaN logits.
-        max_positions: length of the longest text, which bounds the depth of trees.
-        max_rows: a step of more rows raises OutOfMemory.
+        max_positions: length of the longest sequence, which limits the depth of trees.
+        max_rows: a step with a larger tree raises OutOfMemory.
     """
 
     path = "fake"
@@ -144,10 +144,10 @@ class FakeTarget:
 
 
 def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A small random model in fp32, on the CPU, in evaluation mode (vocabulary 96, 2 layers).
+    """A small random model in fp32 on the CPU, in evaluation mode (vocabulary 96, 2 layers).
 
     Args:
-        model_type: transformers' name of the family.
+        model_type: the family's name in transformers.
         seed: seed of the random weights.
         **overrides: fields of the config, or ``attn_implementation``.
     """
@@ -173,7 +173,7 @@ def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> An
 
 
 def run(target: Any, requests: abc.Sequence[Request]) -> list[Sequence]:
-    """Decode the requests together to the end."""
+    """Decode requests concurrently to the end."""
     engine = Engine(lambda: target, target=target)
     sequences = [engine.add(request) for request in requests]
     while engine.busy:  # ``decode`` would raise the error that ended a sequence
@@ -189,14 +189,18 @@ def assert_same_as_autoregressive(
     eos: frozenset[int] = frozenset(),
     choose: Callable[[], Choose] = lambda: greedy,
 ) -> list[Sequence]:
-    """Decode with a drafter and plainly, compare token for token, and return the drafter's sequences.
+    """Compare decoding with a drafter and plain decoding, token by token. Returns the drafter's sequences.
 
     Args:
+        target: the target for both.
+        prompts: token ids of each prompt.
         drafter: anything that ``lookahead.as_drafter`` accepts.
+        max_new_tokens: largest number of new tokens per prompt.
+        eos: tokens that end a sequence.
         choose: makes a new ``choose`` for each sequence; greedy by default.
 
     Raises:
-        AssertionError: the texts differ; the message names the first position.
+        AssertionError: the tokens differ, as reported with the first differing index, or the finish reasons do.
     """
 
     drafter = as_drafter(drafter)

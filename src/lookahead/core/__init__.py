@@ -1,6 +1,6 @@
-"""The algorithm, in plain Python: no torch, no numpy, the standard library only.
+"""The algorithm in plain Python. It uses only the standard library: no torch, no numpy.
 
-Letters used everywhere in the library:
+Notation throughout the library:
     B sequences   Q rows of a step   T committed length   V vocabulary   H heads   D head size
     W window size   N n-gram size   G candidates per step (guess set size)   S compression ratio
 

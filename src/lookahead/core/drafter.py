@@ -1,9 +1,9 @@
-"""The interface of drafting methods: a drafter holds settings and starts the state of each sequence.
+"""The interface of drafting methods. A drafter is a set of settings; it starts one drafting state per sequence.
 
     drafter = Lookahead(window_size=15, ngram_size=5, guess_set_size=15)     frozen settings; any number of sequences
-    state = drafter.start(Start(prompt, first, eos))                         the state of one sequence
+    state = drafter.start(Start(prompt, first, eos))                         the drafting state of one sequence
     tree = state.draft(max_depth, max_rows, batch)                           the rows of the next step
-    state.observe(tree, scores, path, tokens)                                learn from the result
+    state.observe(tree, scores, path, tokens)                                learn from the step's result
 
 A new method is one subclass of ``Drafter`` and one of ``DraftState``.
 """
@@ -19,44 +19,47 @@ from .target import Scores
 from .tree import TokenTree
 
 UNLIMITED_ROWS = 1 << 20
-#: Number of the prompt's last tokens that are put before a predicted text, so that its first tokens have a context.
+#: Number of final prompt tokens copied in front of predicted tokens, so that the first of them have a context.
 PREDICTION_CONTEXT = 16
 
 
 class Noise(Protocol):
-    """Sampling with noise known in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
+    """Noise that can be computed in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
-    #: The position of index 0 in the text.
+    #: The position of index 0 in the sequence.
     start: int
-    #: From it ``draws.gumbel_of`` computes the noise of a single token; None if only whole arrays are known.
-    key: int | None
+
+    @property
+    def key(self) -> int | None:
+        """The key with which ``draws.gumbel_of`` computes the noise of one token; None if only arrays exist."""
+        ...
 
     def __call__(self, index: int) -> Any:
-        """Gumbel noise (V,) of emitted token ``index``, a numpy array; the prefill emits token 0.
+        """Gumbel noise (V,) of emitted token ``index``, as a numpy array; the prefill emits token 0.
 
-        A pure function of ``index``. It may be called for tokens of the last step and for later tokens.
+        A pure function of ``index``, which may be a token of the last step or a later one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a drafter knows about a sequence when drafting starts, right after the prefill.
+    """The inputs of a drafter when drafting starts, right after the prefill.
 
     Attributes:
         prompt: token ids, at least one.
         first: the token that the prefill emitted.
-        eos: tokens that end a text.
+        eos: tokens that end a sequence.
         vocabulary: V; 0 if unknown.
-        noise: how the sequence is sampled; None for greedy decoding. A drafter may use it to rank candidates;
-            the output does not depend on whether it does.
-        predicted: tokens that, according to the caller, are likely to follow the prompt; empty for none.
-        cost_curve: what steps of this model cost on this machine (``drafters.adaptive.cost.CostCurve``), for drafters
-            that choose the rows of a step by their cost; None if nothing was measured.
-        head: a light head of this model (``drafters.adaptive.sources.light_head``); None for none.
-        base_table: what follows in the model's own text (``drafters.adaptive.sources.base_table.BaseTable``), for
-            drafters that read it; None for none.
+        noise: the noise with which the sequence is sampled; None for greedy decoding. A drafter may rank candidates
+            with it; the output does not depend on that.
+        predicted: tokens that the caller expects to follow the prompt; empty for none.
+        cost_curve: the cost of this model's steps on this machine (``drafters.adaptive.cost.CostCurve``), for
+            drafters that choose the number of rows by cost; None if not measured.
+        head: a light head for this model (``drafters.adaptive.sources.light_head``); None for none.
+        base_table: next-token statistics of text that the model wrote by itself
+            (``drafters.adaptive.sources.base_table.BaseTable``), for drafters that use them; None for none.
     """
 
     prompt: Sequence[int]
@@ -71,9 +74,9 @@ class Start:
 
     @property
     def text(self) -> list[int]:
-        """The tokens to learn n-grams from: the prompt and the first token, after the predicted text.
+        """The tokens to learn n-grams from: the predicted tokens, the prompt and the first token.
 
-        A copy of the prompt's last tokens stands before the predicted text, so that its first tokens have a context.
+        A copy of the prompt's last tokens precedes the predicted tokens, so that the first of them have a context.
         """
         prompt = list(self.prompt)
         before = [*prompt[-PREDICTION_CONTEXT:], *self.predicted] if self.predicted else []
@@ -93,17 +96,25 @@ class DraftState(ABC):
         Args:
             max_depth: largest depth of a node, at least 0.
             max_rows: largest number of rows, at least 1.
-            batch: sequences in the next forward pass.
+            batch: number of sequences in the next forward pass.
         """
 
     @abstractmethod
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learn from a step: the drafted tree, the logits of its rows, the accepted path, the emitted tokens."""
+        """Learn from a step.
+
+        Args:
+            tree: the drafted tree.
+            scores: the logits of its rows.
+            path: the accepted rows, root first.
+            tokens: the emitted tokens.
+        """
 
     def overlap(self, tree: TokenTree) -> None:  # noqa: B027
         """Called between the launch of a step and the first read of its logits.
 
-        An asynchronous device (CUDA) is still computing, so work that does not need the step's result is free here.
+        An asynchronous device (CUDA) is still computing, so work here that does not need the step's result adds no
+        latency.
         ``observe`` follows for the same tree, unless the sequence ends with the step.
         """
 
@@ -112,10 +123,10 @@ class DraftState(ABC):
         return {}
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
-        """What a trace shows of the last step besides its tree (docs/trace.md), as JSON. Called after ``observe``.
+        """This method's part of the last step's trace (docs/trace.md), as JSON values. Called after ``observe``.
 
         Args:
-            tree: the step's tree; None right after the start, when the prompt has been read.
+            tree: the step's tree; None right after the start, when only the prompt has been read.
         """
         return {}
 
@@ -123,8 +134,8 @@ class DraftState(ABC):
 class Drafter(ABC):
     """The settings of a drafting method. Subclasses are frozen dataclasses.
 
-    One object serves any number of sequences. State that is shared by sequences (an n-gram pool, a warm state) is a
-    field too; such fields are ignored when two drafters are compared.
+    One object serves any number of sequences. State that sequences share (an n-gram pool, a warm state) is also a
+    field, but is ignored when drafters are compared.
 
     Attributes:
         name: the method's name, as in ``drafter="lookahead"``.
@@ -140,20 +151,20 @@ class Drafter(ABC):
 
     @property
     def max_step_rows(self) -> int | None:
-        """Rows of the largest step under these settings; None if the method adapts to any row limit."""
+        """The number of rows in the largest step; None if the method adapts to any row limit."""
         return None
 
     @property
     def needs_base_table(self) -> bool:
-        """Whether ``start`` uses ``Start.base_table``. The caller then looks for the model's table."""
+        """Whether ``start`` uses ``Start.base_table``. If so, the caller looks up the model's table."""
         return False
 
     @property
     def needs_cost_curve(self) -> bool:
-        """Whether ``start`` uses ``Start.cost_curve``. The caller then measures it first."""
+        """Whether ``start`` uses ``Start.cost_curve``. If so, the caller measures it first."""
         return False
 
     @property
     def wanted_head(self) -> str | None:
-        """The path of the light head that ``start`` uses, or "auto"; the caller loads it first. None for none."""
+        """The path of the light head that ``start`` uses, or "auto"; None for none. The caller loads it first."""
         return None

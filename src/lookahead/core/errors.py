@@ -1,4 +1,4 @@
-"""Errors. A message says what must hold, what was given and what to do."""
+"""Errors. A message states the requirement, the value given and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NumericalError(LookaheadError, ArithmeticError):
 
 
 class OutOfMemory(LookaheadError, MemoryError):
-    """A forward pass did not fit in memory; the decoding loop tries fewer rows."""
+    """A forward pass did not fit in memory; the decoding loop retries it with fewer rows."""
 
 
 def first_line(error: BaseException, longest: int = 300) -> str:
@@ -37,7 +37,7 @@ def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadE
 
     Args:
         what: what failed, as in "the drafter".
-        error: what it raised.
+        error: the exception raised.
         kind: the class of the result if ``error`` is not a ``LookaheadError``.
     """
     if isinstance(error, LookaheadError):

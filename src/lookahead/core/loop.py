@@ -1,4 +1,4 @@
-"""The engine, which is the loop that all methods share: draft, forward, verify, commit, observe.
+"""The engine: the decoding loop that all methods share (draft, forward, verify, commit, observe).
 
     tree = state.draft()                   the rows to evaluate, root = last emitted token
     scores = target.forward(tree)          mask = ancestors, position = T + depth
@@ -6,11 +6,11 @@
     target.commit(path)                    keep those rows of the KV cache
     state.observe(tree, scores, path)      learn from the logits; this is where n-grams come from
 
-Several sequences are several trees in one forward pass. ``LLM``, the server, the benchmark and
+One forward pass evaluates one tree per sequence. ``LLM``, the server, the benchmark and
 ``model.generate(custom_generate=...)`` drive ``Engine``; ``decode`` is the shortest way to use it.
 
-An example of one step. The cache holds the T = 5 tokens of "The cat sat on the"; the last emitted token "mat" has no
-row in it yet. The drafter's tree has six rows, one for each node, at positions T + depth:
+An example of one step. The cache contains the T = 5 tokens of "The cat sat on the", but no row yet for the last
+emitted token, "mat". The drafter's tree has six rows, one per node, at positions T + depth:
 
     row  token  parent  position     the target's token under this row
      0   mat      -        5         .                mat
@@ -21,12 +21,12 @@ row in it yet. The drafter's tree has six rows, one for each node, at positions 
      5   then     2        7         (not asked)          └── then
 
 ``verify`` walks 0 -> 1 -> 3 and stops, because row 3 has no child "purred". So path = [0, 1, 3] and tokens =
-[".", "It", "purred"]: as many tokens as rows, since the last token, the bonus token, has no row yet.
+[".", "It", "purred"]. Both have the same length: the last token, the bonus token, has no row yet.
 
     cache before the commit    5 committed rows | 0 mat | 1 . | 2 and | 3 It | 4 The | 5 then   (pending rows)
     cache after the commit     5 committed rows,  mat,    .,    It                              T = 8
 
-Row 3 moves next to row 1, and rows 2, 4 and 5 are dropped. "purred" is the root of the next tree.
+Row 3 moves next to row 1; rows 2, 4 and 5 are dropped. "purred" is the root of the next tree.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ from .tree import TokenTree
 from .verify import verify
 
 UNLIMITED_SEQUENCES = 1 << 20
-#: What a forward pass did for one sequence: the emitted tokens, the accepted path, and the tree; see ``Update``.
+#: The result of a forward pass for one sequence: emitted tokens, accepted path and tree; see ``Update``.
 Step = tuple[list[int], list[int], TokenTree | None]
 
 
 class PassFailed(LookaheadError):
-    """A forward pass failed: every sequence in it has ended. ``__cause__`` is the error."""
+    """A forward pass failed, which ended every sequence in it. ``__cause__`` is the original error."""
 
 
 class _ended_by_errors:
     """``with _ended_by_errors(sequence, "the drafter"):`` an exception in the block ends this sequence alone.
 
-    It is a class for the same reason as ``timed``.
+    A class rather than a generator for speed, like ``timed``.
     """
 
     __slots__ = ("_sequence", "_what")
 
     def __init__(self, sequence: Sequence, what: str) -> None:
-        self._sequence, self._what = sequence, what
+        self._sequence = sequence
+        self._what = what
 
     def __enter__(self) -> None:
         pass
@@ -76,7 +77,7 @@ class _ended_by_errors:
 
 
 class Engine:
-    """Decodes any number of sequences with one target; they may join and leave between steps.
+    """Decodes any number of sequences with one target. Sequences may join and leave between steps.
 
         engine = Engine(make_target)
         sequence = engine.add(Request(prompt, drafter, max_new_tokens=64))
@@ -84,26 +85,26 @@ class Engine:
             for update in engine.step():        one forward pass, and an update for each sequence
                 print(update.piece)
 
-    ``add`` and ``cancel`` may be called from any thread and take effect in the next step. One thread calls ``step``.
-    An exception in the code of one sequence (drafter, chooser, logits processor, grammar, stop function, text) ends
-    that sequence alone. After a forward pass has failed, the engine continues with a new target.
+    ``add`` and ``cancel`` may be called from any thread and take effect in the next step. Only one thread may call
+    ``step``. An exception in the code of one sequence (drafter, chooser, logits processor, grammar, stop function,
+    detokenizer) ends that sequence alone. After a failed forward pass, the engine continues with a new target.
 
     Args:
-        make_target: makes a target, all of whose slots the engine uses. Called at once, and again after a forward
-            pass has failed.
-        target: the first target, such as the one that an earlier engine's ``close`` returned; None to make one.
+        make_target: makes a target for this engine alone. Called now unless ``target`` is given, and again after a
+            failed forward pass.
+        target: the first target, such as one returned by an earlier engine's ``close``; None to make one.
         admit: called with a request and the target when the request leaves the queue; returns the request to decode.
-        max_sequences: largest number of sequences that run together; the others wait in order.
-        prompt_rows: rows of prompts in one forward pass. A longer prompt is evaluated in chunks (chunked prefill);
-            passes over prompts and passes over trees then alternate.
-        row_budget: rows of all trees in one forward pass, or a function from the number of sequences to these rows;
-            every tree has its root even if the budget is smaller.
+        max_sequences: largest number of concurrent sequences; the others wait in order.
+        prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks
+            (chunked prefill); passes over prompts and passes over trees then alternate.
+        row_budget: largest number of rows of all trees in one forward pass, or a function from the number of
+            sequences to that number. Every tree keeps its root even if that exceeds the budget.
 
     Attributes:
-        target: the target; None after a forward pass has failed, until the next request is admitted.
+        target: the target; None from a failed forward pass until the next request is admitted.
 
     Raises:
-        SettingsError, OutOfMemory: as ``make_target`` does.
+        SettingsError, OutOfMemory: from ``make_target``.
     """
 
     def __init__(
@@ -122,17 +123,17 @@ class Engine:
         self.prompt_rows = prompt_rows
         self.row_budget = row_budget
         self.target: Target | None = target if target is not None else make_target()
-        #: Sequences that wait, those whose prompts are being evaluated, and those that draft.
+        #: Sequences that wait, those whose prompts are being evaluated, and those that decode.
         self._queue: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
         self._cancelled: deque[tuple[Sequence, LookaheadError | None]] = deque()
         self._free_slots: list[int] = []
         self._new_slots = count()
-        #: Largest number of rows of a tree that fits in memory, as far as is known.
+        #: Largest number of rows per tree that fits in memory, as far as is known.
         self._max_rows = UNLIMITED_ROWS
-        self._said_too_large = self._said_nan_drafts = False
-        #: Sequences whose last step had NaN logits; the next one has no drafts.
+        self._warned_too_large = self._warned_nan_drafts = False
+        #: Sequences whose last step had NaN logits; their next step has no drafts.
         self._without_drafts: set[Sequence] = set()
         self._turn_of_trees = False
         self._in_step = False
@@ -151,7 +152,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence runs, waits, or is to be cancelled."""
+        """Whether any sequence is running, waiting or about to be cancelled."""
         return bool(self._decoding or self._prefilling or self._queue or self._cancelled)
 
     @property
@@ -171,20 +172,21 @@ class Engine:
             self._cancelled.append((sequence, error))
 
     def step(self) -> list[Update]:
-        """One forward pass: over prompts, or over the trees of all sequences whose prompts are in the cache.
+        """One forward pass, either over prompts or over the trees of all sequences whose prompts are in the cache.
 
         Waiting sequences join first while there is room.
 
         Returns:
-            An update for each sequence that emitted tokens or has ended.
+            An update for each sequence that emitted tokens or ended.
         """
         updates = [*self._end_cancelled(), *self._admit()]
         if not (self._prefilling or self._decoding):
             return updates
+        # Passes over prompts and over trees alternate.
         trees = not self._prefilling or (self._turn_of_trees and bool(self._decoding))
         self._turn_of_trees = not trees
         running = [*self._decoding, *self._prefilling]
-        self._in_step = True  # an interrupt from here on leaves the target in an unknown state
+        self._in_step = True  # from here on, an interrupt leaves the target in an unknown state
         steps: dict[Sequence, Step] = {}
         try:
             steps = self._evaluate_trees() if trees else self._evaluate_prompts()
@@ -192,9 +194,10 @@ class Engine:
                 if sequence.finish_reason is not None:
                     self._drop(sequence)
         except Exception as error:
-            # The target's state is unknown, so its sequences end. Waiting sequences will use a new target.
+            # The target's state is unknown, so all running sequences end. Waiting ones will use a new target.
             self.target = None
-            self._free_slots, self._new_slots = [], count()
+            self._free_slots = []
+            self._new_slots = count()
             failed = failure("the forward pass", error, PassFailed)
             for sequence in running:
                 sequence.fail(failed)
@@ -208,7 +211,7 @@ class Engine:
         """End all sequences without an update.
 
         Returns:
-            The target, for another engine; None if its state is unknown, because an exception such as
+            The target, for another engine; None if its state is unknown because an exception such as
             KeyboardInterrupt interrupted a step.
         """
         if self._in_step:
@@ -253,8 +256,9 @@ class Engine:
         tree: TokenTree | None = None,
     ) -> Update:
         """The update of a sequence after a step. Releases a sequence that has ended, and sets its result."""
-        piece, result = "", None
-        with _ended_by_errors(sequence, "the text"):
+        piece = ""
+        result = None
+        with _ended_by_errors(sequence, "detokenization"):
             piece = sequence.read(tokens or [])
         if sequence.finish_reason is not None:
             self._drop(sequence)
@@ -262,7 +266,7 @@ class Engine:
         return Update(sequence, tokens or [], piece, path or [], tree, result)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, if it is still here: read its drafter's statistics, release its slot."""
+        """Remove a sequence that has ended, if still present: read its drafter's statistics and release its slot."""
         groups = (self._decoding, self._prefilling, self._queue)
         group = next((group for group in groups if sequence in group), None)
         if group is None:
@@ -275,12 +279,12 @@ class Engine:
         if sequence.slot >= 0 and self.target is not None:
             self.target.release(sequence.slot)
             self._free_slots.append(sequence.slot)
-            self._max_rows = UNLIMITED_ROWS  # its memory may be what a large step needs
+            self._max_rows = UNLIMITED_ROWS  # with the freed memory, a larger step may fit
 
     # ------------------------------------------------------------------------------- prompts
 
     def _evaluate_prompts(self) -> dict[Sequence, Step]:
-        """Evaluate up to ``prompt_rows`` rows of prompts. Sequences with a complete prompt emit their first token."""
+        """Evaluate up to ``prompt_rows`` prompt rows. Sequences with a complete prompt emit their first token."""
         steps: dict[Sequence, Step] = {}
         room = self.prompt_rows
         for sequence in list(self._prefilling):
@@ -289,7 +293,7 @@ class Engine:
             if sequence.slot < 0:
                 sequence.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
             begin = sequence.evaluated
-            with _ended_by_errors(sequence, "the prompt"), timed("prefill", [sequence.stats]):
+            with _ended_by_errors(sequence, "prompt evaluation"), timed("prefill", [sequence.stats]):
                 scores, last = self._evaluate_prompt(sequence, room)
                 room -= sequence.evaluated - begin
                 if sequence.evaluated == len(sequence.request.prompt):
@@ -298,14 +302,17 @@ class Engine:
 
     def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, int]:
         """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, last row)."""
-        target, request, slot = self._require_target(), sequence.request, sequence.slot
+        target = self._require_target()
+        request = sequence.request
+        slot = sequence.slot
         begin = sequence.evaluated
         if request.read_prompt is not None and not begin:
-            room = 1  # a prefill gives the scores of its last row only
+            room = 1  # a prefill returns the scores of its last row only
         elif not begin and isinstance(target, CachingTarget):
-            room += target.known(request.prompt)  # these tokens cost no rows
+            room += target.known(request.prompt)  # reused tokens need no rows
         piece = request.prompt[begin : begin + room]
         sequence.evaluated = end = begin + len(piece)
+        # The first chunk is a prefill, later ones are chains under committed tokens.
         if not begin:
             (scores,) = target.prefill([(slot, piece)])
             rows = [0]
@@ -345,11 +352,11 @@ class Engine:
             for sequence, tree, scores in evaluated:
                 if sequence.finish_reason is not None:  # its code failed during the forward pass
                     continue
-                with _ended_by_errors(sequence, "the choice of a token"):
+                with _ended_by_errors(sequence, "choosing a token"):
                     try:
                         path, tokens = verify(tree, partial(sequence.choose, scores), sequence.emit)
                     except NumericalError:
-                        # A row that the root does not see can still reach it, as 0 times NaN in an attention.
+                        # A masked row can still affect the root: in attention, 0 times NaN is NaN.
                         if len(tree) == 1:
                             raise
                         self._without_drafts.add(sequence)
@@ -370,14 +377,13 @@ class Engine:
         return steps
 
     def _note_nan_drafts(self, sequence: Sequence) -> None:
-        """The root has logits without drafts, and had none with them: say so once, and draft again."""
+        """Warn once that the root's logits were NaN only with drafts, and let the sequence draft again."""
         self._without_drafts.remove(sequence)
-        if not self._said_nan_drafts:
-            self._said_nan_drafts = True
+        if not self._warned_nan_drafts:
+            self._warned_nan_drafts = True
             warnings.warn(
-                "the logits of a step with drafts were NaN, and those of the same step without drafts are not; such "
-                "steps are evaluated twice (the output stays the same); float16 overflows in some models: try "
-                "bfloat16",
+                "the logits of a step were NaN with drafts but not without; such steps are evaluated twice (the "
+                "output does not change). float16 overflows in some models; try bfloat16",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -385,15 +391,16 @@ class Engine:
     def _draft_and_forward(
         self, target: Target, stats: list[Stats]
     ) -> list[tuple[Sequence, TokenTree, Scores]]:
-        """Draft and evaluate. A pass that does not fit in memory is repeated with half the rows; [] if none fits."""
+        """Draft and evaluate. A pass that runs out of memory is retried with half the rows; [] if none fits."""
         while True:
+            # Draft for every sequence, within the row budget of the pass.
             drafted: list[tuple[Sequence, TokenTree]] = []
             with timed("draft", stats):
                 running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
                 budget = self.row_budget
                 left = budget if isinstance(budget, int) else budget(len(running))
                 for index, sequence in enumerate(running):
-                    # An equal share of the rows that are left, so rows that a sequence does not use go to later ones.
+                    # An equal share of the remaining rows, so that unused rows go to later sequences.
                     share = left // (len(running) - index)
                     with _ended_by_errors(sequence, "the drafter"):
                         tree = self._draft(target, sequence, share, len(running))
@@ -401,10 +408,12 @@ class Engine:
                         left -= len(tree)
             if not drafted:
                 return []
+
+            # Evaluate all trees in one forward pass.
             try:
                 with timed("forward", stats):
                     scores = target.forward([(sequence.slot, tree) for sequence, tree in drafted])
-                    # An asynchronous device (CUDA) is still computing, so work that needs no logits runs now.
+                    # An asynchronous device (CUDA) is still computing; do the work that needs no logits meanwhile.
                     for sequence, tree in drafted:
                         with _ended_by_errors(sequence, "work that overlaps the forward pass"):
                             sequence.choose.overlap(tree)
@@ -413,23 +422,23 @@ class Engine:
             except OutOfMemory as error:
                 rows = max(len(tree) for _, tree in drafted)
                 if rows == 1:
-                    # The longest sequence ends, and the others go on in its memory.
+                    # End the longest sequence to free its memory for the others.
                     longest, _ = max(drafted, key=lambda pair: pair[0].evaluated + len(pair[0].tokens))
                     longest.fail(error)
                     self._drop(longest)
                     continue
-                if not self._said_too_large:
-                    self._said_too_large = True
+                if not self._warned_too_large:
+                    self._warned_too_large = True
                     warnings.warn(
-                        f"a step of {rows} rows did not fit in memory; the next steps have at most half as many "
-                        "(the output stays the same)",
+                        f"a step of {rows} rows did not fit in memory; the next steps use at most half as many "
+                        "(the output does not change)",
                         RuntimeWarning,
                         stacklevel=4,
                     )
                 self._max_rows = rows // 2
 
     def _draft(self, target: Target, sequence: Sequence, share: int, batch: int) -> TokenTree:
-        """The drafter's tree, checked. A tree that the target cannot evaluate ends this sequence, not the pass."""
+        """The drafter's tree, checked. An invalid tree ends this sequence, not the whole pass."""
         left = sequence.request.max_new_tokens - len(sequence.tokens)
         depth = max(0, min(left - 1, target.depth_limit(sequence.slot)))
         rows = 1 if sequence in self._without_drafts else max(1, min(self._max_rows, share))
@@ -456,7 +465,7 @@ def _state_of(sequence: Sequence) -> DraftState:
 
 
 def decode(target: Target, requests: abc.Iterable[Request]) -> abc.Iterator[Update]:
-    """Decode the requests together and yield every update.
+    """Decode requests concurrently and yield every update.
 
     Raises:
         LookaheadError: the first error that ended a sequence, after all sequences have ended.

@@ -1,7 +1,7 @@
 """The records of a sequence: a ``Request`` enters the engine, a ``Sequence`` is decoded, each step is an ``Update``.
 
-The last update of a sequence has its ``Result``. Everything that calls the engine, from the command line to the
-server, passes these records on.
+The last update of a sequence contains its ``Result``. All callers of the engine, from the command line to the server,
+use these records.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .verify import Choose, as_choose, greedy
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text, and finds stop strings; ``engine.text.TextDecoder`` is one.
+    """Converts the tokens of one sequence to text and finds stop strings; ``engine.text.TextDecoder`` is one.
 
     Attributes:
         stops: strings that end the text and are not part of it.
-        text: all text that ``drain`` has returned.
+        text: all text returned by ``drain``.
         stopped: the stop string that ended the text, or None.
     """
 
@@ -41,7 +41,7 @@ class Detokenizer(Protocol):
         ...
 
     def drain(self) -> str:
-        """The text that has become safe to show since the last call."""
+        """The text that became safe to show since the last call."""
         ...
 
 
@@ -51,17 +51,17 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        drafter: the settings of the method; the engine starts a state for this sequence.
+        drafter: the settings of the method; the engine starts a drafting state from them.
         max_new_tokens: at least 1.
         choose: returns the target's token under a row; a ``Choose`` or a plain function; greedy by default.
         eos: tokens that end the sequence; such a token is emitted.
-        finished: called with each emitted token; if it returns a text, the sequence ends with this finish reason.
-        read_prompt: called with (scores, node, token) for every prompt token but the first: ``scores`` at ``node``
+        finished: called with each emitted token; if it returns a string, the sequence ends with that finish reason.
+        read_prompt: called with (scores, node, token) for every prompt token except the first; ``scores`` at ``node``
             predict ``token``.
         noise, predicted, cost_curve, head, base_table: passed to the drafter; see ``core.drafter.Start``.
         detokenizer: turns the emitted tokens into text; None for token ids only.
-        seed: the seed of the random numbers, for the result; None for greedy decoding.
-        tag: the caller's own value. ``LLM.run`` numbers its prompts with it.
+        seed: the sampling seed, copied to the result; None for greedy decoding.
+        tag: any value of the caller's. ``LLM.run`` numbers its prompts with it.
     """
 
     prompt: abc.Sequence[int]
@@ -96,7 +96,7 @@ class Result:
     """One finished sequence.
 
     Attributes:
-        text: the text without stop strings and special tokens; "" without a tokenizer.
+        text: the completion without stop strings and special tokens; "" without a tokenizer.
         tokens: the emitted token ids, including an end token or the tokens of a stop string.
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         stats: steps, rows, tokens per step, seconds by phase; see ``lookahead.core.Stats``.
@@ -116,7 +116,7 @@ class Result:
     error: LookaheadError | None = None
 
     def checked(self) -> Result:
-        """Return this result, or raise the error that ended it."""
+        """Return this result, or raise the error that ended the sequence."""
         if self.error is not None:
             raise self.error
         return self
@@ -139,12 +139,12 @@ class Sequence:
         request: the request, as the engine admitted it.
         slot: the target's slot; -1 while the sequence waits.
         evaluated: tokens of the prompt that are in the cache.
-        cached: those of them whose keys and values were reused.
+        cached: how many of those reuse the keys and values of an earlier sequence.
         tokens: the emitted token ids.
         stats: statistics so far.
         choose: the request's ``choose`` as an object.
         drafting: the drafter's state; None until the prefill is done.
-        added, first_token: ``time.monotonic`` when the sequence was added, and when its first token was emitted.
+        added, first_token: ``time.monotonic()`` when the sequence was added and when its first token was emitted.
         result: set by the last update.
     """
 
@@ -167,12 +167,13 @@ class Sequence:
         self.stats.prompt_tokens = len(self.request.prompt)
 
     def emit(self, token: int) -> bool:
-        """Append the next token. Returns whether the sequence ends with it."""
-        request, text = self.request, self.request.detokenizer
+        """Append the next token. Returns whether it ends the sequence."""
+        request = self.request
+        text = self.request.detokenizer
         self.tokens.append(token)
         self.stats.new_tokens += 1
         reason = request.finished(token) if request.finished is not None else None
-        # Only a text with stop strings is needed before the end of the step.
+        # Stop strings need the text now; otherwise ``read`` decodes it after the step.
         if text is not None and text.stops and self._push(text, token) and reason is None:
             reason = "stop"
         if reason is None and token in request.eos:
@@ -200,7 +201,7 @@ class Sequence:
         )
 
     def read(self, tokens: abc.Sequence[int]) -> str:
-        """The text that has become safe to show after these tokens of a step; the whole rest if the sequence ends."""
+        """The text that became safe to show with these tokens of a step; all remaining text at the sequence's end."""
         text = self.request.detokenizer
         if text is None:
             return ""
@@ -216,7 +217,7 @@ class Sequence:
         try:
             return text.push(token)
         except Exception as error:
-            raise failure("the text", error) from error
+            raise failure("detokenization", error) from error
 
     def fail(self, error: LookaheadError) -> None:
         """End the sequence with an error."""
@@ -224,7 +225,7 @@ class Sequence:
         self.error = error
 
     def close(self) -> Result:
-        """Set the result of an ended sequence, and return it."""
+        """Set and return the result of a sequence that has ended."""
         assert self.finish_reason is not None
         text = self.request.detokenizer
         self.result = Result(
@@ -242,14 +243,14 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step did for one sequence.
+    """The outcome of one step for one sequence.
 
     Attributes:
         sequence: the sequence.
         tokens: the token ids that the step emitted; [] if the sequence ended without a step.
-        piece: text that has become safe to show, possibly "".
+        piece: text that became safe to show, possibly "".
         path: the accepted rows of the tree, root first; [] without a tree.
-        tree: the rows that were evaluated; None for the prefill, and for an end without a step.
+        tree: the rows that were evaluated; None for the prefill and for an end without a step.
         result: set in the last update of a sequence.
     """
 
@@ -267,5 +268,5 @@ class Update:
 
     @property
     def index(self) -> int:
-        """The number of the prompt in the list that was given to ``LLM.run``."""
+        """The index of the prompt in the list given to ``LLM.run``."""
         return int(self.sequence.request.tag)

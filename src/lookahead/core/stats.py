@@ -1,4 +1,4 @@
-"""Statistics of a sequence, counted while it is decoded, and the first difference between two texts."""
+"""Statistics collected while a sequence is decoded, and the first difference between two token sequences."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PHASES = ("prefill", "draft", "forward", "verify", "commit", "observe")
 
 @dataclass(slots=True)
 class Stats:
-    """Statistics of one sequence. A step is a forward pass after the prefill, which emits the first token.
+    """Statistics of one sequence. Steps are the forward passes after the prefill, which emits the first token.
 
     Attributes:
         prompt_tokens: length of the prompt.
         new_tokens: emitted tokens, including that of the prefill.
         steps: forward passes after the prefill.
         rows: rows evaluated in those passes.
-        drafted: rows below the root that verification could have accepted (all rows above them have logits).
+        drafted: rows below the root that verification could have accepted (they and their ancestors have logits).
         accepted: rows that verification accepted.
         tokens_per_step: number of steps for each number of emitted tokens.
         rows_per_step: number of steps for each number of rows.
-        seconds: wall time by phase. Sequences that share a forward pass each count its full time.
+        seconds: wall-clock time by phase. Sequences that share a forward pass each count its full time.
         drafter: statistics of the drafting method.
-        path: how the target evaluates steps (``Target.path``); "" if it has no name.
+        path: how the target evaluates steps (``Target.path``); "" if unnamed.
         promise: how this sequence compares with plain decoding on the same path; "" if unknown.
     """
 
@@ -54,7 +54,7 @@ class Stats:
 
     @property
     def compression_ratio(self) -> float:
-        """S: tokens per forward pass after the prefill, bonus token included (paper, section 4)."""
+        """S: tokens per forward pass after the prefill, including the bonus token (paper, section 4)."""
         return (self.new_tokens - 1) / self.steps if self.steps else 1.0
 
     @property
@@ -72,7 +72,7 @@ class Stats:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """All attributes and the figures computed from them, as values for JSON."""
+        """All attributes and the figures computed from them, as JSON values."""
         plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("tokens_per_step", "rows_per_step"):
             plain[name] = {str(size): steps for size, steps in sorted(plain[name].items())}
@@ -92,7 +92,9 @@ class timed:
     __slots__ = ("_phase", "_start", "_stats")
 
     def __init__(self, phase: str, stats: Sequence[Stats]) -> None:
-        self._phase, self._stats, self._start = phase, stats, perf_counter()
+        self._phase = phase
+        self._stats = stats
+        self._start = perf_counter()
 
     def __enter__(self) -> None:
         pass
@@ -104,15 +106,15 @@ class timed:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest common prefix of two texts, in tokens."""
+    """The length of the longest common prefix of two token sequences."""
     shorter = min(len(a), len(b))
     return next((index for index in range(shorter) if a[index] != b[index]), shorter)
 
 
 def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The index of the first token that differs, None if the texts are equal.
+    """The index of the first token that differs; None if the sequences are equal.
 
-    If one text is a prefix of the other, this is the length of the shorter text.
+    If one is a prefix of the other, this is the length of the shorter one.
     """
     length = common_prefix(a, b)
     return None if length == len(a) == len(b) else length

@@ -1,7 +1,7 @@
 """The interface of a target, the model being accelerated. ``lookahead.testing.FakeTarget`` is the smallest example.
 
-A slot holds one sequence; the loop numbers the slots. A target keeps, per slot, the keys and values of
-the committed tokens and, between ``forward`` and ``commit``, the pending rows of the tree.
+Each sequence has a slot, numbered by the loop. Per slot, a target keeps the keys and values of the committed tokens
+and, between ``forward`` and ``commit``, the pending rows of the tree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .tree import TokenTree
 
-#: The promises of targets: how a sequence with drafting compares with plain decoding on the same target.
+#: A target's promise: how a sequence decoded with drafts compares with plain decoding on the same target.
 BIT_EQUAL = "bit-equal by construction"
 CHECKED = "bit-equal, as checked at load"
 #: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
@@ -30,7 +30,7 @@ class Scores(Protocol):
         ...
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        """The k best tokens of each given row and their log-odds against its best token, for drafters that learn.
+        """The k best tokens of each given row and their log-odds relative to its best, for drafters that learn.
 
         Returns:
             (ids, log-odds), both n x k (n x V if V < k), best first, as numpy arrays or nested lists. Log-odds are
@@ -39,11 +39,11 @@ class Scores(Protocol):
         ...
 
     def hidden(self, node: int) -> Any:
-        """What the output matrix reads under ``node``: the last layer's row after the final norm.
+        """The input of the output matrix at ``node``: the last layer's output after the final norm.
 
         Returns:
-            (hidden,) float32, a numpy array. None if the tree did not ask for it (``TokenTree.needs_hidden``), or if
-            the target does not give hidden states.
+            (hidden,) float32, a numpy array. None if the tree did not request it (``TokenTree.needs_hidden``) or the
+            target does not provide hidden states.
         """
         ...
 
@@ -53,11 +53,11 @@ class Target(Protocol):
 
     Attributes:
         path: how steps are evaluated, as in ``targets.paths``; "" for targets without a model.
-        promise: how a sequence compares with plain decoding: one of the constants above, or "" if it is not known.
+        promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
-        captures: whether the second step of each size captures a graph, so that only later ones show its time; a
-            target without this attribute does not.
+        captures: (optional) whether the second step of each size captures a graph, so that only later steps show the
+            time of that size.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Target(Protocol):
         """One forward pass over a list of (slot, tree).
 
         Raises:
-            OutOfMemory: the pass did not fit in memory. Nothing has changed, so fewer rows may be tried.
+            OutOfMemory: the pass did not fit in memory. No state has changed, so a retry with fewer rows is safe.
         """
         ...
 
@@ -92,21 +92,21 @@ class Target(Protocol):
     def depth_limit(self, slot: int) -> int:
         """The largest depth of a node in this slot's next tree; 0 allows the root alone.
 
-        It is limited by the model's last position, and by a length at which the model changes its rotary positions.
+        Limited by the model's last position, and by any length at which the model changes its rotary embedding.
         """
         ...
 
 
 @runtime_checkable
 class CachingTarget(Target, Protocol):
-    """A target that keeps finished sequences for prompts with the same beginning (``engine.prefix_cache``).
+    """A target that keeps finished sequences for prompts with the same prefix (``engine.prefix_cache``).
 
     Attributes:
-        reused: for each slot in use, the number of tokens of its prompt that were reused.
+        reused: for each slot in use, the number of prompt tokens that were reused.
     """
 
     reused: Mapping[int, int]
 
     def known(self, prompt: Sequence[int]) -> int:
-        """The number of tokens of a prompt that would be reused."""
+        """The number of tokens of this prompt that would be reused."""
         ...

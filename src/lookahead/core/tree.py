@@ -1,16 +1,16 @@
 """One step is one token tree.
 
-Every row that the target evaluates in a step is a node. Node 0, the root, is the last emitted token.
-The tree is a trie: a token occurs at most once among the children of a node, because two rows with the
-same path have the same logits and one of them would be wasted.
+Every row that the target evaluates in a step is a node. Node 0, the root, is the last emitted token. The tree is a
+trie: the children of a node have distinct tokens, because rows with the same path have the same logits, so a
+duplicate would be wasted.
 
 The tree alone determines
     the attention mask   a row sees its ancestors, itself and the whole committed prefix
     the positions        T + depth
-    verification         walk from the root, descend while a child holds the target's own token
+    verification         walk from the root, descend while a child has the target's own token
     the commit           keep the rows of that path
 
-(Section 3.3 of the paper draws the same mask for the window and the candidates by hand.)
+(Section 3.3 of the paper constructs the same mask by hand for the window and the candidates.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TokenTree:
         ancestors  bit j of entry i is set where row j is an ancestor of row i, or row i itself
         needs_logits  whether the row's logits are computed; verification descends only into such rows
 
-    And of the whole tree:
-        needs_hidden  whether the hidden states of the rows that need logits are kept (``Scores.hidden``)
+    One value for the whole tree:
+        needs_hidden  whether to keep the hidden states of the rows that need logits (``Scores.hidden``)
     """
 
     __slots__ = ("_children", "ancestors", "depths", "needs_hidden", "needs_logits", "parents", "tokens")
@@ -45,7 +45,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """A tree from lists of tokens and parents, in which all rows need logits; the root has parent -1.
+        """A tree from lists of tokens and parents; the root has parent -1, and all rows need logits.
 
         Raises:
             ValueError: a parent does not come before its child, or two children of a node have the same token.
@@ -72,7 +72,7 @@ class TokenTree:
         return f"TokenTree(rows={len(self)}, depth={max(self.depths)})"
 
     def add(self, token: int, parent: int, needs_logits: bool = False) -> int:
-        """Add the child of ``parent`` with this token, if there is none. Returns its row."""
+        """Add a child of ``parent`` with this token unless it exists. Returns its row."""
         key = (parent, token)
         node = self._children.get(key)
         if node is not None:
@@ -89,7 +89,7 @@ class TokenTree:
         return node
 
     def add_candidate(self, tokens: Iterable[int], parent: int = 0) -> int:
-        """Add a chain of tokens to verify; rows of a common prefix are shared. Returns the last row."""
+        """Add a chain of tokens to verify; existing rows of a common prefix are reused. Returns the last row."""
         for token in tokens:
             parent = self.add(token, parent, needs_logits=True)
         return parent
@@ -99,8 +99,9 @@ class TokenTree:
         return self._children.get((node, token))
 
     def chain(self, tokens: Iterable[int]) -> list[int]:
-        """The rows of a chain of tokens under the root, up to the first token that the tree lacks."""
-        rows, node = list[int](), 0
+        """The rows of a chain of tokens under the root, up to the first token that is not in the tree."""
+        rows = list[int]()
+        node = 0
         for token in tokens:
             child = self.child(node, token)
             if child is None:
@@ -128,7 +129,7 @@ class TokenTree:
         return tokens[::-1]
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
-        """A tree of the given rows only; ``nodes`` must be parent-closed and in row order.
+        """A tree with only the given rows; ``nodes`` must be parent-closed and in row order.
 
         Row i of the result is row ``nodes[i]`` of this tree.
 
@@ -137,18 +138,19 @@ class TokenTree:
         """
         if not nodes or nodes[0] != 0:
             raise ValueError(f"a subtree must start with the root (row 0), got {list(nodes)[:4]}")
-        result, new_row = TokenTree(self.tokens[0]), {0: 0}
+        result = TokenTree(self.tokens[0])
         result.needs_hidden = self.needs_hidden
+        new_row = {0: 0}
         for node in nodes[1:]:
             parent = new_row.get(self.parents[node])
             if parent is None:
                 raise ValueError(
-                    f"rows must be parent-closed: row {node} is given, its parent {self.parents[node]} is not"
+                    f"rows must be parent-closed: row {node} is given but its parent {self.parents[node]} is not"
                 )
             new_row[node] = result.add(self.tokens[node], parent, self.needs_logits[node])
         return result
 
     def mask(self) -> list[list[bool]]:
-        """The Q x Q part of the attention mask: ``mask[i][j]`` says whether row i sees row j."""
+        """The Q x Q part of the attention mask: ``mask[i][j]`` is True if row i sees row j."""
         size = len(self)
         return [[bool(bits >> j & 1) for j in range(size)] for bits in self.ancestors]

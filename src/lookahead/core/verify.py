@@ -1,7 +1,7 @@
 """Verification: autoregressive decoding that reads its logits from rows that were computed in advance.
 
-The drafter never chooses a token. ``choose`` is called once per emitted token, in order, with the row whose
-true prefix is the text so far; so the output is a function of (target, prompt, seed) and not of the draft.
+The drafter never chooses a token. ``choose`` is called once per emitted token, in order, with the row whose path is
+the sequence so far, so the output is a function of (target, prompt, seed) and not of the draft.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tree import TokenTree
 
 @runtime_checkable
 class Choose(Protocol):
-    """How one sequence chooses tokens. A subclass inherits an ``overlap`` that does nothing."""
+    """How one sequence chooses tokens. Subclasses inherit a no-op ``overlap``."""
 
     def __call__(self, scores: Scores, node: int) -> int:
         """The target's own token under ``node``. Called exactly once per emitted token, in order.
@@ -26,12 +26,12 @@ class Choose(Protocol):
         ...
 
     def overlap(self, tree: TokenTree) -> None:
-        """Called between the launch of a step and the first read of its logits, as ``DraftState.overlap`` is."""
+        """Called between the launch of a step and the first read of its logits, like ``DraftState.overlap``."""
         return None
 
 
 class ChooseBy(Choose):
-    """Turns a plain function into a ``Choose``."""
+    """Wraps a plain function as a ``Choose``."""
 
     def __init__(self, function: Callable[[Scores, int], int]) -> None:
         self._function = function
@@ -52,21 +52,22 @@ def as_choose(choose: Choose | Callable[[Scores, int], int]) -> Choose:
 def verify(
     tree: TokenTree, choose: Callable[[int], int], finished: Callable[[int], bool] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Walk down the tree from the root while a child holds the target's own token.
+    """Walk down the tree from the root while a child has the target's own token.
 
     Args:
         tree: the rows that were evaluated.
-        choose: the target's own token under a row.
+        choose: returns the target's own token under a row.
         finished: called with every emitted token; True ends the walk.
 
     Returns:
         (path, tokens): the rows to commit, root first, and the emitted tokens. Both have the same length: the last
-        token is the bonus token, which has no row yet. ``core.loop`` shows an example.
+        token is the bonus token, which has no row yet. See the example in ``core.loop``.
 
     Raises:
         NumericalError: no token can be chosen under the root.
     """
-    path, tokens = [0], list[int]()
+    path = [0]
+    tokens = list[int]()
     while True:
         try:
             token = choose(path[-1])

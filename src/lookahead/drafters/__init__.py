@@ -1,4 +1,4 @@
-"""The drafting methods, one file each. Importing this package loads no numpy.
+"""The drafting methods, one module or package each. Importing this package does not import numpy.
 
 A new method is a subclass of ``lookahead.core.Drafter`` and one of ``lookahead.core.DraftState``. ``names.METHODS``
 lists the methods of this package by name.

@@ -1,4 +1,4 @@
-"""What the settings of all drafters share: checks of their values, and their text form."""
+"""Validation of drafter settings, and their text form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_whole(settings: Any, name: str, low: int, high: int | None = None) -> 
 
 
 def check_flag(settings: Any, name: str) -> None:
-    """Convert a field to bool; the authors' code writes POOL_FROM_PROMPT=1."""
+    """Convert a field to bool. 0 and 1 are allowed, as in the POOL_FROM_PROMPT=1 of the authors' code."""
     value = getattr(settings, name)
     if value not in (0, 1):
         raise SettingsError(f"{name} must be true or false, got {value!r}")
@@ -25,17 +25,17 @@ def check_flag(settings: Any, name: str) -> None:
 
 
 def setting_names(kind: type) -> list[str]:
-    """The settings of a drafter that can be given as text: all fields except objects that sequences share."""
+    """The settings of a drafter that can be given as text: all fields except state shared by sequences."""
     return [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else []
 
 
 def all_settings(settings: Any) -> dict[str, Any]:
-    """Every setting by name, as values for JSON."""
+    """Every setting by name, as JSON values."""
     return {name: getattr(settings, name) for name in setting_names(type(settings))}
 
 
 def text_form(name: str, settings: Any, triple: tuple[str, ...] = ()) -> str:
-    """A drafter as text that ``as_drafter`` reads: NAME, then W,N,G if it has them, then changed settings."""
+    """A drafter as a string for ``as_drafter``: NAME, then W,N,G if it has them, then non-default settings."""
     parts = [name]
     if triple:
         parts.append(",".join(str(getattr(settings, field)) for field in triple))

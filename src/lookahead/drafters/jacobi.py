@@ -1,8 +1,8 @@
 """Jacobi decoding (paper, Algorithm 1): a block of guesses iterated to its fixed point.
 
-The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step evaluates all unknown tokens at once
-from the previous iterate. After each step, at least the first of them is correct and is emitted, so a block takes at
-most m steps, and fewer if later guesses are correct. Then a new block begins.
+The m unknown tokens of a block solve y_i = argmax p(y | y_<i, x). Every step computes all unknown tokens in parallel
+from the previous iterate. At least the first of them is then correct and is emitted, so a block takes at most m
+steps, and fewer if later guesses are correct. Then a new block begins.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Jacobi(Drafter):
     """Jacobi decoding without an n-gram pool.
 
     Attributes:
-        block_size: m, tokens of a block and rows of its first step; 1 to 512. 1 is plain decoding.
-        max_jacobi_iterations: largest number of steps of a block. Then the block is abandoned, and a new block of
-            m guesses starts at its first unknown token. None for no limit.
-        seed: seed of the random first guesses, which are tokens of the prompt. It changes the draft, never the
+        block_size: m, the tokens of a block and the rows of its first step, 1 to 512. 1 is plain decoding.
+        max_jacobi_iterations: largest number of steps per block. After that, the block is abandoned and a new block
+            of m guesses starts at its first unknown token. None for no limit.
+        seed: seed of the initial guesses, which are random tokens of the prompt. It changes the draft, never the
             output.
 
     Raises:
@@ -69,7 +69,7 @@ class JacobiDraftState(DraftState):
     def _begin_block(self) -> None:
         self._unknown = self._settings.block_size
         self._iterations = 0
-        # No other token depends on the last one, so it needs no guess.
+        # No other token of the block depends on the last one, so it needs no guess.
         self._guesses = [self._random.choice(self._source) for _ in range(self._unknown - 1)]
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
@@ -89,14 +89,14 @@ class JacobiDraftState(DraftState):
             self._given_up += 1
             self._begin_block()
             return
-        # Rows from the first wrong guess on predict the next iterate. Guesses that had no row stay the same.
+        # The rows from the first wrong guess on predict the next iterate. Guesses without a row are kept.
         needed = self._unknown - 1
         rows = range(len(tokens), min(len(tree), len(tokens) + needed))
         self._guesses = [scores.best(node) for node in rows] + self._guesses[len(tree) :]
         del self._guesses[needed:]
 
     def stats(self) -> dict[str, float]:
-        """Blocks that reached their fixed point, the iterations that they took, and blocks that were abandoned."""
+        """Converged blocks, their iterations, and abandoned blocks."""
         blocks = len(self._converged)
         return {
             "converged_blocks": blocks,

@@ -1,7 +1,7 @@
 """Lookahead decoding (paper, Algorithms 2 and 3): window, pool and candidates in one tree.
 
-In each step, the window completes up to W new n-grams and the pool keeps them; up to G n-grams that begin with
-the last token are verified in the same forward pass.
+Each step completes up to W new n-grams in the window and adds them to the pool. In the same forward pass, up to G
+n-grams of the pool that begin with the last token are verified.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Lookahead(Drafter):
         window_size: W, columns of the window, 1 to 512.
         ngram_size: N, tokens of an n-gram, 2 to 512.
         guess_set_size: G, candidates verified per step, 0 to 512.
-        pool_from_prompt: fill the pool from the prompt ("prompt as reference", Table 3).
-        pool_from_output: fill the pool from the text as it is generated.
+        pool_from_prompt: add n-grams of the prompt to the pool ("prompt as reference", paper, Table 3).
+        pool_from_output: add n-grams of the completion to the pool as it is generated.
         max_pool_keys: largest number of keys in the pool; None for no limit.
         max_jacobi_iterations: after this many consecutive steps without an accepted token, the window is refilled
-            from the prompt and warms up again; the pool stays. None for never.
+            from the prompt and warms up again; the pool is kept. None for never.
         seed: seed of the random tokens that fill the window. It changes the draft, never the output.
-        pool: an n-gram pool that sequences share; None: every sequence starts with an empty pool.
+        pool: an n-gram pool that sequences share; None to start every sequence with an empty pool.
 
     Raises:
         SettingsError: a value out of range.
@@ -89,7 +89,7 @@ class Lookahead(Drafter):
 
         Args:
             name: a key of ``PRESETS``.
-            **changes: single settings that differ from the preset's.
+            **changes: settings that override the preset's.
 
         Raises:
             SettingsError: an unknown name or setting, or a value out of range.
@@ -103,11 +103,14 @@ class Lookahead(Drafter):
 
     @classmethod
     def for_model(cls, parameters: float) -> Lookahead:
-        """The paper's (W, N, G) for an A100 by the size of the model (section 5).
+        """The paper's (W, N, G) for an A100, by model size (section 5).
 
         Args:
             parameters: number of parameters, such as 7e9. Up to 10e9 gives (15, 5, 15), the paper's choice
                 for 7B models; up to 20e9 gives (10, 5, 10), for 13B; more gives (7, 5, 7), for 34B.
+
+        Raises:
+            SettingsError: not a number above 0.
         """
         if not isinstance(parameters, (int, float)) or isinstance(parameters, bool) or not parameters > 0:
             raise SettingsError(f"parameters must be a number above 0, as in 7e9, got {parameters!r}")
@@ -120,9 +123,9 @@ class Lookahead(Drafter):
 
     @property
     def max_step_rows(self) -> int:
-        """Rows of the largest step: the root, the window and G candidates of N-1 tokens.
+        """The number of rows in the largest step: the root, the window and G candidates of N-1 tokens.
 
-        With k levels the window has k (W + N - 1 - k) rows, root included; a narrow one peaks in its warm-up.
+        With k levels, the window has k (W + N - 1 - k) rows including the root; a narrow one is largest in warm-up.
         """
         w, n, g = self.triple
         return max(k * (w + n - 1 - k) for k in range(1, n)) + g * (n - 1)
@@ -131,8 +134,9 @@ class Lookahead(Drafter):
         return LookaheadDraftState(self, sequence)
 
 
-#: Settings by name. 7b, 13b and 34b are those of the paper (section 5). code, text and creative have longer n-grams
-#: and wider windows the more a text repeats itself. cpu has few rows, because on a CPU every row takes time.
+#: Settings by name. 7b, 13b and 34b are the paper's (section 5). code, text and creative are for completions that
+#: repeat themselves much, moderately and little: the more repetition, the longer the n-grams and the wider the
+#: window. cpu has few rows, because on a CPU every row takes time.
 PRESETS = {
     "code": Lookahead(8, 6, 15, max_pool_keys=10_000, max_jacobi_iterations=12),
     "text": Lookahead(7, 5, 10, max_pool_keys=10_000, max_jacobi_iterations=16),
@@ -145,7 +149,7 @@ PRESETS = {
 
 
 class LookaheadDraftState(DraftState):
-    """Window, pool and text of one sequence."""
+    """Window, pool and tokens of one sequence."""
 
     def __init__(self, settings: Lookahead, sequence: Start) -> None:
         self.settings = settings
@@ -159,11 +163,11 @@ class LookaheadDraftState(DraftState):
         self._source = fill_tokens(sequence.prompt, sequence.eos)
         self._window = Window(settings.window_size, settings.ngram_size, self._guess)
         self._offered: list[tuple[int, ...]] = []
-        # N-grams of the window that entered the pool in the last step.
+        # N-grams of the window that were added to the pool in the last step.
         self._entered: list[tuple[int, ...]] = []
-        self._unread = 0  # start of the n-grams that the last step's tokens completed
+        self._unread = 0  # start of the first n-gram that the last step's tokens completed
         self._steps = self._hits = self._matched = 0
-        self._fruitless = 0  # steps in a row without an accepted token
+        self._fruitless = 0  # consecutive steps without an accepted token
 
     def _guess(self) -> int:
         """A token for an empty position of the window: a random token of the prompt."""
@@ -188,38 +192,50 @@ class LookaheadDraftState(DraftState):
         candidates; the window keeps 8 columns of 4 levels, which are 32 rows including the root. When the budget
         grows, the window widens again.
         """
-        window, settings = self._window, self.settings
+        window = self._window
+        settings = self.settings
         candidates = settings.guess_set_size * (settings.ngram_size - 1)
-        room = max_rows - min(candidates, int(CANDIDATE_SHARE * max_rows))  # with the root
+        room = max_rows - min(candidates, int(CANDIDATE_SHARE * max_rows))  # includes the root
         levels = len(window.levels)
         if not levels and min(max_depth + 2 - window.height, room // window.height) < 1:
-            return  # the warm-up would never be complete
-        # With k levels, c columns have k c rows, the root's included; column i reaches i + k - 1 below the root.
+            return  # the warm-up could never finish
+        # With k levels, c columns have k c rows including the root; column i reaches depth i + k - 1.
         columns = min(max_depth + 2 - max(1, levels), room // max(1, levels))
         window.narrow(columns)
         window.widen(columns)
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        settings, window, pool, text = self.settings, self._window, self.pool, self._text
+        settings = self.settings
+        window = self._window
+        pool = self.pool
+        text = self._text
+
+        # Statistics of the candidates.
         self._steps += 1
         self._hits += bool(self._offered)
         accepted = tokens[:-1]  # the last one is the bonus token
         self._matched += max((common_prefix(candidate, accepted) for candidate in self._offered), default=0)
+
+        # Advance the window, and add the n-grams that it completed to the pool.
         new = [scores.best(node) for node in window.newest_nodes()]
         self._entered = [n for n in window.advance(text[-1], new, self._eos) if n[0] not in self._eos]
         for ngram in self._entered:
             pool.add(ngram[0], ngram[1:])
+
+        # Restart a window that has led to no accepted token for too long.
         self._fruitless = 0 if len(tokens) > 1 else self._fruitless + 1
         if self._fruitless == settings.max_jacobi_iterations:
             self._fruitless = 0
             window.narrow(0)
+
+        # Add the n-grams of the sequence itself that the new tokens completed.
         text.extend(tokens)
         self._unread = len(text) - len(tokens) - settings.ngram_size + 1
         if settings.pool_from_output:
             pool.add_text(text, settings.ngram_size, self._unread)
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
-        """Rows of the window by level, rows of the candidates, n-grams that entered the pool."""
+        """Rows of the window by level, rows of the candidates, n-grams added to the pool."""
         settings = self.settings
         read = settings.pool_from_prompt if tree is None else settings.pool_from_output
         copied = (
@@ -235,8 +251,8 @@ class LookaheadDraftState(DraftState):
         """Statistics of the pool and of its candidates in this sequence.
 
         ``pool_hit_rate`` is h, the share of steps in which the pool had candidates. ``mean_match_length`` is m, the
-        mean number of accepted tokens of the best candidate in those steps. S = 1 + h m, plus the tokens that the
-        window's own rows add.
+        mean number of accepted tokens of the best candidate in those steps. S is 1 + h m, plus the tokens accepted
+        from the window's own rows.
         """
         figures = {f"pool_{key}": value for key, value in self.pool.stats().items()}
         figures["pool_hit_rate"] = self._hits / self._steps if self._steps else 0.0

@@ -1,11 +1,11 @@
-"""Turns texts and mappings into drafters, for command lines, servers, generation configs and Python.
+"""Makes drafters from strings and mappings, for command lines, servers, generation configs and Python.
 
     adaptive    jacobi    prompt-lookup    plain (off)       a method with its default settings
     15,5,15    7b    code                                    lookahead decoding by (W, N, G) or by a preset
-    lookahead:7,5,7:pool_from_prompt=false                   a method, (W, N, G), single settings
+    lookahead:7,5,7:pool_from_prompt=false                   a method, (W, N, G), individual settings
     {"drafter": "code", "window_size": 7}                    a mapping, with our names or those of other libraries
 
-Other packages add drafters by an entry point in the group ``lookahead.drafters``.
+Other packages add drafters through entry points in the group ``lookahead.drafters``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ METHODS: Mapping[str, type[Drafter]] = MappingProxyType(
     {kind.name: kind for kind in (Lookahead, Adaptive, Jacobi, PromptLookup, Plain)}
 )
 OTHER_NAMES = {"off": "plain", "autoregressive": "plain", "prompt_lookup": "prompt-lookup"}
-#: The group of entry points by which other packages add a Drafter: a class or an object.
+#: The group of entry points through which other packages add a Drafter, as a class or an object.
 GROUP = "lookahead.drafters"
 
-#: Our names of settings, and those of the authors' code, TensorRT-LLM, the design document and transformers, with the
-#: paper's letters.
+#: Our setting names, and their names in the authors' code, TensorRT-LLM, transformers, other software and the paper.
 NAMES_ELSEWHERE = {
     "window_size": ("WINDOW_SIZE", "max_window_size", "lookahead_window", "W"),
     "ngram_size": ("LEVEL", "max_ngram_size", "n_gram_size", "N"),
@@ -45,7 +44,7 @@ NAMES_ELSEWHERE = {
     "max_ngram": ("max_matching_ngram_size",),
 }
 OWN_NAMES = {other: own for own, others in NAMES_ELSEWHERE.items() for other in others}
-#: Settings of the authors' code that are not settings of a drafter here, and what to do instead.
+#: Settings of the authors' code that are not drafter settings here, and the alternatives.
 REFUSED = {
     "DIST_WORKERS": "start the processes with torchrun and load with parallel='lookahead'",
     "USE_FLASH": "choose the attention with load(attention=...)",
@@ -57,9 +56,9 @@ def as_drafter(value: Any) -> Drafter:
     """The drafter that a value describes.
 
     Args:
-        value: a ``Drafter``; a text such as "adaptive", "code", "15,5,15" or "lookahead:7,5,7:seed=1"; or a mapping
-            of settings, whose "drafter" is such a text. A mapping without it is for ``Lookahead`` if that has all of
-            its settings, and else for ``Adaptive``. "1,1,0" means ``Plain()``.
+        value: a ``Drafter``; a string such as "adaptive", "code", "15,5,15" or "lookahead:7,5,7:seed=1"; or a mapping
+            of settings whose "drafter" is such a string. A mapping without "drafter" configures ``Lookahead`` if that
+            has all of the settings, and ``Adaptive`` otherwise. "1,1,0" means ``Plain()``.
 
     Raises:
         SettingsError: an unknown name, a setting that the drafter does not have, or a value out of range.
@@ -71,13 +70,13 @@ def as_drafter(value: Any) -> Drafter:
     if isinstance(value, Mapping):
         return _from_mapping(value)
     raise SettingsError(
-        "drafter must be a Drafter such as lookahead.Adaptive(), a text such as 'adaptive', 'code' or '15,5,15', "
+        "drafter must be a Drafter such as lookahead.Adaptive(), a string such as 'adaptive', 'code' or '15,5,15', "
         f"or a mapping of settings, got {value!r:.80}"
     )
 
 
 def known_names() -> list[str]:
-    """Names of methods and presets, including those of other packages."""
+    """The names of methods and presets, including those of other packages."""
     return [*METHODS, "off", *PRESETS, *(point.name for point in entry_points(group=GROUP))]
 
 
@@ -94,13 +93,13 @@ def _from_text(text: str) -> Drafter:
             )
         new = {key: _value(value)} if equals else _triple(part)
         if new.keys() & settings.keys() or (not equals and _is_triple(head)):
-            raise SettingsError(f"a setting is given twice in {text!r}; give each once")
+            raise SettingsError(f"a setting is given twice in {text!r}; give each setting once")
         settings |= new
     return _with_settings(base, settings)
 
 
 def _named(name: str) -> Drafter:
-    """A method with its defaults, or a preset, by name; or W,N,G."""
+    """The drafter for the name of a method or a preset, or for W,N,G."""
     if _is_triple(name):
         return _with_settings(Lookahead, _triple(name))
     if name in PRESETS:
@@ -130,7 +129,7 @@ def _triple(text: str) -> dict[str, int]:
 
 
 def _value(text: str) -> Any:
-    """A setting's value: a number, true, false or none, or names separated by +; ``suffix+`` is also a list."""
+    """A setting's value: a number, true, false, none, or text."""
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
@@ -152,7 +151,7 @@ def _own_name(kind: type[Drafter], name: str) -> str:
 
 
 def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -> Drafter:
-    """A drafter with some settings changed, given by any of their names."""
+    """A drafter with some settings changed; a setting may have any of its names."""
     kind = base if isinstance(base, type) else type(base)
     known = setting_names(kind)
     resolved: dict[str, Any] = {}
@@ -160,13 +159,13 @@ def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -
         if key == "ALWAYS_FWD_ONE" and value in (0, 1):
             if not value:
                 raise SettingsError(
-                    "ALWAYS_FWD_ONE must be 1: the window moves by one column per step here, as in the authors' "
-                    "default; leave it out"
+                    "ALWAYS_FWD_ONE must be 1, because the window always moves by one column per step, as in the "
+                    "authors' default; leave it out"
                 )
             continue
         name = _own_name(kind, key)
         if key in REFUSED:
-            raise SettingsError(f"{key} is not a setting of a drafter; {REFUSED[key]}")
+            raise SettingsError(f"{key} is not a drafter setting; {REFUSED[key]}")
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise SettingsError(f"{kind.name} has no setting {key!r:.80}{nearest(key, known)}; {has}")

@@ -1,7 +1,7 @@
 """The n-gram pool (paper, section 3.1): n-grams indexed by their first token.
 
-It knows tokens only. A key has at most ``guess_set_size`` continuations; the least recently added one is evicted
-first. The number of keys may be limited to ``max_keys``; the oldest key is evicted first.
+A key has at most ``guess_set_size`` continuations; the least recently added one is evicted first. The number of keys
+may be limited to ``max_keys``; the oldest key is evicted first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NGramPool:
         max_keys: largest number of keys; None for no limit.
 
     Attributes:
-        hits, misses: calls to ``get`` that returned continuations, and calls that returned none.
+        hits, misses: calls to ``get`` that did and did not return continuations.
     """
 
     def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:
@@ -38,7 +38,7 @@ class NGramPool:
         self.max_keys = max_keys
         self.hits = 0
         self.misses = 0
-        # A dict keeps insertion order: the first entry of a bucket is the least recently added one.
+        # A dict keeps insertion order, so the first entry of a bucket is the least recently added one.
         self._buckets: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class NGramPool:
         return list(reversed(bucket))
 
     def stats(self) -> dict[str, float]:
-        """Sizes, fan-out (the number of continuations of one key), hits and misses."""
+        """Sizes, fan-out (continuations per key), hits and misses."""
         fan_out = [len(bucket) for bucket in self._buckets.values()]
         return {
             "keys": len(fan_out),

@@ -1,4 +1,4 @@
-"""Prompt lookup: the continuation of the longest earlier match of the last tokens."""
+"""Prompt lookup (Saxena, 2023): draft the continuation of the longest earlier match of the last tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PromptLookup(Drafter):
     """One candidate: the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n.
 
     Attributes:
-        max_ngram: largest n, at least 1; if it has no match, smaller n are tried down to 1.
+        max_ngram: largest n, at least 1; without a match, smaller n are tried down to 1.
         max_drafted: number of tokens in the longest candidate, at least 1.
 
     Raises:
@@ -43,10 +43,10 @@ class PromptLookup(Drafter):
 
 
 class PromptLookupDraftState(DraftState):
-    """The text so far and an index of its n-grams.
+    """The sequence so far and an index of its n-grams.
 
-    The latest of several matches of the same length is used. The index grows token by token, so the time of a step
-    does not depend on the length of the text.
+    Among matches of the same length, the latest is used. The index grows token by token, so the time of a step does
+    not depend on the length of the sequence.
     """
 
     def __init__(self, settings: PromptLookup, sequence: Start) -> None:
@@ -59,7 +59,7 @@ class PromptLookupDraftState(DraftState):
     def _extend(self, tokens: Sequence[int]) -> None:
         text = self._text
         for token in tokens:
-            # Index the n-grams that end before this token, so that the end of the text does not match itself.
+            # Index the n-grams that end before this token, so that the end of the sequence does not match itself.
             end = len(text)
             for n in range(1, min(self._settings.max_ngram, end) + 1):
                 self._after[tuple(text[end - n : end])] = end

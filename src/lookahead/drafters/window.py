@@ -3,16 +3,16 @@
 W columns, N-1 levels. Column i guesses the token i positions ahead; a later level is a newer
 iterate of the same trajectory. In a step with root x:
 
-    level 0            x   a1  a2  ...        W-1 tokens beside the root
+    level 0            x   a1  a2  ...        W-1 tokens after the root
     level 1            b0  b1  b2  ...        W tokens, bi hangs under ai (b0 under x)
     ...
     level N-2          the newest iterate
 
-The target's own next token under each node of the newest level completes W new n-grams
+The target's own next tokens under the nodes of the newest level complete W new n-grams
 (x, b0, ..., new0), (a1, b1, ..., new1), ... Then level 0 is dropped, every level moves up by one, and the new tokens
 become the newest level. At first there is only level 0; N-2 warm-up steps add the other levels.
 
-An example with W = 3 and N = 4, and so three levels; x, y and z are the roots of three steps:
+An example with W = 3 and N = 4, so three levels; x, y and z are the roots of three steps:
 
     step 1   level 0    x  a1 a2     the target answers n0 n1 n2 under level 2; the new n-grams are
              level 1   b0  b1 b2     (x, b0, c0, n0)  (a1, b1, c1, n1)  (a2, b2, c2, n2)
@@ -27,7 +27,7 @@ An example with W = 3 and N = 4, and so three levels; x, y and z are the roots o
              level 2   m0  m1 m2
 
 The window moves by one column per step, however many tokens were emitted, as in the authors' code (lines 7-10 of
-Algorithm 2 take random rows after several tokens). The shorter n-grams of the warm-up are returned too
+Algorithm 2 take random rows after several tokens). The shorter n-grams of the warm-up are also returned
 (docs/settings.md).
 """
 
@@ -39,7 +39,7 @@ from ..core.tree import TokenTree
 
 
 def fill_tokens(prompt: Sequence[int], eos: frozenset[int]) -> list[int]:
-    """The tokens from which random guesses are drawn: those of the prompt, without end tokens if it has others."""
+    """The tokens from which random guesses are drawn: the prompt's, without end tokens if it has others."""
     return [token for token in prompt if token not in eos] or list(prompt)
 
 
@@ -56,7 +56,7 @@ class Window:
         self.width = width
         self.height = ngram_size - 1
         self._fill = fill
-        # During the warm-up, level 0 is longer, because every step consumes one of its tokens.
+        # During the warm-up, level 0 is longer, since every step consumes one of its tokens.
         self.levels: list[list[int]] = [[fill() for _ in range(width + self.height - 2)]]
         self._nodes: list[list[int]] = []
 
@@ -67,19 +67,19 @@ class Window:
 
     @property
     def columns(self) -> int:
-        """Columns of the newest level, counting the root's; 0 for an empty window."""
+        """Columns of the newest level, including the root's; 0 for an empty window."""
         if not self.levels:
             return 0
         return len(self.levels[0]) + 1 if len(self.levels) == 1 else len(self.levels[-1])
 
     def rows(self) -> int:
-        """The most rows that ``add_to`` adds (rows with the same path are merged)."""
+        """The largest number of rows that ``add_to`` adds (rows with the same path are merged)."""
         return sum(map(len, self.levels))
 
     def widen(self, columns: int) -> None:
         """Grow to ``columns`` columns, at most W. An empty window starts its warm-up again.
 
-        New columns hold guesses in all levels, so their n-grams become the target's own after N-2 more steps.
+        New columns contain guesses in all levels, so their n-grams are the target's own only after N-2 more steps.
         """
         if columns > 0 and not self.levels:
             self.levels = [[]]
@@ -109,11 +109,12 @@ class Window:
             chain.append(tree.add(token, chain[-1], len(self.levels) == 1))
         self._nodes = [chain]
         for index in range(1, len(self.levels)):
-            above, newest = self._nodes[-1], index == len(self.levels) - 1
+            above = self._nodes[-1]
+            newest = index == len(self.levels) - 1
             self._nodes.append([tree.add(t, above[i], newest) for i, t in enumerate(self.levels[index])])
 
     def nodes(self) -> list[list[int]]:
-        """Rows of every level in the tree that the window was last added to, level 0 with the root."""
+        """Rows of every level in the tree that the window was last added to; level 0 includes the root."""
         return self._nodes
 
     def newest_nodes(self) -> list[int]:
@@ -121,12 +122,12 @@ class Window:
         return self._nodes[-1] if self.levels else []
 
     def advance(self, root: int, new: Sequence[int], eos: frozenset[int]) -> list[tuple[int, ...]]:
-        """Take the target's tokens under ``newest_nodes``, and move by one column.
+        """Move by one column, with the target's tokens under ``newest_nodes``.
 
         Args:
-            root: the token that was the root of the step.
-            new: one token per column.
-            eos: tokens that end a text; they may end an n-gram, but are not kept as guesses.
+            root: the token at the root of the step.
+            new: the target's tokens, one per column.
+            eos: tokens that end a sequence; they may end an n-gram, but are not kept as guesses.
 
         Returns:
             The new n-grams, one per column (shorter than N during the warm-up).

@@ -1,1 +1,1 @@
-"""Text that a model writes by itself, and what drafters learn from it before their first request."""
+"""Learning before the first request: a model writes text by itself, from which drafters learn."""

@@ -1,6 +1,6 @@
-"""A light head for a model, from the model alone: its text, the hidden states along it, and the training.
+"""Makes a light head from a model alone, in three stages: self-generated text, its hidden states, training.
 
-Each of the three stages continues where an earlier run ended. The text is that of ``lookahead learn``.
+Each stage continues where an earlier run ended. The text is shared with ``lookahead learn``.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from .train_head import Positions, Training, TrainSettings
 if TYPE_CHECKING:
     from ..llm import LLM
 
-#: Called with the stage's name, what is done and all of it, the seconds left if known, and the loss if there is one.
+#: Called with (stage, amount done, total amount, seconds left or None if unknown, loss or None if there is none).
 Report = Callable[[str, int, int, float | None, float | None], None]
 #: Names of the stages.
 TEXT, STATES, TRAINING = "text", "hidden states", "training"
 
 
 class HeadLearner:
-    """Trains a light head for a model on text of its own.
+    """Trains a light head for a model on text that the model wrote by itself.
 
     Args:
         llm: the model, with a tokenizer.
-        tokens: tokens of text; if fewer are kept, the rest is written.
+        tokens: number of tokens of text; if fewer are saved, the rest is written first.
         settings: of the training.
         output: the file of the head; None for the one that ``head="auto"`` finds.
-        note: called with lines that the user should read.
+        note: called with messages for the user, one line each.
 
     Attributes:
-        texts: the kept text.
-        folder: where the hidden states and the checkpoint are kept, 2 bytes for each number of a hidden state.
+        texts: the saved text.
+        folder: the folder of the hidden states (2 bytes per number) and the checkpoint.
 
     Raises:
-        SettingsError: the model gives no hidden states or has no tokenizer, a folder cannot be written, the disk has
-            too little room, or kept text is damaged.
+        SettingsError: the model does not provide hidden states or has no tokenizer, a folder cannot be written, the
+            disk has too little free space, or saved text is damaged.
     """
 
     def __init__(
@@ -56,21 +56,25 @@ class HeadLearner:
     ) -> None:
         if tokens < 1:
             raise SettingsError(f"the tokens to learn from must be at least 1, got {tokens}")
-        self._llm, self._tokens, self._settings, self._note = llm, tokens, settings, note
-        # What the model must be.
+        self._llm = llm
+        self._tokens = tokens
+        self._settings = settings
+        self._note = note
+
+        # The model, checked for hidden states.
         self._vocabulary, self._hidden = sizes_of(llm.model)
         self._embed, self._output_rows = row_readers(llm.model)
         self._target = llm.target()
         if self._target.path not in PATHS:
             raise SettingsError(
-                f"a light head needs hidden states, and the path {self._target.path!r} does not give them"
+                f"a light head needs hidden states, which the path {self._target.path!r} does not provide"
             )
         if self._hidden % BLOCK:
             raise SettingsError(
-                f"a light head needs hidden states of a multiple of {BLOCK} numbers, and those of this model have "
-                f"{self._hidden}"
+                f"a light head needs a hidden size that is a multiple of {BLOCK}, but this model's is {self._hidden}"
             )
-        # Where everything is kept.
+
+        # The folders and files, checked before hours of work.
         name = table_name(llm.model.config)
         self.texts = Folder(cache_folder() / "self-text" / name)
         self.folder = cache_folder() / "heads" / name
@@ -82,12 +86,14 @@ class HeadLearner:
         check_room(self.folder, self._hidden, max(tokens, self.texts.tokens) - kept // (2 * self._hidden))
 
     def run(self, report: Report = lambda stage, done, total, left, loss: None) -> HeadWeights:
-        """Do what is left of the three stages, and save the head. An interruption loses at most a minute of work.
+        """Complete the three stages and save the head. An interruption loses at most a minute of work.
 
         Args:
-            report: progress.
+            report: called with the progress.
         """
-        kept, missing = self.texts.tokens, self._tokens - self.texts.tokens
+        # Write the missing text.
+        kept = self.texts.tokens
+        missing = self._tokens - kept
         if missing > 0:
 
             def written(count: int, seconds: float) -> None:
@@ -95,6 +101,8 @@ class HeadLearner:
                 report(TEXT, kept + count, self._tokens, left, None)
 
             self._writer.write(lambda count, seconds: count >= missing, written)
+
+        # Compute its hidden states.
         parts = collect(
             self._target,
             self._hidden,
@@ -102,6 +110,8 @@ class HeadLearner:
             self.folder,
             lambda done, total, left: report(STATES, done, total, left, None),
         )
+
+        # Train the head on them.
         training = Training(
             Positions(parts),
             self._embed,

@@ -1,9 +1,9 @@
-"""Hidden states along a model's own text, from which a light head is trained.
+"""Hidden states of a model's self-generated text, on which a light head is trained.
 
-For each part of the text (``self_text``) one file, ``part-000000.npy``: float16 (positions, hidden), a row for each
-token of the completions, in the order of the part. The row of a token is the hidden state under which the token was
-chosen; zeros for the first token after a prompt of one token, since a prefill gives no hidden states. The files are
-written whole, so an interruption loses at most the part that it falls into.
+Each part of the text (``self_text``) has one file, such as ``part-000000.npy``: float16 (positions, hidden), with a
+row for each token of the completions, in the order of the part. The row of a token is the hidden state under which it
+was chosen, or zeros for the first token after a prompt of one token, since a prefill returns no hidden states. Files
+are written as a whole, so an interruption loses at most the current part.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from ..core import SettingsError, Target, TokenTree
 from .self_text import Folder, read_part
 
-#: Rows of a pass.
+#: Number of rows per pass.
 CHUNK = 256
 #: The largest number in float16.
 LARGEST = 65504.0
-#: Bytes that stay free on the disk.
+#: Bytes to leave free on the disk.
 RESERVE = 1 << 28
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -37,18 +37,19 @@ def collect(
     folder: Path,
     progress: Callable[[int, int, float], None] = lambda done, total, left: None,
 ) -> list[tuple[Path, Path]]:
-    """Compute the files that are missing. Returns the parts of the text, each with its file.
+    """Compute the missing files. Returns the parts of the text, each with its file.
 
     Args:
-        target: gives hidden states; slot 0 must be free, and is free afterwards.
-        hidden: numbers of a hidden state.
-        texts: the model's own text.
-        folder: where the files are.
-        progress: called with positions done, all positions that were missing, and the seconds left.
+        target: provides hidden states; slot 0 must be free, and is free afterwards.
+        hidden: the hidden size.
+        texts: the self-generated text.
+        folder: the folder of the files.
+        progress: called with (positions done, all positions that were missing, seconds left).
 
     Raises:
         SettingsError: a part is damaged, the disk is full, or the hidden states cannot be used.
     """
+    # Find the missing files.
     parts = texts.parts()
     files = [folder / part.with_suffix(".npy").name for part in parts]
     counts = {part: _positions(part) for part in parts}
@@ -57,7 +58,11 @@ def collect(
         for part, file in zip(parts, files, strict=True)
         if not _is_complete(file, counts[part], hidden)
     ]
-    total, done, begin = sum(counts[part] for part, _ in missing), 0, monotonic()
+    total = sum(counts[part] for part, _ in missing)
+
+    # Compute and save them.
+    done = 0
+    begin = monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part, file in missing:
@@ -72,20 +77,21 @@ def collect(
             _save(file, states)
     except OSError as error:
         raise SettingsError(
-            f"{folder} must be a folder that can be written, with room on its disk ({error.strerror or error}); "
-            "what was saved before is kept"
+            f"{folder} must be a writable folder with free disk space ({error.strerror or error}); "
+            "earlier files are kept"
         ) from None
     return list(zip(parts, files, strict=True))
 
 
 def check_room(folder: Path, hidden: int, positions: int) -> None:
-    """Raise SettingsError unless the disk has room for the states of this many more positions."""
+    """Raise SettingsError unless the disk has space for the states of this many more positions."""
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    needed, free = 2 * hidden * positions + RESERVE, shutil.disk_usage(there).free
+    needed = 2 * hidden * positions + RESERVE
+    free = shutil.disk_usage(there).free
     if needed > free:
         raise SettingsError(
-            f"the hidden states of {positions:,} tokens need {needed >> 20} MiB in {folder}, and its disk has "
-            f"{free >> 20} MiB free; ask for fewer tokens, or set XDG_CACHE_HOME to another disk"
+            f"the hidden states of {positions:,} tokens need {needed >> 20} MiB in {folder}, but its disk has "
+            f"{free >> 20} MiB free; request fewer tokens, or set XDG_CACHE_HOME to another disk"
         )
 
 
@@ -96,7 +102,7 @@ def _positions(part: Path) -> int:
 def _is_complete(file: Path, positions: int, hidden: int) -> bool:
     try:
         return bool(np.load(file, mmap_mode="r", allow_pickle=False).shape == (positions, hidden))
-    except (OSError, ValueError, EOFError):  # missing or damaged: it is computed again
+    except (OSError, ValueError, EOFError):  # missing or damaged, to be computed again
         return False
 
 
@@ -114,12 +120,14 @@ def states_of(target: Target, hidden: int, prompt: list[int], completion: list[i
     """The hidden states under which the tokens of a completion were chosen, (tokens, hidden) float32.
 
     Raises:
-        SettingsError: the target gives no hidden states, or they are too large for float16 or not finite.
+        SettingsError: the target does not provide hidden states, or they are too large for float16 or not finite.
     """
     tokens = [*prompt, *completion][:-1]
     first = len(prompt) - 1  # the row of the first state
-    # A prefill has at least one token and gives no states.
+    # A prefill has at least one token and returns no states.
     begin = max(first, 1)
+
+    # Evaluate the rest in chunks, whose rows provide the states.
     rows: list[Array] = []
     target.prefill([(0, tokens[:begin])])
     try:
@@ -133,17 +141,19 @@ def states_of(target: Target, hidden: int, prompt: list[int], completion: list[i
                 state = scores.hidden(node)
                 if state is None:
                     raise SettingsError(
-                        f"a light head needs hidden states, and the path {target.path!r} gives none"
+                        f"a light head needs hidden states, which the path {target.path!r} does not provide"
                     )
                 rows.append(state)
             target.commit([(0, range(len(piece)))])
     finally:
         target.release(0)
+
+    # A missing first state stays zero.
     states = np.zeros((len(completion), hidden), np.float32)
     for row, state in enumerate(rows, begin - first):
         states[row] = state
     if not np.abs(states).max() < LARGEST:  # also if one is NaN
         raise SettingsError(
-            f"hidden states must be numbers below {LARGEST:.0f} to be kept in float16, and one of this model is not"
+            f"hidden states must be finite and below {LARGEST:.0f} to fit in float16, but one of this model's is not"
         )
     return states

@@ -1,8 +1,8 @@
-"""Short openings from which a model writes text of its own. They were written for this purpose, and for no data set.
+"""Short openings from which a model writes text by itself. They were written for this purpose, not for a data set.
 
-``opening(i)`` is the i-th request to a chat model: a frame with a topic, in one of several languages, or a task about
-code. ``beginning(i)`` is the start of a request that the model completes itself, and of a text for models that have
-no chat template. Both are pure functions of i. There are about 10,000 different openings.
+``opening(i)`` is the i-th request to a chat model: a frame with a topic in one of several languages, a sum, or a task
+about code. ``beginning(i)`` is the start of a request that the model completes by itself; models without a chat
+template continue it as plain text. Both are pure functions of i. There are about 10,000 different openings.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ TOPICS = (
     "climate and farming",
     "how computers store pictures",
 )
-#: Sums with numbers that are drawn: {a}, {b} and {c}.
+#: Sums; {a}, {b} and {c} are random numbers.
 SUMS = (
     "A box holds {a} apples. I buy {b} boxes and eat {c} apples. How many apples are left?",
     "A train leaves with {a} passengers; {b} get on and {c} get off. How many are on the train?",
@@ -160,7 +160,7 @@ CODE_TASKS = (
     "cache the results of slow calls",
     "translate text into Morse code",
 )
-#: Frames and topics of other languages.
+#: Frames and topics in other languages.
 OTHERS = (
     (
         (
@@ -215,7 +215,7 @@ OTHERS = (
         ("море", "хлебе", "музыке", "поездах", "зиме"),
     ),
 )
-#: Starts of requests that the model completes itself.
+#: Starts of requests that the model completes by itself.
 STARTS = (
     "",
     "Write",
@@ -242,7 +242,7 @@ STARTS = (
     "Fix",
     "Summarize",
 )
-#: Of ten openings so many are about code, are sums, are in another language; the others are in English.
+#: Of every ten openings, the numbers that are about code, sums, and in another language; the others are in English.
 SHARES = (3, 1, 1)
 
 

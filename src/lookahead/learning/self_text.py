@@ -1,19 +1,19 @@
-"""A model's own text: written in batches, saved in parts, continued after an interruption.
+"""Self-generated text of a model, written in batches, saved in parts and continued after an interruption.
 
-The texts answer requests. Two in five requests are openings of this package (``openings``); the others are written by
-the model itself, as the user's turn of its chat template. Half of the answers are greedy, half are drawn at a
-temperature of 0.8. A model without chat template continues the openings, and texts that it began itself.
+The texts are answers to requests. Two in five requests are openings of this package (``openings``); the model writes
+the others by itself, as the user's turn of its chat template. Half of the answers are greedy, half are sampled at
+temperature 0.8. A model without a chat template continues openings, and texts that it began by itself.
 
-Each text has a number, which determines its opening, its seed and its temperature. A folder holds parts, each a numpy
+Each text has a number, which determines its opening, seed and temperature. A folder contains parts, each a numpy
 archive (.npz, no pickled objects) of the texts that ended since the last part:
 
     numbers (n,), kinds (n,), temperatures (n,)    of each text; kinds index ``KINDS``
-    prompts (n,), lengths (n,)                     tokens of its prompt and of its completion
+    prompts (n,), lengths (n,)                     numbers of tokens of its prompt and its completion
     tokens (total,) int32                          prompt, completion, next prompt, ...
     ids (positions, TOP) int32                     the best tokens at each position of the completions, best first
     logprobs (positions, TOP) float16              their log-probabilities at temperature 1
 
-Parts are replaced or added as whole files, so a process that is killed loses only texts since the last part.
+Parts are added as whole files, so a killed process loses only the texts since the last part.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ if TYPE_CHECKING:
     from ..core import Engine
     from ..llm import LLM
 
-#: A request from ``openings`` was answered; the model wrote a request; it answered its own request.
+#: An answer to a request from ``openings``, a request written by the model, the model's answer to such a request.
 KINDS = ("answer", "request", "own answer")
 ANSWER, REQUEST, OWN_ANSWER = range(3)
-#: Best tokens of each position that are kept.
+#: Number of best tokens saved per position.
 TOP = 16
-#: Sequences that are decoded together, and the longest completion of an answer and of a request.
-BATCH, LONGEST, LONGEST_REQUEST = 64, 192, 48
+#: Number of sequences decoded together.
+BATCH = 64
+#: Largest number of tokens of an answer, and of a request.
+LONGEST, LONGEST_REQUEST = 192, 48
 #: The temperature of requests and of half of the answers.
 TEMPERATURE = 0.8
-#: A part is saved after so many seconds.
+#: Seconds between parts.
 PART_SECONDS = 30.0
-#: An answer ends if its last tokens repeat, with a period of at most ``PERIOD``, for ``REPEATS`` times.
+#: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
 PERIOD, REPEATS = 32, 4
-#: Stands for the user's turn in a chat template.
+#: Placeholder for the user's turn in a chat template.
 _MARK = "\u2062turn\u2062"
 
 
 class Recorder(Choose):
-    """A ``Choose`` that keeps the best tokens of every position at which a token is chosen.
+    """A ``Choose`` that records the best tokens at every position at which a token is chosen.
 
     Args:
         choose: chooses the tokens.
@@ -94,7 +96,7 @@ def _log_mass(scores: Any, node: int) -> float:
 
 
 def loops(tokens: list[int]) -> bool:
-    """Whether the end of a text repeats itself."""
+    """Whether the end of a sequence repeats itself."""
     for period in range(1, PERIOD + 1):
         if len(tokens) < REPEATS * period:
             return False
@@ -130,10 +132,10 @@ class Folder:
     """A folder of saved parts.
 
     Attributes:
-        path: the folder; it is created when the first part is saved.
-        scan: whether to read the parts that are there.
-        next_number: the number of the first text that was not saved; texts of later numbers may have been.
-        tokens: tokens of all saved completions.
+        path: the folder, which is created when the first part is saved.
+        scan: whether to read the existing parts.
+        next_number: one more than the largest number of a saved text.
+        tokens: number of tokens of all saved completions.
 
     Raises:
         SettingsError: the folder cannot be read, or a part is damaged.
@@ -150,19 +152,19 @@ class Folder:
             self.tokens += len(text.completion)
 
     def check_writable(self) -> None:
-        """Raise SettingsError unless the folder can be written: before hours of work, not after them."""
+        """Raise SettingsError unless the folder can be written, to be called before hours of work."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
             raise SettingsError(
-                f"{self.path} must be a folder that can be written ({error.strerror or error}); set XDG_CACHE_HOME, "
-                "or give another path"
+                f"{self.path} must be a writable folder ({error.strerror or error}); set XDG_CACHE_HOME or give "
+                "another path"
             ) from None
 
     def parts(self) -> list[Path]:
-        """The files, in the order in which they were saved."""
+        """The files, in the order of their creation."""
         return sorted(self.path.glob("part-*.npz"))
 
     def read(self) -> Iterator[Text]:
@@ -174,10 +176,12 @@ class Folder:
         """Add a part.
 
         Raises:
-            SettingsError: the folder cannot be written, or the disk is full; what was saved before is complete.
+            SettingsError: the folder cannot be written, or the disk is full. Earlier parts are complete.
         """
         if not texts:
             return
+
+        # Write a temporary file and rename it, so that the part is either complete or missing.
         parts = self.parts()
         number = int(parts[-1].stem.rpartition("-")[2]) + 1 if parts else 0
         file = self.path / f"part-{number:06d}.npz"
@@ -195,8 +199,8 @@ class Folder:
                     temporary.unlink(missing_ok=True)
         except OSError as error:
             raise SettingsError(
-                f"{self.path} must be a folder that can be written, with room on its disk "
-                f"({error.strerror or error}); the {self.tokens} tokens saved before are complete"
+                f"{self.path} must be a writable folder with free disk space ({error.strerror or error}); "
+                f"the {self.tokens} tokens saved before are complete"
             ) from None
         self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
         self.tokens += sum(len(text.completion) for text in texts)
@@ -237,18 +241,24 @@ def read_part(file: Path) -> Iterator[Text]:
     Raises:
         SettingsError: the file is damaged.
     """
+    # Read the arrays and check that their lengths agree.
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             part = {name: archive[name] for name in archive.files}
-        total, positions = int(part["prompts"].sum() + part["lengths"].sum()), int(part["lengths"].sum())
+        positions = int(part["lengths"].sum())
+        total = int(part["prompts"].sum()) + positions
         if len(part["tokens"]) != total or not len(part["ids"]) == len(part["logprobs"]) == positions:
-            raise ValueError("its arrays do not fit each other")
+            raise ValueError("its arrays have inconsistent lengths")
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise SettingsError(f"{file} must be a part of a model's own text ({error}); delete it") from None
+
+    # Split them into texts.
     begin = position = 0
     for index, number in enumerate(part["numbers"].tolist()):
         middle = begin + int(part["prompts"][index])
-        end, next_position = middle + int(part["lengths"][index]), position + int(part["lengths"][index])
+        length = int(part["lengths"][index])
+        end = middle + length
+        next_position = position + length
         yield Text(
             number,
             int(part["kinds"][index]),
@@ -262,12 +272,12 @@ def read_part(file: Path) -> Iterator[Text]:
 
 
 class Writer:
-    """Writes a model's own text.
+    """Generates and saves a model's own text.
 
     Args:
         llm: the model, with a tokenizer.
-        folder: the folder of the text; texts with numbers from ``folder.next_number`` on are added.
-        batch: sequences that are decoded together.
+        folder: the folder of the text, to which texts from number ``folder.next_number`` on are added.
+        batch: number of sequences decoded together.
 
     Raises:
         SettingsError: the model has no tokenizer.
@@ -275,13 +285,15 @@ class Writer:
 
     def __init__(self, llm: LLM, folder: Folder, batch: int = BATCH) -> None:
         if llm.tokenizer is None:
-            raise SettingsError(f"a model's own text needs a tokenizer, and {llm.tokenizer_error}")
-        self.llm, self.folder, self.batch = llm, folder, batch
+            raise SettingsError(f"a model's own text needs a tokenizer, but {llm.tokenizer_error}")
+        self.llm = llm
+        self.folder = folder
+        self.batch = batch
         self._chats = has_chat_template(llm.tokenizer)
         self._before = self._before_turn() if self._chats else ""
 
     def _before_turn(self) -> str:
-        """What the chat template writes before the user's turn."""
+        """The chat template's text before the user's turn."""
         chat = [{"role": "user", "content": _MARK}]
         return str(self.llm.tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
 
@@ -293,23 +305,27 @@ class Writer:
         """Write texts until there are enough of them. Returns the number of new tokens, all of which are saved.
 
         Args:
-            enough: called with the new tokens and the seconds since the first step, before every step; True ends the
-                writing. Unfinished texts are saved as they are.
+            enough: called before every step with the number of new tokens and the seconds since the first step; True
+                ends the writing. Unfinished texts are saved as they are.
             progress: called with the same numbers after every step.
 
         Raises:
             SettingsError: a part could not be saved.
-            LookaheadError: decoding failed; the texts before are saved.
+            LookaheadError: decoding failed; the texts so far are saved.
         """
         numbers = count(self.folder.next_number)
         begin = saved = monotonic()
         compiled = False
-        tokens, ended = 0, list[Text]()
+        tokens = 0
+        ended = list[Text]()
         engine = self.llm.engine(max_sequences=self.batch)
         try:
             while not enough(tokens, monotonic() - begin):
+                # Keep the batch full.
                 while engine.running + engine.waiting < self.batch:
                     self._add(engine, next(numbers))
+
+                # One step; the model answers the requests that it has finished.
                 for update in engine.step():
                     tokens += len(update.tokens)
                     if update.result is None:
@@ -319,11 +335,16 @@ class Writer:
                     ended.append(_text(job, update.result.prompt_tokens, update.result.tokens))
                     if job.kind == REQUEST:
                         self._answer(engine, job.number, update.result.tokens)
-                if not compiled:  # the first pass compiles, for longer than a short goal on a busy machine
-                    begin, compiled = monotonic(), True
+
+                if (
+                    not compiled
+                ):  # exclude the first pass, whose compilation may take longer than a short time limit
+                    begin = monotonic()
+                    compiled = True
                 if monotonic() - saved > PART_SECONDS:
                     self.folder.save(ended)
-                    saved, ended = monotonic(), []
+                    saved = monotonic()
+                    ended = []
                 progress(tokens, monotonic() - begin)
         finally:
             for sequence in engine.sequences:
@@ -334,7 +355,7 @@ class Writer:
         return tokens
 
     def _add(self, engine: Engine, number: int) -> None:
-        """Add the first sequence of a number: an answer to an opening, or a request."""
+        """Add the first sequence of a text number: an answer to an opening, or a request to be written."""
         temperature = TEMPERATURE if number % 2 else 0.0
         if number // 2 % 5 < 2:
             text = opening(number)
@@ -347,7 +368,7 @@ class Writer:
         self._submit(engine, _Job(number, REQUEST, TEMPERATURE), ids)
 
     def _answer(self, engine: Engine, number: int, written: list[int]) -> None:
-        """Add the answer to a request that the model has written."""
+        """Add the model's answer to a request that it has written."""
         words = self.llm.tokenizer.decode(written, skip_special_tokens=True)
         text = (beginning(number) + words).strip() or opening(number)
         temperature = TEMPERATURE if number % 2 else 0.0
@@ -375,7 +396,7 @@ class Writer:
 def _text(job: _Job, prompt: Any, completion: list[int]) -> Text:
     assert job.recorder is not None
     ids, logprobs = np.stack(job.recorder.ids), np.stack(job.recorder.logprobs)
-    length = min(len(completion), len(ids))  # an interruption may fall between a choice and its token
+    length = min(len(completion), len(ids))  # an interruption may occur between a choice and its token
     return Text(
         job.number,
         job.kind,

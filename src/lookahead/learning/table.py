@@ -1,9 +1,9 @@
 """Builds base tables (``drafters.adaptive.sources.base_table``) from a model's own text.
 
-For each context of one, two and three tokens, the entry is the mean of the target's probabilities over the places
-where the context occurred, mixed with the entry of the context without its first token, which counts as one more
-place. A tenth of the texts is held out first, to count how often proposals of each kind are right; the final table is
-then built from all texts.
+The entry of each context of one, two or three tokens is the mean of the target's probabilities over all occurrences
+of the context, with the entry of the next shorter context (without the first token) as one more occurrence. A tenth
+of the texts is first held out to count how often proposals of each kind are right; then the final table is built from
+all texts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from ..drafters.adaptive.sources import base_table
 from ..drafters.adaptive.sources.base_table import ABSENT, ARRAYS, STEP
 from .self_text import TEMPERATURE, Text
 
-#: Best tokens of a position that enter the means, and tokens of an entry.
-READ, WIDTH = 10, 8
-#: Weight of the shorter context's entry, in places.
+#: Number of best tokens per position that enter the means.
+READ = 10
+#: Number of tokens per entry.
+WIDTH = 8
+#: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0
-#: Smallest probability that is stored.
+#: Smallest probability to store.
 LEAST = 0.004
-#: Of so many times so many texts with consecutive numbers, the last so many are held out; they are of all kinds.
+#: Of every ``HELD_OUT`` runs of ``HELD_OUT`` consecutive texts, the last run is held out; runs contain all kinds of
+#: text.
 HELD_OUT = 10
-#: The most trials of a bucket that a table starts with, so that a request's own text still counts.
+#: Largest number of initial trials per bucket, so that a request's own tokens still matter.
 MOST_TRIALS = 100.0
 
-#: Held-out places at which proposals are counted.
+#: Largest number of held-out positions at which proposals are counted.
 MOST_PLACES = 20_000
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -45,7 +48,7 @@ class Places:
 
     Attributes:
         contexts: (n, 3) int64, the last three tokens.
-        ids, probabilities: (n, READ), the target's best tokens there.
+        ids, probabilities: (n, READ), the target's best tokens and their probabilities.
         tokens: (n,), the chosen tokens.
         greedy: (n,), whether the text is greedy.
         held_out: (n,), whether the text is held out.
@@ -63,7 +66,8 @@ class Places:
         """The positions of these texts."""
         contexts, ids, probabilities, tokens, greedy, held_out = ([] for _ in range(6))
         for text in texts:
-            whole, start = np.array([*text.prompt, *text.completion], np.int64), len(text.prompt)
+            whole = np.array([*text.prompt, *text.completion], np.int64)
+            start = len(text.prompt)
             skipped = max(0, ORDERS - start)
             count = len(text.completion) - skipped
             if count <= 0:
@@ -94,10 +98,10 @@ class Level:
     """The entries of all contexts of one length.
 
     Attributes:
-        keys: (n,), the contexts as numbers with these digits in base V, ascending.
-        counts: (n,), places of each.
+        keys: (n,), the contexts as numbers with their tokens as digits in base V, ascending.
+        counts: (n,), number of occurrences of each.
         ids, probabilities: (n, WIDTH), best first; -1 and 0 after the last.
-        gains: (n,), how much its entry differs from that of the shorter context, over all of its places.
+        gains: (n,), how much each entry differs from the shorter context's, summed over its occurrences.
     """
 
     keys: Array
@@ -119,24 +123,29 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     groups, ids, sums = groups[order], ids[order], sums[order]
     ranks = np.arange(len(groups)) - np.searchsorted(groups, np.arange(count))[groups]
     kept = ranks < WIDTH
-    best_ids, best = np.full((count, WIDTH), -1, np.int64), np.zeros((count, WIDTH))
-    best_ids[groups[kept], ranks[kept]], best[groups[kept], ranks[kept]] = ids[kept], sums[kept]
+    best_ids = np.full((count, WIDTH), -1, np.int64)
+    best = np.zeros((count, WIDTH))
+    best_ids[groups[kept], ranks[kept]] = ids[kept]
+    best[groups[kept], ranks[kept]] = sums[kept]
     return best_ids, best
 
 
 def levels_of(places: Places, vocabulary: int) -> list[Level]:
     """The entries of all contexts of one, two and three tokens."""
     levels = list[Level]()
-    keys, digit = np.zeros(len(places.tokens), np.int64), 1
+    keys = np.zeros(len(places.tokens), np.int64)
+    digit = 1
     for order in range(ORDERS):
         keys = keys + places.contexts[:, ORDERS - 1 - order] * digit
         digit *= vocabulary
         unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
         groups, ids = np.repeat(group, places.ids.shape[1]), places.ids.ravel().astype(np.int64)
-        weights, shorter = places.probabilities.ravel().astype(np.float64), 0.0
+        weights = places.probabilities.ravel().astype(np.float64)
+        shorter = 0.0
         if order:
-            # The shorter context's entry is one more place.
-            above, shorter = levels[-1], SHORTER
+            # The shorter context's entry is one more occurrence.
+            above = levels[-1]
+            shorter = SHORTER
             rows = np.searchsorted(above.keys, unique % (digit // vocabulary))
             there = above.ids[rows] >= 0
             groups = np.r_[groups, np.repeat(np.arange(len(unique)), WIDTH)[there.ravel()]]
@@ -152,7 +161,7 @@ def levels_of(places: Places, vocabulary: int) -> list[Level]:
 
 
 def _differences(ids: Array, probabilities: Array, others: Array, their: Array) -> Array:
-    """For each row, the probability of its candidates that the other row does not give them."""
+    """For each row, how much more probability it gives its candidates than the other row does, in total."""
     same = (ids[:, :, None] == others[:, None, :]) & (ids >= 0)[:, :, None]
     given = (same * their[:, None, :]).sum(axis=2)
     differences: Array = np.maximum(probabilities - given, 0).sum(axis=1)
@@ -165,8 +174,10 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
     Args:
         levels: of one, two and three tokens.
         vocabulary: V.
-        most: keep about so many contexts, those whose entries differ most from those of shorter ones; None for all.
+        most: number of contexts to keep, approximately; those whose entries differ most from the next shorter
+            context's are kept. None for all.
     """
+    # Choose the contexts.
     kept = [np.ones(len(level.keys), bool) for level in levels]
     if most is not None and sum(map(len, kept)) > most:
         room = max(1, most - len(kept[0]))
@@ -175,11 +186,13 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
         for order, level in enumerate(levels[1:], 1):
             kept[order] = level.gains >= least
     entries = [mask.copy() for mask in kept]
+
     # A node needs its parent, the context without its last token; a parent that was left out has no entry.
     digits = [level.keys[mask] for level, mask in zip(levels, kept, strict=True)]
     for order in (2, 1):
         digits[order - 1] = np.union1d(digits[order - 1], digits[order] // vocabulary)
 
+    # The nodes.
     firsts = [np.searchsorted(digits[order] // vocabulary, digits[order - 1]) for order in (1, 2)]
     starts = np.cumsum([len(level) for level in digits])
     children = np.r_[firsts[0] + starts[0], firsts[1] + starts[1], starts[2]]
@@ -187,7 +200,11 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
     roots[digits[0]] = np.arange(len(digits[0]))
     tokens = np.concatenate([level % vocabulary for level in digits])
     nodes = len(tokens)
-    counts, ids, logs = np.zeros(nodes), np.zeros((nodes, WIDTH), np.int64), np.full((nodes, WIDTH), ABSENT)
+
+    # Their entries.
+    counts = np.zeros(nodes)
+    ids = np.zeros((nodes, WIDTH), np.int64)
+    logs = np.full((nodes, WIDTH), ABSENT)
     for order, level in enumerate(levels):
         with_entry = np.flatnonzero(entries[order])
         rows = np.searchsorted(digits[order], level.keys[with_entry]) + (starts[order - 1] if order else 0)
@@ -198,6 +215,8 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
         counts[rows] = level.counts[with_entry].clip(1, 255)
         ids[rows] = np.where(there, level.ids[with_entry], 0)
         logs[rows] = np.where(there, steps, ABSENT)
+
+    # The arrays of the file.
     arrays = {
         "roots": roots,
         "children": children,
@@ -212,7 +231,7 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
 
 
 def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
-    """(hits, trials) of the table's buckets on these positions, greedy and sampled."""
+    """(hits, trials) of the table's buckets at these positions, by "greedy" and "sampled"."""
     greedy, sampled = ((np.zeros(prod(axes)), np.zeros(prod(axes))) for axes in BASE_AXES)
     random = np.random.default_rng(0)
     for index in range(min(len(places.tokens), MOST_PLACES)):
@@ -229,7 +248,7 @@ def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
                 greedy[1][kind] += 1
                 greedy[0][kind] += token == ids[0]
             continue
-        # Fresh noise for the candidates of both: the target's token is the best of its own.
+        # Sampled: draw noise for the candidates of both. The target's token is the best of its own candidates.
         noise = dict(zip([*ids.tolist(), *entry], random.gumbel(size=len(ids) + count).tolist(), strict=True))
         scores = np.log(probabilities) / TEMPERATURE + [noise[token] for token in ids.tolist()]
         truth = int(ids[scores.argmax()])
@@ -254,15 +273,15 @@ def _limited(hits: Array, trials: Array) -> tuple[Array, Array]:
 def build(
     texts: Iterable[Text], vocabulary: int, most: int | None = None
 ) -> tuple[Trie, dict[str, tuple[Array, Array]], int]:
-    """(trie, counts of its kinds, tokens of the texts), for ``save_table``.
+    """(trie, counts of its buckets, number of tokens of the texts), for ``save_table``.
 
     Args:
-        texts: a model's own texts.
+        texts: the model's self-generated texts.
         vocabulary: V.
-        most: the most contexts to keep, about; None for all.
+        most: largest number of contexts to keep, approximately; None for all.
 
     Raises:
-        SettingsError: there is hardly any text.
+        SettingsError: there is too little text.
     """
     places = Places.of(texts)
     if places.held_out.all() or not len(places.tokens):

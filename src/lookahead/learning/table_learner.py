@@ -1,7 +1,7 @@
-"""``learn``: a model's own text, and the base table that is built from it.
+"""``learn``: writes a model's own text and builds its base table.
 
-The text is kept in the user's cache folder, so that learning can be interrupted and continued; the table is built
-anew from all of it.
+The text is kept in the user's cache folder, so that learning can be interrupted and continued; the table is rebuilt
+from all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Goal:
-    """When there is enough text: after so many seconds, or with so many tokens in all; None for no limit."""
+    """When there is enough text: after a time in seconds, or at a total number of tokens. None for no limit."""
 
     seconds: float | None = None
     tokens: int | None = None
@@ -38,11 +38,11 @@ class Goal:
             raise SettingsError("learning needs a limit in minutes or in tokens; give one of them")
 
     def share(self, kept: int, tokens: int, seconds: float) -> float:
-        """How much of it is done, at least 0; it is reached at 1.
+        """The share of the goal that is done, at least 0; the goal is reached at 1.
 
         Args:
-            kept: tokens of earlier runs.
-            tokens, seconds: of this run.
+            kept: number of tokens of earlier runs.
+            tokens, seconds: tokens and time of this run.
         """
         by_time = seconds / self.seconds if self.seconds is not None else 0.0
         by_text = (kept + tokens) / self.tokens if self.tokens is not None else 0.0
@@ -57,12 +57,13 @@ class Learner:
         output: the file of the table; None for the one that is found by the model's sizes.
 
     Raises:
-        SettingsError: the model has no tokenizer, a folder cannot be written, or a part of earlier text is damaged.
+        SettingsError: the model has no tokenizer, a folder cannot be written, or earlier text is damaged.
     """
 
     def __init__(self, llm: LLM, output: Path | None = None) -> None:
         config = llm.model.config
-        self._llm, self._name = llm, table_name(config)
+        self._llm = llm
+        self._name = table_name(config)
         self.output = output if output is not None else learned_file(config)
         self.folder = Folder(cache_folder() / "self-text" / self._name)
         self.folder.check_writable()
@@ -70,11 +71,13 @@ class Learner:
         self._writer = Writer(llm, self.folder)
 
     def write(self, goal: Goal, progress: Callable[[float, int, float], None]) -> int:
-        """Write text until the goal is reached. Returns the new tokens, which are saved, also after an interruption.
+        """Write text until the goal is reached. Returns the number of new tokens.
+
+        The text is also saved after an interruption.
 
         Args:
-            goal: when there is enough.
-            progress: called after every step with the share of the goal, the new tokens and the seconds.
+            goal: when there is enough text.
+            progress: called after every step with (share of the goal, number of new tokens, seconds).
         """
         kept = self.folder.tokens
         return self._writer.write(
@@ -86,11 +89,11 @@ class Learner:
         """Build the table from all text so far, and save it.
 
         Raises:
-            SettingsError: there is hardly any text, or the table cannot be saved.
+            SettingsError: there is too little text, or the table cannot be saved.
         """
         trie, counts, learned = build(self.folder.read(), self._llm.vocabulary)
         try:
             save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
         except SettingsError as error:
-            raise SettingsError(f"{error}; the text is kept, and another run continues") from None
+            raise SettingsError(f"{error}; the text is kept, and the next run continues from it") from None
         return open_table(self.output)

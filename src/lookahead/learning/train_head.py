@@ -1,20 +1,20 @@
-"""Trains a light head (``models.head_file``) on a model's own text.
+"""Trains a light head (``models.head_file``) on a model's self-generated text.
 
-At the position of a token y the head reads the hidden state under which y was chosen and the embedding of y, and
-guesses the distribution under which the next token was chosen; its guessed state is the input of the next level. So
-three levels over a text  y0 y1 y2 y3 ...  chosen under the states  h0 h1 h2 h3 ...  are trained by
+At the position of a token y, the inputs of the head are the hidden state under which y was chosen and the embedding
+of y. It predicts the distribution from which the next token was chosen; its predicted state is the input of the next
+level. For a text  y0 y1 y2 y3 ...  chosen under the states  h0 h1 h2 h3 ..., three levels are trained as follows:
 
     level 1    (h0, y0) -> g1     its logits against the distribution of y1
     level 2    (g1, y1) -> g2     against that of y2
     level 3    (g2, y2) -> g3     against that of y3
 
-The loss is the cross-entropy with the best tokens of each position that the text was saved with, as far as they are
-in the shortlist: the model's own probabilities say more than the one token that was chosen (distillation, Hinton et
-al., 2015). Every twentieth text is held out: on these, ``Report`` counts by level how often the model's best token is
-among the head's best 1, 2, 4 and 8, and how often guesses of each kind are right, greedy and sampled.
+The loss is the cross-entropy with the best tokens saved with the text at each position, as far as they are in the
+shortlist; the model's own probabilities are more informative than the one token that was chosen (distillation, Hinton
+et al., 2015). Every twentieth text is held out. On these, ``Report`` counts by level how often the model's best token
+is among the head's best 1, 2, 4 and 8, and how often guesses of each kind are right, greedy and sampled.
 
-A training is a pure function of the text, the states and the settings. Every minute, and when it is interrupted, it
-saves all of its state, and the next run continues there.
+Training is a pure function of the text, the states and the settings. Every minute and on interruption, it saves a
+checkpoint from which the next run continues.
 """
 
 from __future__ import annotations
@@ -44,35 +44,41 @@ from .self_text import read_part
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Every so manieth text is held out.
+#: One in this many texts is held out.
 HELD_OUT = 20
-#: The most positions on which the accuracy is measured, and the numbers of best tokens.
-MEASURED, BEST = 20_000, (1, 2, 4, 8)
-#: The temperature of the sampled counts, and the most trials of a bucket.
-TEMPERATURE, MOST_TRIALS = 0.8, 100.0
+#: Largest number of positions on which the accuracy is measured.
+MEASURED = 20_000
+#: The k of each top-k accuracy.
+BEST = (1, 2, 4, 8)
+#: The temperature of the sampled counts.
+TEMPERATURE = 0.8
+#: Largest number of trials per bucket.
+MOST_TRIALS = 100.0
 #: Seconds between checkpoints.
 CHECKPOINT_SECONDS = 60.0
-#: Steps in which the learning rate rises, and its last value as a share of the highest.
-WARM_UP, LAST_RATE = 50, 0.02
-#: The longest gradient; longer ones are shortened.
+#: Number of steps over which the learning rate rises.
+WARM_UP = 50
+#: The final learning rate as a share of the peak.
+LAST_RATE = 0.02
+#: Largest norm of the gradient; larger gradients are scaled down.
 CLIP = 1.0
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of a training.
+    """Training settings.
 
     Attributes:
-        shortlist: how many tokens the head can guess: the most frequent ones of the text.
-        width: numbers between gate and down.
-        levels: levels that are trained.
-        epochs: how often all positions are seen.
-        rate: the highest learning rate.
-        decay: the weight of each level's loss in that of the level before.
+        shortlist: number of tokens that the head can guess, the most frequent ones of the text.
+        width: width of the hidden layer, between gate and down.
+        levels: number of levels to train.
+        epochs: number of passes over all positions.
+        rate: the peak learning rate.
+        decay: the weight of each level's loss relative to the level before.
         deep: the share of a step's positions on which the levels after the first are trained.
-        batch: positions of a step; they lie in runs of ``run`` consecutive positions.
+        batch: number of positions per step, in runs of ``run`` consecutive positions.
         run: see ``batch``.
-        seed: of the order of the positions and of the first weights.
+        seed: seed of the order of the positions and of the initial weights.
 
     Raises:
         SettingsError: a value is out of range.
@@ -103,7 +109,7 @@ class TrainSettings:
 
 
 class Positions:
-    """The positions of a model's own text with their hidden states.
+    """The positions of a model's self-generated text, with their hidden states.
 
     Args:
         parts: the parts of the text, each with the file of its states (``hidden_states.collect``).
@@ -111,15 +117,19 @@ class Positions:
     Attributes:
         tokens: the token at each position, int64 (n,).
         ids, probabilities: the best tokens at each position and their probabilities, (n, TOP).
-        bounds: the positions of each text begin and end here, (texts, 2).
-        held_out: whether each text is held out.
+        bounds: the first position of each text and the one after its last, (texts, 2).
+        held_out: (texts,), whether each text is held out.
+
+    Raises:
+        SettingsError: the states do not match the text, or there is no text.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
         self.states = [np.load(file, mmap_mode="r", allow_pickle=False) for _, file in parts]
-        #: The first position of each part, and the number of all positions.
+        #: The first position of each part, and the total number of positions.
         self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in self.states])]).astype(np.int64)
-        tokens, ids, probabilities, bounds, held_out, at = [], [], [], [], [], 0
+        tokens, ids, probabilities, bounds, held_out = [], [], [], [], []
+        at = 0
         for part, _ in parts:
             for text in read_part(part):
                 tokens.append(np.array(text.completion, np.int64))
@@ -129,12 +139,12 @@ class Positions:
                 held_out.append(text.number % HELD_OUT == HELD_OUT - 1)
                 at += len(text.completion)
         if at != self.firsts[-1] or not at:
-            raise SettingsError(
-                "the hidden states must be those of the text; delete them to compute them again"
-            )
-        self.tokens, self.ids = np.concatenate(tokens), np.concatenate(ids)
+            raise SettingsError("the hidden states must match the text; delete them to compute them again")
+        self.tokens = np.concatenate(tokens)
+        self.ids = np.concatenate(ids)
         self.probabilities = np.concatenate(probabilities)
-        self.bounds, self.held_out = np.array(bounds, np.int64), np.array(held_out)
+        self.bounds = np.array(bounds, np.int64)
+        self.held_out = np.array(held_out)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,7 +176,7 @@ class Positions:
         return positions[::step]
 
     def frequent(self, count: int) -> Array:
-        """The most frequent tokens of the training text, ascending, int32; fewer if the text has fewer."""
+        """The most frequent tokens of the training text, ascending, int32; fewer if the text has fewer tokens."""
         kept = np.concatenate([np.arange(*each) for each in self.bounds[~self.held_out]])
         tokens, counts = np.unique(self.tokens[kept], return_counts=True)
         order = np.argsort(-counts, kind="stable")[:count]
@@ -178,12 +188,13 @@ class Report:
     """How often guesses are right.
 
     Args:
-        levels: levels of the head.
+        levels: number of levels of the head.
     """
 
     def __init__(self, levels: int) -> None:
         self._random = np.random.default_rng(0)
-        self._best, self._counted = np.zeros((levels, len(BEST))), np.zeros((levels, 1))
+        self._best = np.zeros((levels, len(BEST)))
+        self._counted = np.zeros((levels, 1))
         kinds = {"greedy": GREEDY_GUESSES, "sampled": SAMPLED_GUESSES}
         self._counts = {name: np.zeros((2, levels, count)) for name, count in kinds.items()}
 
@@ -191,15 +202,17 @@ class Report:
         """Count the guesses of a level at n positions.
 
         Args:
-            tokens, logs: the guesses, best first, and the logarithms of their probabilities, (n, k).
+            tokens, logs: the guesses, best first, and their log-probabilities, (n, k).
             ids, probabilities: the model's best tokens and their probabilities, (n, TOP).
         """
+        # Greedy.
         right = tokens == ids[:, :1]
         self._best[level] += [right[:, :k].sum() for k in BEST]
         self._counted[level] += len(tokens)
         kinds = np.searchsorted(PROBABILITIES, np.exp(logs[:, :GUESSES]))
         self._add("greedy", level, kinds, right[:, :GUESSES])
-        # Sampled: with fresh noise, which is the same for a token whoever proposes it.
+
+        # Sampled: with noise drawn for each token, whether the model or the head proposes it.
         of_model: Any = self._random.gumbel(size=ids.shape)
         same = tokens[:, :, None] == ids[:, None, :]
         fresh: Any = self._random.gumbel(size=tokens.shape)
@@ -218,13 +231,13 @@ class Report:
 
     @property
     def accuracy(self) -> list[list[float]]:
-        """By level, how often the model's best token is among the best 1, 2, 4, 8 guesses."""
+        """The share of positions whose best token is among the best 1, 2, 4, 8 guesses, by level."""
         shares: list[list[float]] = (self._best / np.maximum(1, self._counted)).round(4).tolist()
         return shares
 
     @property
     def counts(self) -> dict[str, tuple[Array, Array]]:
-        """``HeadWeights.counts``; few enough trials that what a sequence shows soon counts more."""
+        """``HeadWeights.counts``, with trials limited so that a sequence's own counts soon dominate."""
         counts = {}
         for name, (hits, trials) in self._counts.items():
             scale = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1.0))
@@ -234,7 +247,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is: steps done and all steps, seconds of this run and those left, and the last mean loss."""
+    """Training progress: steps done, all steps, seconds of this run, seconds left, mean recent loss."""
 
     step: int
     steps: int
@@ -244,19 +257,19 @@ class Progress:
 
 
 class Training:
-    """One training, from its checkpoint if there is one.
+    """One training run, which continues from its checkpoint if there is one.
 
     Args:
-        positions: what it reads.
+        positions: the training data.
         embed, output: (tokens) -> the model's embeddings and output rows, fp32 (n, hidden).
         vocabulary: V.
         settings: see ``TrainSettings``.
-        folder: where checkpoints are saved.
+        folder: the folder of the checkpoint.
         device: torch's name of the device.
 
     Attributes:
         step, steps: steps done, and all steps.
-        notes: what the caller should know, one line each.
+        notes: messages for the caller, one line each.
 
     Raises:
         SettingsError: there is too little text, or the checkpoint is damaged.
@@ -272,50 +285,62 @@ class Training:
         folder: Path,
         device: str = "cpu",
     ) -> None:
-        self.positions, self.settings, self.vocabulary = positions, settings, vocabulary
-        self.device, self.file = torch.device(device), folder / "checkpoint.safetensors"
+        self.positions = positions
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.device = torch.device(device)
+        self.file = folder / "checkpoint.safetensors"
         self.notes: list[str] = []
+
+        # The shortlist and the training data.
         if settings.shortlist > vocabulary:
             self.notes.append(
-                f"the vocabulary has {vocabulary} tokens, so the shortlist has no more ({settings.shortlist} asked)"
+                f"the shortlist is limited to the vocabulary of {vocabulary} tokens ({settings.shortlist} requested)"
             )
         self.shortlist = positions.frequent(settings.shortlist)
         self.starts = positions.runs(settings.run, settings.levels)
         runs = max(1, settings.batch // settings.run)
         if len(self.starts) < runs or not len(positions.measured(settings.levels)):
             raise SettingsError(
-                f"a training needs more text: {len(positions)} tokens give {len(self.starts)} runs of "
-                f"{settings.run} positions, and a step takes {runs}; ask for more --tokens"
+                f"training needs more text: {len(positions)} tokens give {len(self.starts)} runs of "
+                f"{settings.run} positions, but a step takes {runs}; increase --tokens"
             )
-        self.runs, self.steps = runs, math.ceil(settings.epochs * len(self.starts) / runs)
-        #: The place of each token in the shortlist; -1 for the others.
+        self.runs = runs
+        self.steps = math.ceil(settings.epochs * len(self.starts) / runs)
+
+        #: The index of each token in the shortlist; -1 for the others.
         self._place = np.full(vocabulary, -1, np.int64)
         self._place[self.shortlist] = np.arange(len(self.shortlist))
         self._output = torch.from_numpy(output(self.shortlist.tolist())).to(self.device)
-        # Only tokens of the text are read.
+        # Only the embeddings of tokens in the text are needed.
         used = np.unique(positions.tokens)
         self._embedding_of = np.zeros(vocabulary, np.int64)
         self._embedding_of[used] = np.arange(len(used))
         self._embeddings = torch.from_numpy(embed(used.tolist())).to(self.device)
+
+        # The network, the optimizer and the state of the training.
         torch.manual_seed(settings.seed)
         self.network = HeadNetwork(self._output.shape[1], settings.width).to(self.device)
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01
         )
-        self.step, self.seconds, self._loss = 0, 0.0, 0.0
+        self.step = 0
+        self.seconds = 0.0
+        self._loss = 0.0
         self._dtype = _fast_dtype(self.device)
         self._load()
 
     @cached_property
     def _identity(self) -> str:
-        """What a checkpoint belongs to."""
+        """The settings and data that a checkpoint must match."""
         data = [len(self.positions), len(self.starts), len(self.shortlist), *self._output.shape]
         return json.dumps({"settings": asdict(self.settings), "data": data})
 
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> None:
         """Train to the end. An exception, such as KeyboardInterrupt, saves a checkpoint first."""
         begin = saved = monotonic()
-        before, first = self.seconds, self.step
+        before = self.seconds
+        first = self.step
         batches = self._batches(first)
         try:
             while self.step < self.steps:
@@ -333,7 +358,7 @@ class Training:
             self._save()
 
     def _batches(self, first: int) -> Iterator[Array]:
-        """First positions of the runs of each step, from step ``first`` on; every epoch in another order."""
+        """First positions of the runs of each step, from step ``first`` on; every epoch is shuffled."""
         per_epoch = len(self.starts) // self.runs
         while True:
             epoch, index = divmod(first, per_epoch)
@@ -343,27 +368,34 @@ class Training:
             first = (epoch + 1) * per_epoch
 
     def _rate(self) -> float:
-        settings, done = self.settings, self.step / self.steps
+        settings = self.settings
+        done = self.step / self.steps
         cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         return settings.rate * min(1.0, (self.step + 1) / WARM_UP) * cosine
 
     def _train(self, starts: Array) -> float:
         """One step on runs that begin at these positions. Returns the loss of the first level."""
-        settings, first = self.settings, 0.0
+        settings = self.settings
         at = starts[:, None] + np.arange(settings.run)
-        guess, total = self._tensor(self.positions.read(at)), torch.zeros((), device=self.device)
+
+        # The loss of all levels.
+        guess = self._tensor(self.positions.read(at))
+        first = 0.0
+        total = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype is not torch.float32):
             for level in range(settings.levels):
                 guess = self.network(guess.float(), self._embedded(at + level))
                 loss = self._loss_at(guess, at + level + 1)
                 total = total + settings.decay**level * loss
-                # The levels after the first cost as much and bring less, so fewer positions train them.
+                # Later levels take as much time but gain less, so they are trained on fewer positions.
                 if not level:
                     first = float(loss.detach())
                     deep = math.ceil(min(1.0, settings.deep) * len(at))
                     guess, at = guess[:deep], at[:deep]
         if not torch.isfinite(total):
-            raise SettingsError("the loss must stay a number; a smaller --rate may help")
+            raise SettingsError("the loss must stay finite; a smaller --rate may help")
+
+        # The update.
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate()
         self._optimizer.zero_grad(set_to_none=True)
@@ -389,9 +421,10 @@ class Training:
         return torch.from_numpy(array).to(self.device)
 
     def report(self) -> Report:
-        """How good the head is now, on held-out text."""
+        """The accuracy of the head now, on held-out text."""
         levels = self.settings.levels
-        positions, report = self.positions.measured(levels), Report(levels)
+        positions = self.positions.measured(levels)
+        report = Report(levels)
         with torch.no_grad():
             for begin in range(0, len(positions), 1024):
                 at = positions[begin : begin + 1024]
@@ -405,7 +438,7 @@ class Training:
         return report
 
     def weights(self) -> HeadWeights:
-        """The head as it is now, with what a reader of its file may want to know."""
+        """The head as it is now, with the training's metadata for its file."""
         report = self.report()
         about = {
             "tokens": len(self.positions),
@@ -442,7 +475,7 @@ class Training:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             raise SettingsError(
-                f"{self.file} must be a file that can be written, with room on its disk ({first_line(error)})"
+                f"{self.file} must be a writable file with free disk space ({first_line(error)})"
             ) from None
 
     def _load(self) -> None:
@@ -455,7 +488,7 @@ class Training:
                 texts = file.metadata() or {}
                 if texts["identity"] != self._identity:
                     self.notes.append(
-                        "the checkpoint is of other text or settings; training starts from the beginning"
+                        "the checkpoint belongs to different text or settings; training starts from the beginning"
                     )
                     return
                 step = int(texts["step"])
@@ -465,13 +498,17 @@ class Training:
                     if step:
                         moments = {key: file.get_tensor(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq")}
                         self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-                self.step, self.seconds, self._loss = step, float(texts["seconds"]), float(texts["loss"])
+                self.step = step
+                self.seconds = float(texts["seconds"])
+                self._loss = float(texts["loss"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise SettingsError(f"{self.file} holds no checkpoint ({first_line(error)}); delete it") from None
+            raise SettingsError(
+                f"{self.file} is not a valid checkpoint ({first_line(error)}); delete it"
+            ) from None
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of products: bfloat16 if it is faster than float32 here."""
+    """The dtype of matrix products: bfloat16 if it is faster than float32 on this device."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.ones(rows, 512, dtype=dtype, device=device) for rows in (256, 2048))

@@ -1,8 +1,8 @@
-"""Where base tables are, and which one belongs to a model.
+"""Locations of base tables, and the choice of a model's table.
 
-The name of a table's file says the vocabulary and the sizes of the model, and nothing of its weights: a table that
-was learned from a 4-bit file serves the same model in any dtype, since a wrong guess costs a row and never a token.
-Tables that ``lookahead learn`` has made are in the user's cache folder; one comes with this package.
+A table's file name encodes the vocabulary and sizes of the model, but not its weights. A table learned from a 4-bit
+file therefore serves the same model in any dtype, since a wrong guess costs a row and never changes a token. Tables
+made by ``lookahead learn`` are in the user's cache folder; this package includes one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...core import SettingsError
 from ...records import cache_folder
 from .sources.base_table import BaseTable, open_table
 
-#: The tables that come with this package.
+#: The tables included in this package.
 INCLUDED = Path(__file__).parent / "tables"
 
 
 def table_name(config: Any) -> str:
-    """The name of the table of a model, without its suffix.
+    """The file name of a model's table, without suffix.
 
     Args:
-        config: the model's config, of transformers or with the same fields.
+        config: the model's config, from transformers or with the same fields.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     fields = ("vocab_size", "hidden_size", "num_hidden_layers")
@@ -34,12 +34,12 @@ def table_name(config: Any) -> str:
 
 
 def learned_file(config: Any) -> Path:
-    """Where ``lookahead learn`` keeps the table of a model."""
+    """The file in which ``lookahead learn`` saves the table of a model."""
     return cache_folder() / "tables" / f"{table_name(config)}.safetensors"
 
 
 def find_base_table(config: Any) -> Path | None:
-    """The table of a model: the learned one, else the one of this package; None if there is neither."""
+    """The table of a model: the learned one, else the included one; None if there is neither."""
     name = f"{table_name(config)}.safetensors"
     for file in (learned_file(config), INCLUDED / name):
         if file.is_file():
@@ -48,7 +48,7 @@ def find_base_table(config: Any) -> Path | None:
 
 
 def usable_table(path: str | os.PathLike[str] | None, vocabulary: int) -> BaseTable | None:
-    """The table of a file; None, and a warning, if it cannot be used. Decoding then goes on without one.
+    """The table in a file. If it cannot be used, warn and return None; decoding continues without a table.
 
     Args:
         path: the file; None for no table.
@@ -68,5 +68,5 @@ def usable_table(path: str | os.PathLike[str] | None, vocabulary: int) -> BaseTa
 
 @lru_cache(maxsize=64)
 def _warn(message: str) -> None:
-    """Warn once per process: every sequence would say the same."""
-    warnings.warn(f"{message}; drafting goes on without a base table", UserWarning, stacklevel=2)
+    """Warn once per process instead of once per sequence."""
+    warnings.warn(f"{message}; drafting continues without a base table", UserWarning, stacklevel=2)

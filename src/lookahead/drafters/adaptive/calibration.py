@@ -3,32 +3,33 @@
     probability of a bucket = (hits + prior_weight * prior) / (trials + prior_weight)
 
 Each source has its own buckets. Two sources that agree are more reliable than either alone, so the confidence levels
-of all sources select a joint bucket, whose probability is that of the edge.
+of all sources select a joint bucket, whose probability is the edge's.
 
-An example. The suffix match proposes "the" as the only successor of five tokens, seen three times. That is one bucket
-of matches, with prior 0.60, hits 0, trials 0:
+An example. The suffix match proposes "the" as the only successor of five tokens, seen three times. Its bucket has
+prior 0.60, hits 0, trials 0:
 
     before any proposal       (0 + 4 * 0.60) / (0 + 4) = 0.60     level 7, since 0.55 < 0.60 <= 0.75
     "the" was correct         (1 + 4 * 0.60) / (1 + 4) = 0.68     level 7
     nine more, eight correct  (9 + 4 * 0.60) / (10 + 4) = 0.81    level 8, since 0.75 < 0.81 <= 0.9
 
-The logit cache proposes "the" too, as the best token with a lead of 1.5 over the second; its bucket has the estimate
+The logit cache also proposes "the", as the best token with a lead of 1.5 over the second; its bucket has the estimate
 0.50, level 6. The pair (match at level 8, cache at level 6), with the zone and the last step's answer, selects
-the joint bucket. If it has 18 hits in 20 trials and the prior 0.85, the probability of the edge is
+the joint bucket. If that has 18 hits in 20 trials and the prior 0.85, the probability of the edge is
 (18 + 4 * 0.85) / (20 + 4) = 0.89.
 
 The features of a bucket:
 
 - A suffix match: the order (number of matching tokens), the share of this token among all successors, how often it
-  was seen, and whether it was last seen in this text.
+  was seen, and whether it was last seen in this sequence.
 - A row of the logit cache, one table for each order: the height (sampling only: the best score with noise minus the
   row's best logit), the origin (where the row was), and the lead of the best token over the second, or the distance
   of another token from the best.
 - Joint: the zone (depth in the tree), the last step's answer at this position, the state of the suffix match,
-  and the state of the logit cache. A state is a level of confidence in the token; or "proposes other tokens", with
-  the level of its best one; or "proposes nothing".
-- A guess of the light head: the level (how often the head has read its own guess), the interval of its probability.
-- Both, where the head has guessed: the level, the state of the head, and the state of all others together.
+  and the state of the logit cache. A state is a level of confidence in the token, or "proposes other tokens" with
+  the level of the best one, or "proposes nothing".
+- A guess of the light head: the level (how many of its own guesses the head has read), and the interval of its
+  probability.
+- Both, if the head has guessed: the level, the state of the head, and the state of all others together.
 """
 
 from __future__ import annotations
@@ -44,36 +45,36 @@ from ...jit import compiled
 from .memory import BUCKET, Calibration
 
 PRIOR_WEIGHT = 4.0
-#: Upper limit of the probability of an edge, and of the sum over the edges under one node.
+#: Upper limit of an edge's probability, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
-#: Trials with which a pair of the light head with the other sources starts: a sequence sees few of each pair.
+#: Initial trials of the light head's pairs with other sources, since a sequence sees few of each pair.
 HEAD_TRIALS = 24.0
-#: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a change of workload.
+#: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a new workload.
 MAX_TRIALS = 4000.0
 
-#: Upper ends of the levels of confidence, except the last.
+#: Upper ends of the confidence levels, except the last.
 LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-#: Suffix matches: the highest order with its own buckets, upper ends of the shares, number of buckets of an order.
+#: Suffix matches: the highest order with its own buckets, upper ends of the shares, number of buckets per order.
 MATCH_ORDERS = 8
 SHARES = (0.12, 0.3, 0.55, 0.9)
 MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
-#: The keys of the logit cache are the last one, two and three tokens.
+#: The logit cache has keys of the last one, two and three tokens.
 ORDERS = 3
-#: Where a row was: on the path, on a rejected branch, in the window.
+#: The origin of a row: on the path, on a rejected branch, in the window.
 ON_PATH, REJECTED, WINDOW = range(3)
 #: Upper ends of the bins of leads and distances, except the last.
 DISTANCES = np.array([0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5, 9.0], dtype=np.float32)
 BINS = len(DISTANCES) + 1
-#: Leads of the best token, then distances of others.
+#: Leads of the best token, then distances of the others.
 KINDS = 2 * BINS
-#: The bin of the best token of a row that has no second token.
+#: The bin of the best token of a row without a second token.
 NO_SECOND = BINS // 2
 #: The bin of each distance in steps of 1 / FINE; the last entry is for all larger distances.
 FINE = 20
 BIN_OF = np.searchsorted(DISTANCES, np.arange(256) / FINE)
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
-#: The base table: upper ends of the intervals of a context's count, and of minus the logarithm of a probability
-#: (0.9, 0.75, 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
+#: The base table: upper ends of the intervals of a context's count, and of a negative log-probability (0.9, 0.75,
+#: 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
 BASE_COUNTS = (1, 3, 15)
 BASE_LOGS = (0.105, 0.288, 0.598, 0.916, 1.273, 1.609, 2.12, 2.659, 3.219, 3.912, 4.605)
 #: The axes of the buckets of the base table: greedy and sampled.
@@ -83,7 +84,7 @@ BASE_AXES = (
 )
 #: Joint buckets: the root's children, the next two depths, deeper.
 ZONES = 3
-#: At this position the last step gave other tokens or none, this token first, or this token later.
+#: The last step's answers at this position: other tokens or none, this token first, or this token later.
 ANSWERED_NOT, ANSWERED_BEST, ANSWERED_LATER = range(3)
 ANSWERED = 3
 #: States of a source: LEVELS, then OTHER + level, then NOTHING.
@@ -111,7 +112,7 @@ def interval_of(ends: Any, value: float) -> int:
 
 @compiled
 def count(bucket: Any, right: bool) -> None:
-    """Count one proposal of this bucket. It need not be a row of the tree: only the target's token matters."""
+    """Count one proposal of this bucket, whether or not it is a row of the tree."""
     hits = bucket.hits + (1.0 if right else 0.0)
     trials = bucket.trials + 1.0
     if trials > MAX_TRIALS:
@@ -124,9 +125,10 @@ def count(bucket: Any, right: bool) -> None:
 
 
 def load(buckets: Any, hits: Any, trials: Any) -> None:
-    """Set the counts of all buckets; the arrays have the same shape."""
+    """Set the counts of all buckets; the arrays have the buckets' shape."""
     estimate = (hits + PRIOR_WEIGHT * buckets["prior"]) / (trials + PRIOR_WEIGHT)
-    buckets["hits"], buckets["trials"] = hits, trials
+    buckets["hits"] = hits
+    buckets["trials"] = trials
     buckets["probability"] = np.minimum(estimate, MAX_PROBABILITY)
     buckets["level"] = np.searchsorted(LEVELS, estimate)
 
@@ -138,11 +140,11 @@ def new_calibration(sampled: bool) -> Calibration:
 
 @cache
 def _beginning(sampled: bool) -> Calibration:
-    """Priors are sums of log-odds, one for each feature of a bucket, as fitted by scripts/fit_priors.py."""
+    """The initial buckets. Priors are sums of log-odds, one per feature, fitted by scripts/fit_priors.py."""
     fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
     parts = {}
     for kind in Calibration._fields:
-        if kind == "guesses":  # a head brings the counts of its own guesses (``count_guesses``)
+        if kind == "guesses":  # a head includes the counts of its own guesses (``count_guesses``)
             priors = np.full((GUESS_LEVELS, SAMPLED_GUESSES if sampled else GREEDY_GUESSES), 0.05)
         else:
             odds = reduce(np.add.outer, map(np.asarray, fits[kind]))
@@ -157,8 +159,15 @@ def _beginning(sampled: bool) -> Calibration:
 
 
 def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:
-    """Start the buckets of the light head's guesses with its own counts, (levels, kinds), and those of its pairs
-    with other sources with ``HEAD_TRIALS`` trials of their priors; deeper levels are as good as its deepest."""
+    """Initialize the buckets of a light head.
+
+    The buckets of its guesses start with its own counts; levels beyond its deepest use the deepest. The buckets of
+    its pairs with other sources start with ``HEAD_TRIALS`` trials of their priors.
+
+    Args:
+        calibration: the buckets.
+        hits, trials: the head's counts, (levels, kinds).
+    """
     level = np.minimum(np.arange(GUESS_LEVELS), len(hits) - 1)
     load(calibration.guesses, np.asarray(hits)[level], np.asarray(trials)[level])
     both = calibration.both

@@ -1,11 +1,11 @@
-"""The cost curve c(k): what a step of k rows costs in plain steps, on one machine, for one model. Measured once, then
-read only (``measure``). Kept on disk, so that later processes start with it.
+"""The cost curve c(k): the cost of a step of k rows in plain steps, for one model on one machine. It is measured once
+(``measure``) and saved on disk for later processes.
 
-A curve has a few points, at two lengths of the context, and the cost of one row in each of several sequences. Between
-points it is linear; beyond the last, the last slope continues; it never falls.
+A curve has a few points at two context lengths, and the cost of one row in each of several sequences. It is linear
+between points, continues with the last slope beyond them, and never decreases.
 
-An example, for one sequence and for four, with c(8) = 1.6 measured for one sequence, 1.3 for one row in each of four
-sequences, and 0.04 for the drafter's own work on one sequence:
+An example for one sequence and for four, with measured costs of c(8) = 1.6 for one sequence, 1.3 for one row in each
+of four sequences, and 0.04 for the drafter's own work on one sequence:
 
     one sequence, 8 rows       1.6
     four sequences, 2 rows     the pass has 8 rows in all, so (1.3 + c(8) - c(4) + 4 * 0.04) / 1.3 of its plain step
@@ -33,29 +33,32 @@ from ...threads import thread_count
 
 #: Tokens of context that share a table.
 CONTEXT_STEP = 256
-#: The assumed cost of one more row before any measurement, in plain steps.
+#: The assumed cost of an additional row before any measurement, in plain steps.
 ROW = 0.02
 #: The same on a GPU, where a step of 64 rows is assumed to cost 1.2 plain steps.
 ROW_ON_GPU = 0.2 / 63
-#: The cost of the largest pass of a server, in plain passes of the same sequences; the most rows that it may have.
-BUDGET, MOST_ROWS = 2.0, 256
-#: The curve of 4-bit weights on two cores with AVX-512, for processes in which other work disturbs the measurement.
+#: Largest cost of a server's pass, in plain passes of the same sequences.
+BUDGET = 2.0
+#: Largest number of rows of a server's pass.
+MOST_ROWS = 256
+#: The curve of 4-bit weights on two cores with AVX-512, for processes whose measurement other work disturbs.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
-FORMAT = 2  # of the file; also incremented when a change makes compiled passes faster or slower
+#: Format of the file; also incremented when a change makes compiled passes faster or slower.
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """c(k) by context and by sequences. Every cost is in plain steps of one sequence.
+    """c(k) by context length and number of sequences. Costs are in plain steps of one sequence.
 
     Attributes:
-        rows: by tokens of context, the cost of a step of k rows by k; k = 1 costs 1.
-        sequences: the cost of a step of one row in each of several sequences, by their number.
+        rows: context length in tokens -> k -> the cost of a step of k rows; k = 1 costs 1.
+        sequences: number of sequences -> the cost of a step of one row in each.
         drafting: the cost of the drafter's own work in a drafted step of one sequence.
         seconds: seconds of a plain step when the curve was measured; 0 if it was not measured.
 
     Raises:
-        SettingsError: a cost is not a positive number.
+        SettingsError: there are no points, or a cost is not a positive number.
     """
 
     rows: Mapping[int, Mapping[int, float]]
@@ -74,25 +77,25 @@ class CostCurve:
 
     @classmethod
     def guess(cls, row: float = ROW) -> CostCurve:
-        """The curve that is used until one is measured: every row after the first costs ``row`` plain steps."""
+        """The curve used until one is measured: every row after the first costs ``row`` plain steps."""
         return cls({0: {1: 1.0, 2: 1.0 + row}})
 
     @classmethod
     def unmeasured(cls, on_gpu: bool) -> CostCurve:
-        """The guess for a device."""
+        """The guessed curve for a device."""
         return cls.guess(ROW_ON_GPU if on_gpu else ROW)
 
     @classmethod
     def typical(cls, on_gpu: bool = False) -> CostCurve:
-        """The curve of a device that could not be measured because other work was running."""
+        """The curve for a device that could not be measured because of other work."""
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
     def budget(self, sequences: int) -> int:
-        """The rows of all trees of a pass over this many sequences: as many as cost at most ``BUDGET`` plain passes,
-        and at most ``MOST_ROWS`` where each sequence has several.
+        """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,
+        and at most ``MOST_ROWS`` if each sequence has several rows.
 
-        Drafting with fixed settings, as in (15, 5, 15), does not read the curve. It hardly pays beyond this budget,
-        because its S is seldom above ``BUDGET``.
+        The budget also limits drafters with fixed settings such as (15, 5, 15), which do not use the curve. They
+        rarely pay off beyond it, because their S is seldom above ``BUDGET``.
         """
         costs, _ = self.table(max(1, MOST_ROWS // sequences), 0, sequences)
         return sequences * int(np.searchsorted(costs[1:], BUDGET, side="right"))
@@ -101,15 +104,15 @@ class CostCurve:
         """c(rows) of one sequence whose context has this many tokens."""
         lengths = sorted(self.rows)
         costs = [_interpolated(self.rows[length], rows) for length in lengths]
-        # Beyond the measured contexts the nearest counts: a slope of noise would grow without bound.
+        # Beyond the measured contexts, use the nearest: an extrapolated slope of noise would grow without bound.
         return float(np.interp(context, lengths, costs))
 
     def table(self, limit: int, context: int, sequences: int = 1) -> tuple[Any, Any]:
         """The costs of steps of 0 to ``limit`` rows in each of ``sequences`` sequences, in plain steps of the batch.
 
         Returns:
-            (costs, slopes), both (limit + 1,) float64. ``costs[1]`` is 1. ``slopes[k]`` is the smallest cost of one
-            more row, from k to any larger number of rows.
+            (costs, slopes), both (limit + 1,) float64. ``costs[1]`` is 1. ``slopes[k]`` is the smallest cost per
+            additional row, from k to any larger number of rows.
         """
         key = limit, context // CONTEXT_STEP, sequences
         if key not in self._tables:
@@ -123,9 +126,8 @@ class CostCurve:
             costs += plain - costs[1] + sequences * self.drafting
             costs[:2] = plain
             costs /= plain
-        costs = np.maximum.accumulate(
-            costs
-        )  # more rows are never cheaper; a measurement that says so is noise
+        # More rows are never cheaper; a measurement to the contrary is noise.
+        costs = np.maximum.accumulate(costs)
         slopes = np.zeros(limit + 1)
         for k in range(1, limit):
             more = np.arange(1, limit - k + 1)
@@ -145,7 +147,7 @@ class CostCurve:
 
 
 def _interpolated(points: Mapping[int, float], at: float) -> float:
-    """Linear between known points; constant before the first, the last slope beyond, never falling."""
+    """Linear between known points, constant before the first, with the last slope beyond; never decreasing there."""
     known = sorted(points)
     after = min(bisect_left(known, at), len(known) - 1)
     before = max(0, after - 1)
@@ -158,7 +160,7 @@ def _interpolated(points: Mapping[int, float], at: float) -> float:
 
 
 def machine() -> str:
-    """What a curve depends on besides the model: processor, cores, threads and GPU."""
+    """The machine's part of a curve's key: system, processor, cores, threads and GPU."""
     parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -167,17 +169,17 @@ def machine() -> str:
 
 
 def curve_file(model: str) -> Path:
-    """The file with the curve of a model on this machine, in the user's cache folder.
+    """The file of a model's curve on this machine, in the user's cache folder.
 
     Args:
-        model: a key that differs between models, dtypes, devices and code paths (``measure.model_key``).
+        model: a key unique to the model, dtype, device and code path (``measure.model_key``).
     """
     digest = hashlib.sha256(f"{machine()}|{model}".encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{digest}.json"
 
 
 def save_curve(model: str, curve: CostCurve) -> Path:
-    """Save the curve of this machine and model. Returns the file.
+    """Save the curve of a model on this machine. Returns the file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -194,7 +196,7 @@ def save_curve(model: str, curve: CostCurve) -> Path:
 
 
 def load_curve(model: str) -> CostCurve | None:
-    """The saved curve of this machine and model; None if there is none, or only one of another machine or version.
+    """The saved curve of a model on this machine; None if there is none of this machine and version.
 
     Raises:
         SettingsError: the file is damaged.
@@ -213,7 +215,7 @@ def load_curve(model: str) -> CostCurve | None:
     except OSError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, SettingsError) as error:
-        raise SettingsError(f"{path} must hold a cost curve, and does not ({error!r:.80})") from error
+        raise SettingsError(f"{path} must contain a cost curve, but does not ({error!r:.80})") from error
 
 
 def _numbers(costs: Mapping[str, Any]) -> dict[int, float]:

@@ -1,7 +1,7 @@
-"""The drafting state of one sequence: it drafts, and learns from each step.
+"""The drafting state of one sequence, which drafts and learns from each step.
 
-``grower`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state`` holds what
-sequences may share. Nothing here reads a clock: drafts depend on the tokens and on the cost curve alone.
+``grower`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state`` contains
+the statistics that sequences may share. Drafts depend only on the tokens and the cost curve; no clock is read.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .state import AdaptiveState
 
 
 class AdaptiveDraftState(DraftState):
-    """One sequence: its memory, its window and the averages of its rule.
+    """The memory, the window and the row rule of one sequence.
 
-    The memory is allocated when the first tree is grown, so a sequence that never drafts costs nothing.
+    The memory is allocated when the first tree is grown, so a sequence that never drafts needs none.
 
     Args:
         settings: the drafter's settings.
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
-            without a cost curve, the guess is used.
+            without a cost curve, ``CostCurve.guess`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -47,35 +47,53 @@ class AdaptiveDraftState(DraftState):
     ) -> None:
         if state is not None and sequence.vocabulary:
             state.check(sequence.vocabulary)
-        self._settings, self._state = settings, state
-        self._vocabulary, self._sampling = sequence.vocabulary, sequence.noise
+        # The inputs.
+        self._settings = settings
+        self._state = state
+        self._vocabulary = sequence.vocabulary
+        self._sampling = sequence.noise
         self._table = sequence.base_table
         if settings.table is not None:
             self._table = usable_table(settings.table, sequence.vocabulary)
-        self._prompt, self._eos = sequence.prompt, sequence.eos
+        self._prompt = sequence.prompt
+        self._eos = sequence.eos
         self._curve: CostCurve = sequence.cost_curve if sequence.cost_curve is not None else CostCurve.guess()
+
+        # The parts, created when the first tree is grown.
         self._rule = RowRule()
         self._grower: Grower | None = None
         self._window: WindowSource | None = None
         #: Tokens that the sources have not read: all of them before the first tree, later those of plain steps.
         self._unread = sequence.text
-        self._last, self._emitted = sequence.first, 1
-        #: The light head, and the hidden state under which the last token was emitted, once a step has given it.
-        self._head, self._hidden = sequence.head, None
+        self._last = sequence.first
+        self._emitted = 1
+        #: The light head, and the hidden state under which the last token was emitted, once a step has provided it.
+        self._head = sequence.head
+        self._hidden: Any = None
+
+        # The present step.
         #: The time of the head's calls for the present tree, in plain steps.
         self._guessed = 0.0
-        #: The table of the present context and batch, and what it belongs to.
-        self._costs, self._slopes, self._table_of = np.ones(2), np.zeros(2), (-1, -1)
-        #: Whether a tree was grown for the present step, and its rows without the window's.
-        self._grown, self._own_rows = False, 1
-        self._plain_steps, self._offered, self._accepted = 0, 0.0, 0
+        #: The costs and slopes by number of rows, and the (batch, context) that they are for.
+        self._costs = np.ones(2)
+        self._slopes = np.zeros(2)
+        self._table_of = (-1, -1)
+        #: Whether a tree was grown for the present step, and its number of rows without the window's.
+        self._grown = False
+        self._own_rows = 1
+
+        # Statistics.
+        self._plain_steps = 0
+        self._offered = 0.0
+        self._accepted = 0
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         self._choose_table(batch)
         limit = min(max_rows, self._settings.most_rows)
         self._grown = limit > 1 and self._may_pay()
         if not self._grown:
-            self._own_rows, self._guessed = 1, 0.0
+            self._own_rows = 1
+            self._guessed = 0.0
             tree = TokenTree(self._last)
         else:
             tree = self._grow(limit, max_depth)
@@ -104,7 +122,9 @@ class AdaptiveDraftState(DraftState):
         self._table_of = table_of
         size = self._settings.table_rows
         if self._settings.rows is not None:
-            self._costs, self._slopes = np.ones(size + 1), np.zeros(size + 1)  # every row is free
+            # Every row is free.
+            self._costs = np.ones(size + 1)
+            self._slopes = np.zeros(size + 1)
         else:
             context = table_of[1] * CONTEXT_STEP
             self._costs, self._slopes = self._curve.table(size, context, batch)
@@ -113,13 +133,13 @@ class AdaptiveDraftState(DraftState):
             self._grower.use_costs(self._costs, self._slopes)
 
     def _may_pay(self) -> bool:
-        """Whether a tree should be grown: not in a pause, nor where certain rows would cost more than they bring."""
+        """Whether to grow a tree: not during a pause, nor if even certain rows would cost more than they gain."""
         if self._settings.rows is not None:
             return True
         return not self._rule.pause and bool(self._slopes[1] < MAX_PROBABILITY + EXPLORATION)
 
     def _ready(self) -> Grower:
-        """The grower, which has read all tokens of the sequence."""
+        """The grower, after it has read all tokens of the sequence."""
         config = self._settings
         grower = self._grower
         if grower is None:
@@ -149,17 +169,20 @@ class AdaptiveDraftState(DraftState):
 
     def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:
         """The tree of the likeliest ``rows`` nodes, with the window if its rows pay more than those it replaces."""
-        window, wanted, kept = self._window, 0, rows
+        window = self._window
+        wanted = 0
+        kept = rows
         if window is not None:
             wanted = window.wanted(max_depth)
             kept = min(rows, limit - wanted)
-            # Rows of the tree may be replaced only by a window that leaves them half of the step.
+            # The window may replace rows of the tree only if it takes at most half of the step.
             fits = wanted > 0 and (kept == rows or wanted <= limit // 2)
             given_up = sum(grower.probabilities[kept:rows]) if fits else 0.0
             if not fits or not window_pays(
                 self._rule.rate, self._costs, kept, wanted, window.credit, given_up
             ):
-                wanted, kept = 0, rows
+                wanted = 0
+                kept = rows
         grower.cut(kept)
         self._own_rows = kept
         tree = grower.tree()
@@ -169,7 +192,7 @@ class AdaptiveDraftState(DraftState):
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        # Averages of the rule: every step counts, also one without a tree.
+        # The averages of the rule include steps without a tree.
         rows = min(len(tree), len(self._costs) - 1)
         self._rule.count(len(tokens), float(self._costs[rows]) + self._guessed)
         self._plain_steps += len(tree) == 1
@@ -186,7 +209,7 @@ class AdaptiveDraftState(DraftState):
             if self._hidden is None:
                 self._head = None
                 warnings.warn(
-                    "this target gives no hidden states, so the light head is not used",
+                    "this target does not provide hidden states, so the light head is not used",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -197,9 +220,10 @@ class AdaptiveDraftState(DraftState):
         """Learn from the logits of all rows of a step.
 
         If the engine evaluated only the first rows of the drafted tree, or has only their logits, ``tree`` has only
-        these rows.
+        those rows.
         """
-        rows, window = len(tree), self._window
+        rows = len(tree)
+        window = self._window
         grower.cut(rows)
         expected = grower.expected
         self._rule.count_grown(rows, expected, len(tokens))
@@ -210,7 +234,7 @@ class AdaptiveDraftState(DraftState):
             window.advance(tree.tokens[0], grower.answers(rows), rows - grower.rows, credited)
 
     def pad(self, tree: TokenTree, rows: int) -> None:
-        """Add rows with arbitrary tokens to the last tree, for measurements of a step's cost."""
+        """Add rows with arbitrary tokens to the last tree, to measure the cost of a step."""
         vocabulary = max(2, self._vocabulary)
         deepest = max(tree.depths)
         for number in range(8 * rows):
@@ -224,11 +248,11 @@ class AdaptiveDraftState(DraftState):
 
     @property
     def estimates(self) -> list[float]:
-        """The estimated probability of each node of the last tree, without the window's rows at its end."""
+        """The estimated probability of each node of the last tree, except the window's rows at its end."""
         return self._grower.probabilities if self._grown and self._grower is not None else []
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
-        """The estimated probability that verification reaches each row, and the sources that proposed the row."""
+        """The estimated probability that verification reaches each row, and the sources that proposed it."""
         grower = self._grower
         if tree is None or len(tree) == 1 or grower is None:
             return {}

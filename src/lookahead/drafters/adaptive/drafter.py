@@ -1,4 +1,4 @@
-"""``Adaptive``: the settings, and the state that is kept across sequences. Loads no numpy until a sequence starts."""
+"""``Adaptive``: the settings, and the state kept across sequences. numpy is imported when a sequence starts."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adaptive(AdaptiveSettings, Drafter):
-    """One calibrated token tree from every training-free source, with as many rows as pay on this machine.
+    """One calibrated token tree from every training-free source, with as many rows as pay off on this machine.
 
     Attributes:
-        max_rows: largest number of rows of a step, 1 to 512.
-        rows: a fixed number of rows of a step, 1 to 512, of which there are fewer only where the sources propose too
-            few. None: each step has as many rows as pay by the cost curve of this model on this machine.
-        sources: the names in ``SOURCES`` that may propose candidates. Without "logits" nothing reads what the window
-            explores.
+        max_rows: largest number of rows per step, 1 to 512.
+        rows: a fixed number of rows per step, 1 to 512; steps have fewer only if the sources propose too few. None:
+            each step has as many rows as pay off by the cost curve of this model on this machine.
+        sources: the names in ``SOURCES`` that may propose candidates. Without "logits", the results of the window are
+            not used.
         window_size: W, columns of the window, 0 to 512; 0 for no window.
         ngram_size: N of the window, 2 to 16.
-        suffix_order: tokens of the longest suffix that is matched, 1 to 32.
-        top, sampled_top: tokens kept of each evaluated row, in greedy and in sampled decoding, 1 to 64.
-        max_entries: contexts that a state keeps in each table, at least 1000; the oldest is dropped first.
+        suffix_order: length of the longest suffix to match, in tokens, 1 to 32.
+        top, sampled_top: tokens kept per evaluated row in greedy and in sampled decoding, 1 to 64.
+        max_entries: contexts that a state keeps per table, at least 1000; the oldest are dropped first.
         seed: seed of the random tokens that fill empty positions of the window.
         chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
-        head: a light head, which was trained for this model: its path, or "auto" for the one that was trained on this
-            machine, if there is one. None: without a head.
-        table: the file of a base table, for the source "base". None: the one that ``lookahead learn`` has made for
-            this model on this machine, or else that comes with this package, if there is one.
-        state: statistics that sequences share; None: every sequence starts without any.
+        head: a light head trained for this model: its path, or "auto" for the one trained on this machine, if any.
+            None for no head.
+        table: the file of a base table for the source "base". None for the one that ``lookahead learn`` made for this
+            model on this machine, or else the one included in this package, if any.
+        state: statistics that sequences share; None to start every sequence without any.
 
     Raises:
         SettingsError: an unknown source, or a value out of range.
@@ -71,6 +71,6 @@ class Adaptive(AdaptiveSettings, Drafter):
         return self.head
 
     def start(self, sequence: Start) -> DraftState:
-        from .draft_state import AdaptiveDraftState  # loads numpy and numba
+        from .draft_state import AdaptiveDraftState  # imports numpy and numba
 
         return AdaptiveDraftState(self, self.state, sequence)

@@ -8,10 +8,10 @@ its parent, so taking nodes in order of decreasing probability gives the best tr
 An example with six rows and edge probabilities that include DEEPER. The root R has the children a (0.6),
 b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
 
-    The heap holds two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
-    is a row whose sources have not been asked yet. A row cannot have a child likelier than itself, and its best child
-    is usually less than half as likely, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its
-    sources are asked only if that reaches the top. Of each node, only the best remaining edge is in the heap.
+    The heap has two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
+    is a row whose sources have not been asked yet. A child is never likelier than its row, and usually less than half
+    as likely, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its sources are asked only if
+    that reaches the top. Only the best remaining edge of each node is in the heap.
 
     popped      what happens                                 heap afterwards                              rows
     (start)     the root is a row to ask                     R? 1.00                                      R
@@ -26,7 +26,7 @@ b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
     b? 0.16     nothing is proposed under b                  a.e 0.06, R.c 0.05                           R a b d f
     a.e 0.06    e is row 5: six rows, the tree is complete                                                R a b d f e
 
-Row 2 (b, 0.32) was taken before row 3 (d, 0.48): that is the cost of the factor 0.5 here. With the factor 1 the order
+Row 2 (b, 0.32) was taken before row 3 (d, 0.48), which is the price of the factor 0.5. With the factor 1, the order
 is exact, but sources are asked under more rows.
 """
 
@@ -51,23 +51,23 @@ from .sources import base_table, logit_cache
 from .sources.light_head import GAINS, combine, guess_level
 from .sources.suffix import match
 
-#: The sources are asked under a row when its probability times this factor is the largest in the heap.
+#: The sources are asked under a row once its probability times this factor is the largest in the heap.
 EXPANSION_FACTOR = 0.5
-#: What ``grow`` returns besides depths.
+#: Return values of ``grow`` other than depths.
 COMPLETE, GUESS_WANTED = -1, -2
-#: Probabilities below the first level are multiplied by this once per level. The rule picks the rows whose estimates
-#: are highest, so overestimates prevail among those it picks, and more so the deeper the row: at the sixth level, 0.34
+#: Probabilities below the first level are multiplied by this once per level. The rule picks the rows with the highest
+#: estimates, so overestimates prevail among those it picks, and more so the deeper the row: at the sixth level, 0.34
 #: of the tokens were accepted where 0.44 were expected.
 DEEPER = 0.88
-#: Edges with a smaller probability do not enter the heap.
+#: Edges with a smaller probability are ignored.
 MIN_PROBABILITY = 0.002
 
 
 @compiled
 def _match_level(memory: Memory, node: int, token: int) -> int:
-    """The confidence level of a token from the suffix matches of both tries; -1 if neither proposes it.
+    """The confidence level of a token by the suffix matches of both tries; -1 if neither proposes it.
 
-    With ``token`` -1: the highest level of any proposed token.
+    If ``token`` is -1, the highest level of any proposed token.
     """
     level = -1
     for source in (SUFFIX, CORPUS):
@@ -81,15 +81,17 @@ def _match_level(memory: Memory, node: int, token: int) -> int:
 
 @compiled
 def _recall(memory: Memory, node: int) -> int:
-    """Collect what the logit cache and the base table propose. Returns the state of a token that neither proposes.
+    """Collect the proposals of logit cache and base table. Returns the state of a token that neither proposes.
 
-    Sets the bucket of the pair for each proposal, or -1 where the base table has no entry: the logit cache's own
-    confidence counts there.
+    Sets each proposal's bucket of the pair, or -1 if the base table has no entry; the confidence is then the logit
+    cache's own.
     """
     logit_cache.propose(memory, node)
     base_table.propose(memory, node)
-    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
-    # The best level of each source: what it says of a token that only the other proposes.
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    calibration = memory.calibration
+    # The best level of each source, from which follows its state for a token that only the other proposes.
     cached, base = int64(-1), int64(-1)
     for index in range(row.recalled):
         proposal = proposals[index]
@@ -99,6 +101,8 @@ def _recall(memory: Memory, node: int) -> int:
             base = max(base, calibration.base[proposal.base_kind].level)
     not_cached = OTHER + cached if cached >= 0 else NOTHING
     not_in_base = OTHER + base if base >= 0 else NOTHING
+
+    # The bucket of the pair for each proposal, and the highest confidence.
     highest = int64(-1)
     for index in range(int64(row.recalled)):
         proposal = proposals[index]
@@ -123,13 +127,15 @@ def _confidence(memory: Memory, node: int, index: int) -> int:
 
 @compiled
 def ask(memory: Memory, node: int) -> None:
-    """Collect what the sources propose under a row: logit cache, base table, suffix matches, last step's answers."""
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    """Collect all proposals under a row: logit cache, base table, suffix matches, last step's answers."""
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
     match(memory.texts[SUFFIX], memory.tree, SUFFIX, node)
     match(memory.texts[CORPUS], memory.tree, CORPUS, node)
     unrecalled = _recall(memory, node)
-    # What the logit cache or the base table proposes comes first, each token with the state of the suffix matches.
+
+    # First the proposals of the logit cache and the base table, each with the state of the suffix matches.
     best = _match_level(memory, node, -1)
     unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
     count = int64(row.recalled)
@@ -138,7 +144,8 @@ def ask(memory: Memory, node: int) -> None:
         confidence = _confidence(memory, node, index)
         level = _match_level(memory, node, int64(proposal.token))
         proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
-    # Then what only the suffix matches propose.
+
+    # Then the tokens that only the suffix matches propose.
     for source in (SUFFIX, CORPUS):
         for proposed in memory.tree.matches[source, node]:
             if proposed.token < 0:
@@ -148,6 +155,7 @@ def ask(memory: Memory, node: int) -> None:
                 proposals[count].token = proposed.token
                 proposals[count].joint = zone + level * STATES + unrecalled
                 count += 1
+
     # Then the last step's answers at this position.
     if row.depth < len(memory.answers):
         answered = ANSWERED_BEST
@@ -178,13 +186,19 @@ def probability_of(memory: Memory, row: Any, proposal: Any) -> float:
 def _expand(memory: Memory, node: int) -> int:
     """Ask the sources under a node and sort its edges, likeliest first. Returns the number of edges."""
     ask(memory, node)
-    row, proposals, edges = memory.tree.nodes[node], memory.tree.proposals[node], memory.tree.edges[node]
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    edges = memory.tree.edges[node]
+
+    # Scale the probabilities if their sum exceeds the limit. Costs are negative, so that the likeliest come first.
     total = 0.0
     for i in range(row.proposals):
         total += probability_of(memory, row, proposals[i])
     scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
     if row.depth > 0:
         scale *= DEEPER
+
+    # Insertion sort by cost, then by token.
     count = 0
     for i in range(row.proposals):
         probability, token = probability_of(memory, row, proposals[i]), proposals[i].token
@@ -205,9 +219,9 @@ def _expand(memory: Memory, node: int) -> int:
 
 @compiled
 def _before(waiting: Any, cost: float, row: int, edge: int) -> bool:
-    """Whether an entry of the heap comes before this one.
+    """Whether an entry of the heap comes before the given one.
 
-    Of equal costs, rows to ask come first, the latest of them before the others; then edges by row.
+    At equal cost, rows to ask come first, latest first; then edges, by row.
     """
     if waiting.cost != cost:
         return bool(waiting.cost < cost)
@@ -276,7 +290,8 @@ def _push(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
 @compiled
 def add(memory: Memory, parent: int, token: int, probability: float) -> int:
     """Append a row to the tree. Returns its depth."""
-    tree, step = memory.tree, memory.step[0]
+    tree = memory.tree
+    step = memory.step[0]
     node = tree.sizes[0].rows
     row = tree.nodes[node]
     above, depth = step.previous, int64(0)
@@ -292,7 +307,7 @@ def add(memory: Memory, parent: int, token: int, probability: float) -> int:
 
 @compiled
 def lacks_noise(memory: Memory, depth: int) -> bool:
-    """Whether the noise of the tokens under nodes of this depth is needed and not in ``memory.noise`` yet."""
+    """Whether the noise for tokens under nodes of this depth is needed but not in ``memory.noise`` yet."""
     if memory.step[0].sampled != BY_ARRAY:
         return False
     position = memory.step[0].position + depth
@@ -301,8 +316,9 @@ def lacks_noise(memory: Memory, depth: int) -> bool:
 
 @compiled
 def wants_guess(memory: Memory, node: int) -> bool:
-    """Whether the light head should guess under a row: not if the other sources are so sure that it brings little."""
-    step, row = memory.step[0], memory.tree.nodes[node]
+    """Whether the light head should guess under a row, i.e. whether its expected gain is worth its time."""
+    step = memory.step[0]
+    row = memory.tree.nodes[node]
     if row.guess >= 0 or row.depth >= step.guess_depth:
         return False
     if row.parent >= 0 and memory.tree.nodes[row.parent].guess < 0:
@@ -321,14 +337,16 @@ def wants_guess(memory: Memory, node: int) -> bool:
 def _take(memory: Memory, limit: int, max_depth: int) -> int:
     """Take rows from the heap, likeliest first, until the tree is complete.
 
-    Returns ``COMPLETE``; or ``GUESS_WANTED``; or the depth at which the sources need noise that is not in
+    Returns ``COMPLETE``, ``GUESS_WANTED``, or the depth at which the sources need noise that is not in
     ``memory.noise`` yet.
     """
     tree = memory.tree
-    sizes, nodes, heap = tree.sizes[0], tree.nodes, tree.heap
+    sizes = tree.sizes[0]
+    nodes = tree.nodes
+    heap = tree.heap
     while sizes.heap > 0 and sizes.rows < limit:
         cost, node, edge = heap[0].cost, int64(heap[0].row), int64(heap[0].edge)
-        # A row to ask: its place in the heap goes to its likeliest edge.
+        # A row to ask: its likeliest edge takes its place in the heap.
         if edge < 0:
             if lacks_noise(memory, int64(nodes[node].depth)):
                 return int64(nodes[node].depth)
@@ -358,14 +376,14 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 @entry
 def grow(packed: Any, limit: int, max_depth: int, fresh: bool) -> int:
-    """Grow a tree of at most ``limit`` nodes and depth ``max_depth``; ``step.chosen`` is the number of rows that pay.
+    """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and set ``step.chosen``.
 
-    Growth ends early where no further row can pay (``rows.pays``).
+    Growth ends early when no further row can pay off (``rows.pays``).
 
     Returns:
         ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; or a depth of at
-        least 0 at which noise is missing. The caller then stores what is missing and calls again with ``fresh``
-        False, which continues the same tree.
+        least 0 at which noise is missing. The caller then provides the guesses or the noise and calls again with
+        ``fresh`` False to continue the same tree.
     """
     memory = unpack(packed)
     tree = memory.tree

@@ -1,4 +1,4 @@
-"""``Grower`` owns the memory of one sequence, and calls ``grow`` before each step and ``learn`` after it."""
+"""``Grower`` owns the memory of one sequence and calls ``grow`` before each step and ``learn`` after it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .state import AdaptiveState
 
 #: Initial number of positions whose noise is kept.
 FIRST_POSITIONS = 32
-#: The fewest tokens that are appended at once: a key of the logit cache has three.
+#: Smallest capacity for tokens that are appended together; a key of the logit cache has three.
 LEAST_TOKENS = 8
-#: The lowest temperature that scores are divided by.
+#: The lowest temperature by which scores are divided.
 LEAST_TEMPERATURE = 1e-3
 
 
@@ -48,17 +48,17 @@ class Grower:
         state: the logit cache, the calibration and the corpus, which may be shared by sequences.
         vocabulary: V.
         config: sources, rows, and tokens kept per row.
-        before: a token that stands for those before the first.
-        noise: how tokens are sampled; None for greedy decoding.
-        use_corpus: whether the sequence is matched with those of the state's corpus, and added to it.
+        before: a token that stands in for those before the first.
+        noise: the noise with which tokens are sampled; None for greedy decoding.
+        use_corpus: whether to match the sequence against the state's corpus, and to add it.
         head: the light head; None for none.
-        table: what follows in the model's own text; None for no such source.
+        table: the base table; None for none.
 
     Attributes:
-        memory: what compiled code reads and writes; exchanged when an array has been enlarged.
-        rows: rows of the last tree.
-        hidden: the hidden state under which the last token was emitted, (hidden,) fp32; None if it is not known.
-        guesses: asks the head.
+        memory: the memory of compiled code; replaced when an array has been enlarged.
+        rows: number of rows in the last tree.
+        hidden: the hidden state under which the last token was emitted, (hidden,) fp32; None if unknown.
+        guesses: calls the head; None without one.
     """
 
     def __init__(
@@ -72,9 +72,11 @@ class Grower:
         head: LightHead | None = None,
         table: BaseTable | None = None,
     ) -> None:
+        # The sources.
         sampled = noise is not None
         self._emitted = 1
-        self._tables, self._noise = state.tables(sampled, table), noise
+        self._tables = state.tables(sampled, table)
+        self._noise = noise
         self._top = config.sampled_top if sampled else config.top
         self.rows = 1
         self.hidden: Any = None
@@ -94,13 +96,15 @@ class Grower:
             step["sampled"] = BY_ARRAY if noise.key is None else BY_KEY
             step["noise_key"] = noise.key or 0
             step["temperature"] = max(noise.temperature, LEAST_TEMPERATURE)
-        step["use_logits"], step["use_answers"] = "logits" in config.sources, "jacobi" in config.sources
+        step["use_logits"] = "logits" in config.sources
+        step["use_answers"] = "jacobi" in config.sources
         step["expansion_factor"] = growing.EXPANSION_FACTOR
         step["before"] = step["previous"] = step["last"] = before
         self._rate, self._bias, self._chosen, self._position = (
             step[name] for name in ("rate", "bias", "chosen", "position")
         )
-        self._guess_depth, self._guess_price = step["guess_depth"], step["guess_price"]
+        self._guess_depth = step["guess_depth"]
+        self._guess_price = step["guess_price"]
         self._rate[0] = self._bias[0] = 1.0
 
         # The arrays of compiled code.
@@ -126,7 +130,7 @@ class Grower:
             credit=np.zeros(len(CREDITED), np.int64),
         )
 
-        # Columns of the tree's rows: taking one from an array of records takes about as long as growing a row.
+        # Views of the tree's columns; taking one from an array of records takes about as long as growing a row.
         tree = self.memory.tree
         self._token, self._parent, self._probability, self._depth = (
             tree.nodes[name] for name in ("token", "parent", "probability", "depth")
@@ -139,7 +143,8 @@ class Grower:
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        self._memory, self._packed = memory, pack(memory)
+        self._memory = memory
+        self._packed = pack(memory)
 
     @property
     def credit(self) -> dict[str, int]:
@@ -158,7 +163,7 @@ class Grower:
         return sum(self.probabilities)
 
     def sources_of(self, row: int) -> list[str]:
-        """The sources that proposed a row of the last tree, other than the root."""
+        """The sources that proposed a row of the last tree, which is not the root."""
         tree = self.memory.tree
         parent, token = tree.nodes["parent"][row], tree.nodes["token"][row]
         recalled = tree.proposals[parent, : tree.nodes["recalled"][parent]]
@@ -172,18 +177,20 @@ class Grower:
         guess = tree.nodes["guess"][parent]
         proposed["head"] = [] if guess < 0 else self.memory.guesses.tokens[guess].tolist()
         names = [name for name, tokens in proposed.items() if token in tokens]
-        return names or ["jacobi"]  # the previous step's answers, which this step's answers have replaced
+        return names or ["jacobi"]  # this step's answers have already replaced those that proposed it
 
     def use_costs(self, costs: Any, slopes: Any) -> None:
-        """Choose rows by this table (``CostCurve.table``) from now on; at first, every row is free."""
-        self.memory.costs[:], self.memory.slopes[:] = costs, slopes
+        """Choose rows by these costs (``CostCurve.table``) from now on. Initially, every row is free."""
+        self.memory.costs[:] = costs
+        self.memory.slopes[:] = slopes
 
     def price(self, rate: float, bias: float) -> None:
         """Set r and the correction of F for the next step; see ``rows``."""
-        self._rate[0], self._bias[0] = rate, bias
+        self._rate[0] = rate
+        self._bias[0] = bias
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence, without a step; the last step's answers no longer fit."""
+        """Append tokens to the sequence without a step. The last step's answers become invalid."""
         most = len(self.memory.tokens)
         for start in range(0, len(tokens), most):
             piece = tokens[start : start + most]
@@ -193,7 +200,8 @@ class Grower:
         self.memory.answers[:] = -1
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append a long text, such as the prompt."""
+        """Append many tokens, such as the prompt."""
+        # Only the suffix tries need all tokens; the last ones suffice for the rest of the memory.
         most = len(self.memory.tokens)
         if len(tokens) > most:
             text = np.array(tokens[:-most], np.int64)
@@ -205,7 +213,7 @@ class Grower:
         self.append(tokens)
 
     def _make_room(self, rows: int, tokens: int) -> None:
-        """Make room for the rows of a step and for new tokens; refer to arrays that were exchanged."""
+        """Make room for the rows of a step and for new tokens, and refer to arrays that were replaced."""
         self._tables.logits.reserve(rows)
         for reader in self._readers:
             if reader is not None:
@@ -213,7 +221,7 @@ class Grower:
         self._refer()
 
     def _refer(self) -> None:
-        """Refer to the present arrays of the tables, which another sequence may have enlarged."""
+        """Refer to the current arrays of the tables, which another sequence may have enlarged."""
         memory = self.memory
         for reader, text in zip(self._readers, memory.texts, strict=True):
             if reader is not None and reader.trie.nodes is not text.trie:
@@ -223,21 +231,23 @@ class Grower:
             self.memory = memory._replace(cache=self._tables.logits.arrays)
 
     def _catch_up(self) -> bool:
-        """Restart in a corpus that another sequence has cleared. Returns whether it was."""
+        """Restart in the corpus if another sequence has cleared it. Returns whether it was cleared."""
         corpus = self._readers[CORPUS]
         return corpus is not None and corpus.catch_up()
 
     def count_emitted(self, tokens: int) -> None:
-        """Set the number of emitted tokens. With the seed, it determines the noise of the next ones."""
+        """Set the number of emitted tokens, which with the seed determines the noise of the next ones."""
         self._emitted = tokens
         if self._noise is not None and self._noise.key is not None:
             self.memory.step["noise_offset"] = self._noise.start + tokens - self._position
 
     def _keep_noise(self, depth: int) -> None:
-        """Store the noise of the tokens chosen under nodes of this depth in the array that compiled code reads."""
+        """Store the noise for tokens under nodes of this depth where compiled code reads it."""
         assert self._noise is not None
-        memory, begin = self.memory, int(self._position[0])
-        noise, position = self._noise(self._emitted + depth), begin + depth
+        memory = self.memory
+        begin = int(self._position[0])
+        noise = self._noise(self._emitted + depth)
+        position = begin + depth
         if depth >= len(memory.noise_positions) or noise.shape[0] != memory.noise.shape[1]:
             positions = max(FIRST_POSITIONS, 2 << depth.bit_length())
             larger = np.empty((positions, noise.shape[0]), np.float32)
@@ -251,7 +261,7 @@ class Grower:
         memory.noise_positions[position % len(memory.noise_positions)] = position
 
     def grow(self, limit: int, max_depth: int) -> int:
-        """Grow a tree of at most ``limit`` rows. Returns the number of its rows that pay."""
+        """Grow a tree of at most ``limit`` rows. Returns the number of rows that pay off."""
         limit = min(limit, self.size)
         self._catch_up()
         self._refer()
@@ -259,10 +269,10 @@ class Grower:
         self._guess_depth[0] = 0
         if guesses is not None:
             guesses.begin()
-            self._guess_depth[0], self._guess_price[0] = (
-                guesses.head.levels,
-                self._rate[0] * guesses.head.cost,
-            )
+            self._guess_depth[0] = guesses.head.levels
+            self._guess_price[0] = self._rate[0] * guesses.head.cost
+
+        # Compiled code returns whenever it needs a guess or noise, and continues once it has it.
         missing = growing.grow(self._packed, limit, max_depth, True)
         while missing != growing.COMPLETE:
             if guesses is not None and missing == growing.GUESS_WANTED:
@@ -276,8 +286,8 @@ class Grower:
         return int(self._chosen[0])
 
     def grow_chain(self, limit: int, max_depth: int) -> int:
-        """Grow the chain on which most tokens are expected to be accepted. Returns the number of rows that pay."""
-        # A chain's rows are found among the rows of all branches, so the slope at a number of rows does not apply.
+        """Grow the chain with the most expected accepted tokens. Returns the number of rows that pay off."""
+        # The searched tree has more rows than the chain, so the slope at its number of rows does not apply.
         slopes = self.memory.slopes.copy()
         self.memory.slopes[:] = slopes[1 : max(2, limit)].min()
         self.grow(self.size, min(max_depth, limit - 1))
@@ -291,7 +301,8 @@ class Grower:
         expected = self.probabilities[:1]
         for parent, probability in zip(parents[1:], self.probabilities[1:], strict=True):
             expected.append(expected[parent] + probability)
-        rows, row = list[int](), expected.index(max(expected))
+        rows = list[int]()
+        row = expected.index(max(expected))
         while row >= 0:
             rows.append(row)
             row = parents[row]
@@ -314,9 +325,11 @@ class Grower:
         return TokenTree.of(self._token[: self.rows].tolist(), self._parent[: self.rows].tolist())
 
     def adopt(self, tree: TokenTree) -> None:
-        """Include the rows that others (the window) have added to the tree."""
-        own, count = self.rows, len(tree)
-        self._token[own:count], self._parent[own:count] = tree.tokens[own:], tree.parents[own:]
+        """Include the rows that the window or others have added to the tree."""
+        own = self.rows
+        count = len(tree)
+        self._token[own:count] = tree.tokens[own:]
+        self._parent[own:count] = tree.parents[own:]
         self._depth[own:count] = tree.depths[own:]
 
     def learn(self, scores: Scores, path: Sequence[int], tokens: Sequence[int], rows: int) -> int:
@@ -325,11 +338,12 @@ class Grower:
         Args:
             scores: of all rows of the step's tree.
             path, tokens: the accepted rows and the emitted tokens.
-            rows: rows of the step; those after ``self.rows`` are the window's.
+            rows: number of rows in the step; those from ``self.rows`` on are the window's.
 
         Returns:
-            The number of tokens that were accepted because of the window.
+            The number of tokens accepted because of the window.
         """
+        # The result of the step, in the arrays of compiled code.
         length = len(path)
         ids, odds = scores.top(range(rows), self._top)
         ids, odds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(odds, np.float32)
@@ -343,14 +357,12 @@ class Grower:
                 if known[(begin + depth) % len(known)] != begin + depth:
                     self._keep_noise(depth)
         if self._catch_up():
-            self.memory.tree.contexts[CORPUS] = (
-                0  # another sequence has cleared the trie since: nothing matches
-            )
+            self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
         self._make_room(rows + length, length)
         return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
 
     def answers(self, rows: int) -> list[int]:
-        """The target's token under each of the first rows of the last step, as far as it is known."""
+        """The target's token under each of the first ``rows`` rows of the last step, as far as known."""
         own: list[int] = self.memory.own[:rows].tolist()
         return own
 

@@ -1,6 +1,6 @@
 """Hash tables: open addressing with linear probing, in arrays of ``SLOT`` whose length is a power of two.
 
-Keys are integers from 0 to 2**62. A slot holds the key plus one, so that zeroed memory is an empty table.
+Keys are integers from 0 to 2**62. A slot stores the key plus one, so that zeroed memory is an empty table.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .memory import SLOT
 
 
 def new_slots(*shape: int) -> Any:
-    """Empty tables; the last length must be a power of two, and at most half of it may be filled."""
+    """Empty tables; the last dimension must be a power of two, and at most half of the slots may be used."""
     return np.zeros(shape, dtype=SLOT)
 
 
 @compiled
 def _home(slots: Any, key: int) -> int:
-    """The slot of a key if it is free. No product exceeds 63 bits, so uncompiled code gives the same slot."""
+    """The preferred slot of a key. No product exceeds 63 bits, so uncompiled code computes the same slot."""
     key = int64(key)
     low, high = key & 0x7FFFFFFF, key >> 31
     mixed = low ^ high * 0x85EB
@@ -31,7 +31,8 @@ def _home(slots: Any, key: int) -> int:
 @compiled
 def find(slots: Any, key: int) -> int:
     """The index of the key's slot, or of the empty slot that it would take."""
-    index, mask = _home(slots, key), len(slots) - 1
+    index = _home(slots, key)
+    mask = len(slots) - 1
     while slots[index].key != key + 1 and slots[index].key != 0:
         index = (index + 1) & mask
     return index
@@ -39,7 +40,7 @@ def find(slots: Any, key: int) -> int:
 
 @compiled
 def remove(slots: Any, key: int) -> None:
-    """Remove a key. Keys after it move up, so that linear probing still finds them."""
+    """Remove a key. Later keys move up, so that linear probing still finds them."""
     mask = len(slots) - 1
     gap = index = find(slots, key)
     while True:
@@ -64,7 +65,7 @@ def rehash(old: Any, new: Any) -> None:
 
 @entry
 def enter(slots: Any, keys: Any) -> None:
-    """Insert distinct keys into an empty table; the value of each is its index in ``keys``."""
+    """Insert distinct keys into an empty table, with their indices in ``keys`` as values."""
     for value in range(len(keys)):
         index = find(slots, keys[value])
         slots[index].key, slots[index].value = keys[value] + 1, value

@@ -1,8 +1,8 @@
-"""Learning from a step: every proposal is judged by the target's own tokens, and every row's logits are kept.
+"""Learning from a step: compare every proposal with the target's own tokens, and keep every row's logits.
 
-``learn`` is called once per step for which a tree was grown. It updates, in this order: the calibration (which kinds
-of proposals were right), the target's token under each row, the logit cache, the answers that the next step may use,
-and the texts of the suffix tries.
+``learn`` is called once per step for which a tree was grown. It updates, in this order, the calibration (which kinds
+of proposals were right), the target's token under each row, the logit cache, the answers for the next step, and the
+texts of the suffix tries.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
 
-#: What accepted tokens are credited to: the sources, and the window for rows that only it evaluated.
+#: The sources credited with accepted tokens, and the window if only its rows led to the token.
 CREDITED = ("suffix", "logits", "base", "jacobi", "corpus", "window", "head")
 BY_SUFFIX, BY_LOGITS, BY_BASE, BY_ANSWERS, BY_CORPUS, BY_WINDOW, BY_HEAD = range(7)
 
 
 @compiled
 def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: int) -> int:
-    """The source to credit with an accepted token: the most specific of those that proposed it."""
+    """The source to credit with an accepted token: the most specific one that proposed it."""
     row = memory.tree.nodes[node]
     if matched == 0:
         return BY_SUFFIX
@@ -61,8 +61,11 @@ def _judge_matches(memory: Memory, source: int, node: int, truth: int) -> int:
 @compiled
 def _judge_guesses(memory: Memory, node: int, right: int) -> None:
     """Count hits and trials of the light head's guesses at a node, alone and together with the other sources."""
-    row, proposals, calibration = memory.tree.nodes[node], memory.tree.proposals[node], memory.calibration
-    kinds, level = memory.guesses.kinds[row.guess], guess_level(row)
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
+    calibration = memory.calibration
+    kinds = memory.guesses.kinds[row.guess]
+    level = guess_level(row)
     for index in range(row.proposals):
         count(calibration.both[proposals[index].both], index == right)
         if proposals[index].guess >= 0:
@@ -73,14 +76,15 @@ def _judge_guesses(memory: Memory, node: int, right: int) -> None:
 def _judge(memory: Memory, length: int) -> int:
     """Count hits and trials of every proposal under the accepted rows. Returns tokens accepted because of the window.
 
-    The target's token is known under each of these rows, so every proposal there can be judged, whether it was a row
-    of the tree or not.
+    The target's token is known under each of these rows, so every proposal there is counted, whether or not it became
+    a row of the tree.
     """
     calibration = memory.calibration
     by_window = 0
     for i in range(length):
         node, truth = memory.path[i], memory.tokens[i]
-        row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+        row = memory.tree.nodes[node]
+        proposals = memory.tree.proposals[node]
         if row.asked == 0:
             ask(memory, node)
         right = index_of(proposals, row.proposals, truth)
@@ -110,7 +114,7 @@ def _judge(memory: Memory, length: int) -> int:
 def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
     """The target's token under each row: the argmax of its logits, with the noise added when sampling.
 
-    Only the best tokens of a row are known, so when sampling the result may miss a token with large noise.
+    Only the best tokens of a row are known, so sampling may miss a token with large noise.
     """
     step = memory.step[0]
     temperature = np.float32(step.temperature)
@@ -124,14 +128,16 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
                 if 0 <= token < step.vocabulary:
                     score = odds[node, i] / temperature + noise_of(memory, depth, token)
                     if score > highest:
-                        highest, best = score, i
+                        highest = score
+                        best = i
         memory.own[node] = ids[node, best]
 
 
 @compiled
 def _keep_answers(memory: Memory, length: int) -> None:
-    """Keep the target's tokens under this step's rows, by depth below the next root, likeliest rows first."""
-    answers, own = memory.answers, memory.own
+    """Keep the target's tokens under this step's rows, by depth below the next root, in row order."""
+    answers = memory.answers
+    own = memory.own
     answers[:] = -1
     for node in range(memory.tree.sizes[0].rows):
         depth = memory.tree.nodes[node].depth - length
@@ -160,15 +166,18 @@ def _append(memory: Memory, length: int) -> None:
 def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
     """Update the calibration, the logit cache, the answers and the texts from the result of a step.
 
-    The accepted rows and the emitted tokens are the first ``length`` of ``memory.path`` and ``memory.tokens``. Rows
-    from ``sizes.rows`` to ``rows`` were added by others (the window); their token and parent are set.
-    ``window_start`` is the first row of the window. Fills in ``memory.own`` and adds to ``memory.credit``.
+    Fills in ``memory.own`` and adds to ``memory.credit``.
 
     Args:
+        packed: the memory. Rows from ``sizes.rows`` on were added by others (the window); their token and parent are
+            set.
         ids, odds: (rows, top) int32 and float32: the best tokens under each row, and their log-odds against the best.
+        length: number of accepted rows and emitted tokens, at the start of ``memory.path`` and ``memory.tokens``.
+        rows: number of rows in the step.
+        window_start: the first row of the window.
 
     Returns:
-        The number of tokens that were accepted because of the window.
+        The number of tokens accepted because of the window.
     """
     memory = unpack(packed)
     for node in range(memory.tree.sizes[0].rows, rows):
@@ -185,5 +194,5 @@ def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start
 
 @entry
 def append(packed: Any, length: int) -> None:
-    """Append the first ``length`` of ``memory.tokens`` to the sequence, without a step."""
+    """Append the first ``length`` of ``memory.tokens`` to the sequence without a step."""
     _append(unpack(packed), length)

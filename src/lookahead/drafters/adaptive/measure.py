@@ -1,11 +1,12 @@
 """Measures the cost curve of a target, once per model and machine, and compiles the drafter's code.
 
-The steps that are timed are drafted by the adaptive drafter itself, so a cost includes drafting. Only the emitted
-tokens are not the target's: after each step the first child of the root is emitted, so that the next root has been
-evaluated before and has proposals.
+The adaptive drafter itself drafts the timed steps, so their cost includes drafting. Only the emitted tokens are not
+the target's: each step emits the first child of the root, so that the next root has been evaluated before and has
+proposals.
 
-Steps of one row and of k rows alternate, and of each the faster half counts, because other work on the machine makes
-single steps slower. Where even these disagree, the process uses a typical curve, and the next one measures again.
+Steps of one row and of k rows alternate, and only the faster half of each counts, because other work on the machine
+slows down individual steps. If even these vary too much, the process uses a typical curve, and the next process
+measures again.
 """
 
 from __future__ import annotations
@@ -29,26 +30,28 @@ from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
 from .state import AdaptiveState
 
-#: Numbers of rows, the most informative first; lengths of the context; numbers of sequences of one row each.
+#: Numbers of rows to measure, the most informative first.
 ROWS = (4, 8, 2, 3, 16, 6, 32, 12, 64)
-#: The same for captured passes, which are padded to these numbers. Rows cost little there, so that a slope between
-#: small numbers would be noise, and the largest number is measured first.
+#: The same for captured passes, which are padded to these numbers. Rows are cheap there and slopes between small
+#: numbers would be noise, so a large number is measured first.
 CAPTURED_ROWS = (64, 8, 128, 16, 32, 4)
+#: Context lengths to measure.
 CONTEXTS = (64, 512)
+#: Numbers of sequences, with one row each, to measure.
 SEQUENCES = (4, 16, 64)
-#: Seconds for the whole measurement. What does not fit is interpolated; two numbers of rows are always measured.
+#: Seconds for the whole measurement. The remaining sizes are interpolated; two numbers of rows are always measured.
 PATIENCE = 2.0
-#: Rounds of one step of one row and one of k rows.
+#: Rounds; each has one step of one row and one step of k rows.
 ROUNDS = 5
-#: Half of the rounds are steady if the slowest of them took at most this many times the fastest.
+#: The faster half of the rounds is steady if its slowest took at most this many times its fastest.
 STEADY = 1.15
-#: What a row costs a CPU in long runs, relative to the measurement. Rounds of two seconds run at the processor's highest
-#: frequency, and the faster half counts; over minutes, four rows of SmolLM2 took 1.1 to 1.36 plain steps on two cores
-#: whose other tenants came and went. A curve that is a fifth too low or too high costs at most 3 %.
+#: The cost of a row in long runs on a CPU, relative to the measurement. The measurement takes two seconds at the
+#: processor's highest frequency, and the faster half of the steps counts. Over minutes, on two cores of a shared
+#: host, four rows of SmolLM2 took 1.10 to 1.36 plain steps. A curve that is a fifth off costs at most 3 % of the speed.
 SUSTAINED = 1.25
-#: Steps after which the drafter is expected to propose as many rows as it will.
+#: Steps after which the drafter proposes as many rows as it ever will.
 WARM_STEPS = 2
-#: Numbers of rows that are measured at a second length of the context.
+#: Largest number of row counts measured at a second context length.
 MOST_AGAIN = 5
 
 
@@ -58,9 +61,9 @@ class Measurement:
     Attributes:
         seconds: seconds of a step, by (sequences, context, rows).
         drafting: seconds of the drafter in drafted steps of two rows.
-        of_a_prompt: seconds of one token of a prompt.
-        steady: whether repeated steps took equally long.
-        sustained: what a row costs in long runs, relative to the measurement.
+        of_a_prompt: seconds per token of a prompt.
+        steady: whether repeated steps took about the same time.
+        sustained: the cost of a row in long runs, relative to the measurement.
     """
 
     def __init__(self, progress: Callable[[int, int, int, float], None] | None = None) -> None:
@@ -77,7 +80,7 @@ class Measurement:
         Args:
             point: (sequences, context, rows).
             spent: seconds of each step; the mean of the faster half counts.
-            plain: seconds of plain steps at the same moments: the cost is taken against these.
+            plain: seconds of interleaved plain steps, relative to which the cost is computed.
         """
         seconds = self._of_half(spent)
         if plain:
@@ -92,7 +95,7 @@ class Measurement:
         return fmean(half)
 
     def curve(self) -> CostCurve:
-        """The curve through the points. Each context has its own plain step."""
+        """The curve through the points. Costs are relative to the plain step of the same context."""
         rows: dict[int, dict[int, float]] = {}
         sequences: dict[int, float] = {}
         shortest = min(context for _, context, _ in self.seconds)
@@ -121,16 +124,17 @@ def measure(
     Args:
         target: any target; all its slots must be free, and are free afterwards.
         rows: numbers of rows of one sequence, besides 1; None for those that are informative on the target's path.
-        contexts: numbers of committed tokens; those that are too long for the model are skipped.
+        contexts: numbers of committed tokens; those too long for the model are skipped.
         sequences: numbers of sequences of one row each.
         rounds: steps of each size; the mean of the faster half counts.
-        patience: seconds after which no further size is begun; two numbers of rows are always measured.
+        patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size.
 
     Raises:
         SettingsError: no context fits the model.
     """
-    result, end = Measurement(progress), perf_counter() + patience
+    result = Measurement(progress)
+    end = perf_counter() + patience
     # The first steps of a size compile or allocate; with CUDA graphs, the second one captures.
     captured = getattr(target, "captures", False)
     discard = WARM_STEPS + (2 if captured else 1)
@@ -139,12 +143,16 @@ def measure(
     if rows is None:
         rows = CAPTURED_ROWS if captured else ROWS
     sizes = [number for number in rows if number > 1]
+
+    # Skip contexts from which the timed steps would run past the model's last position.
     target.prefill([(0, [0])])
     longest = target.depth_limit(0) - 2 * (rounds + discard) * (1 + len(sizes))
     target.release(0)
     fitting = [context for context in contexts if context < longest]
     if not fitting:
         raise SettingsError(f"a context must be shorter than {max(0, longest)} tokens, got {list(contexts)}")
+
+    # Time each context, and several sequences at the first one.
     for index, context in enumerate(fitting):
         begin = perf_counter()
         if index and begin + result.of_a_prompt * context > end:
@@ -176,15 +184,16 @@ def _time_context(
     discard: int,
     end: float,
 ) -> None:
-    """Time plain steps and, alternately with them, drafted steps of each size."""
-    state = AdaptiveState()  # kept from size to size, so that the drafter soon knows enough tokens
+    """Time plain steps, then drafted steps of each size, alternating with plain ones."""
+    state = AdaptiveState()  # shared by all sizes, so that the drafter soon has enough proposals
     plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
     result.add((1, context, 1), plain)
     for index, number in enumerate(sizes):
         if index >= 2 and perf_counter() > end:
             return
         drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
-        plain, drafted = list[float](), list[float]()
+        plain = []
+        drafted = list[float]()
         counts = list[int]()
         for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
             counts.append(count)
@@ -206,7 +215,7 @@ def _time_sequences(
         slots = list(range(number))
         target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
         try:
-            for _ in range(2 if getattr(target, "captures", False) else 1):  # compiles, and captures
+            for _ in range(2 if getattr(target, "captures", False) else 1):  # compile, and capture if it does
                 _plain_step(target, slots)
             result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
         finally:
@@ -215,7 +224,7 @@ def _time_sequences(
 
 
 def _prompt(target: Target, length: int) -> list[int]:
-    """Tokens that do not repeat soon."""
+    """Tokens that repeat only after a long period."""
     return [(7 + 31 * index) % target.vocabulary for index in range(length)]
 
 
@@ -231,9 +240,9 @@ def _plain_step(target: Target, slots: Sequence[int]) -> float:
 def drafted_steps(
     target: Target, drafter: Adaptive, steps: int, noise: Any = None
 ) -> Iterator[tuple[int, float, float]]:
-    """Draft and evaluate in slot 0, which must be filled. Yields (rows, seconds, seconds of the drafter).
+    """Draft and evaluate in slot 0, which must have committed tokens. Yields (rows, seconds, drafter seconds).
 
-    The first child of the root is emitted, whatever the target's own token is.
+    Each step emits the first child of the root, whatever the target's own token is.
     """
     start = Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary, noise=noise)
     state = AdaptiveDraftState(drafter, drafter.state, start)
@@ -253,9 +262,11 @@ def drafted_steps(
 
 
 class _NoNoise:
-    """Zero noise, to compile the code of sampling."""
+    """Zero noise, to compile the code for sampling."""
 
-    temperature, start, key = 1.0, 0, None
+    temperature = 1.0
+    start = 0
+    key = None
 
     def __init__(self, vocabulary: int) -> None:
         self._zeros = np.zeros(vocabulary, np.float32)
@@ -265,7 +276,7 @@ class _NoNoise:
 
 
 def warm_up(target: Target) -> None:
-    """Draft a few steps, greedily and with noise, so that all code is compiled. All slots of the target are free."""
+    """Draft a few steps, greedy and with noise, to compile all code. All slots of the target must be free."""
     draws.warm_up()
     prompt = _prompt(target, 64)
     for noise in (None, _NoNoise(target.vocabulary)):
@@ -277,16 +288,18 @@ def warm_up(target: Target) -> None:
                     pass
             finally:
                 target.release(0)
-            # A longer text enlarges the tables.
+            # A longer sequence enlarges the tables.
             long = Start(8 * prompt, 0, vocabulary=target.vocabulary, noise=noise)
             drafter.start(long).draft(8)
 
 
 class _BlankTarget:
-    """A target without a model and without torch, whose logits are all equal."""
+    """A target without a model or torch, whose logits are all equal."""
 
-    path, reason, vocabulary = "blank", "to compile the drafter's code", 512
+    path = "blank"
     promise = ""
+    reason = "to compile the drafter's code"
+    vocabulary = 512
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
         return [_BlankScores() for _ in prompts]
@@ -319,17 +332,17 @@ class _BlankScores:
 
 
 def compile_all() -> None:
-    """Draft on a blank target, greedily and with noise."""
+    """Draft on a blank target, greedy and with noise."""
     warm_up(_BlankTarget())
 
 
 def precompile() -> None:
-    """Compile the drafter's code in another process, unless that has been done on this machine."""
+    """Compile the drafter's code in another process, unless this machine has it compiled already."""
     compile_ahead(compile_all)
 
 
 def model_key(model: Any, path: str = "") -> str:
-    """The key of a model's cost curve: shape, dtype, device and code path, but not the values of the weights.
+    """The key of a model's cost curve: shape, dtype, device and code path, but not the weights' values.
 
     Args:
         model: a transformers model.
@@ -352,15 +365,15 @@ _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CostCurve]] = w
 def curve_of(
     model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
 ) -> CostCurve:
-    """The cost curve of a loaded model: read from disk, or measured and written there. Also compiles all code.
+    """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
 
-    Sequences of the same model share it. A curve that other work has disturbed is neither written nor used.
+    Sequences of the same model share it. A measurement that other work disturbed is neither saved nor used.
 
     Args:
         model: a transformers model.
         path: the path of the target that evaluates it.
         make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
-        notice: receives a line where the file is damaged.
+        notice: called with a line of text if the file is damaged.
     """
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
@@ -378,17 +391,17 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         try:
             curve = load_curve(name)
         except SettingsError as error:
-            notice(f"{error}; it is measured again")
+            notice(f"{error}; measuring it again")
             curve = None
         if curve is not None:
             return curve
         measured = measure(target)
     except (NumericalError, SettingsError):
-        # Some tokens have NaN logits, which a sequence reports when it meets them; or the model is too short.
+        # Some tokens have NaN logits, which sequences report when they occur, or the model's context is too short.
         return CostCurve.unmeasured(on_gpu)
     if not measured.steady:
         return CostCurve.typical(on_gpu)
     curve = measured.curve()
-    with suppress(OSError):  # the folder cannot be written: the next process measures again
+    with suppress(OSError):  # if the folder cannot be written, the next process measures again
         save_curve(name, curve)
     return curve

@@ -1,10 +1,9 @@
 """The memory of compiled code: arrays of records with named fields, in one named tuple, ``Memory``.
 
-This module only finds a token in a list. Compiled functions take the whole ``Memory`` and a row number. A field's
-annotation gives the array's numbers or records and its dimensions: those that Python calls take ``jit.pack(memory)``
-and begin with ``unpack``.
-``grower`` allocates what belongs to one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own
-arrays; the base table is mapped from its file.
+Compiled functions take the whole ``Memory`` and a row number; those called from Python take ``jit.pack(memory)`` and
+begin with ``unpack``. A field's annotation gives the array's dtype and number of dimensions. ``grower`` allocates the
+arrays of one sequence; ``LogitCache`` and ``SuffixTrie`` allocate and enlarge their own; the base table is mapped
+from its file.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ CONTEXT = record(
     token="i4",  # its last token
     depth="i4",  # its length in tokens
     text="i4",  # number of the text in which it was last seen
-    first="i4",  # its three most frequent successors, as context numbers; 0 for none
+    first="i4",  # the numbers of its three most frequent successors; 0 for none
     second="i4",
     third="i4",
 )
-#: One bucket of the calibration; ``calibration`` explains how probability and level follow from the other three.
+#: One bucket of the calibration; ``calibration`` explains how probability and level are computed from the others.
 BUCKET = record(hits="f8", trials="f8", prior="f8", probability="f8", level="i8")
 #: The numbers of a table's entries run from ``oldest`` to ``newest`` - 1.
 SPAN = record(oldest="i8", newest="i8")
@@ -47,7 +46,7 @@ NODE = record(
     pair="i8",  # key of the last two tokens: previous token * V + token
     probability="f8",  # estimated probability that verification reaches the row
     depth="i4",
-    asked="i4",  # 1 once the sources have been asked; the next fields are valid from then on
+    asked="i4",  # 1 once the sources have been asked, from when on the next fields are valid
     proposals="i4",  # number of tokens that the sources propose as children
     cached="i4",  # how many of them come from the logit cache; these come first
     recalled="i4",  # how many come from the logit cache, the base table or both; these come first
@@ -77,41 +76,42 @@ HEAP_ENTRY = record(cost="f8", row="i4", edge="i4")
 #: Rows of the tree and entries of the heap so far.
 SIZES = record(rows="i8", heap="i8")
 
-#: The most tokens that one suffix match proposes, and the most answers of the last step kept per position.
+#: Largest number of tokens proposed by one suffix match.
 MATCHES = 3
+#: Largest number of the last step's answers kept per position.
 ANSWERS = 3
-#: The most tokens that the light head proposes under a row.
+#: Largest number of tokens that the light head proposes under a row.
 GUESSES = 8
-#: The most proposals of a row besides those of the logit cache and the base table: two suffix matches, the answers,
-#: the head's guesses.
+#: Largest number of proposals per row besides those of the logit cache and the base table: two suffix matches, the
+#: answers, the head's guesses.
 OTHER_PROPOSALS = 2 * MATCHES + ANSWERS + GUESSES
-#: The most tokens that are read of an entry of the base table.
+#: Largest number of tokens read from an entry of the base table.
 BASE_PROPOSALS = 8
-#: The two tries: of this sequence, and of earlier ones. Index into ``Tree.matches``, ``Tree.contexts``,
+#: The two tries, of this sequence and of earlier ones: indices into ``Tree.matches``, ``Tree.contexts``,
 #: ``Calibration.matches`` and ``Memory.texts``.
 SUFFIX, CORPUS = 0, 1
-#: Sampling: the noise of a position is stored in ``Memory.noise``, or computed for single tokens.
+#: How the noise of a token is obtained when sampling: from ``Memory.noise``, or computed for single tokens.
 BY_ARRAY, BY_KEY = 1, 2
-#: Scalars of the sequence that compiled code reads, and what it returns besides its result.
+#: Scalars of the sequence that compiled code reads, and additional results that it writes.
 STEP = record(
     vocabulary="i8",
-    sampled="i8",  # 0: greedy; ``BY_ARRAY`` or ``BY_KEY``: how the noise of a token is found
+    sampled="i8",  # 0 for greedy decoding; otherwise ``BY_ARRAY`` or ``BY_KEY``
     noise_key="u8",  # with ``BY_KEY``: see ``draws.gumbel_of``
-    noise_offset="i8",  # what to add to ``position`` for a position of the text
+    noise_offset="i8",  # ``position`` plus this is the position in the sequence
     use_logits="i8",
     use_answers="i8",
     temperature="f8",
     expansion_factor="f8",  # see ``grow.EXPANSION_FACTOR``
-    position="i8",  # tokens of the sequence
+    position="i8",  # number of tokens in the sequence
     before="i8",  # the last three tokens of the sequence, the oldest first
     previous="i8",
     last="i8",
     rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
     bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
-    guess_depth="i8",  # the light head guesses under rows of a smaller depth; 0 for none
-    guess_price="f8",  # what a guess must bring, in tokens
+    guess_depth="i8",  # the light head guesses only under rows of a smaller depth; 0 for none
+    guess_price="f8",  # the gain from which a guess pays off, in tokens
     wanted="i8",  # set by ``grow``: the row under which the head must guess
-    chosen="i8",  # set by ``grow``: the number of rows that pay
+    chosen="i8",  # set by ``grow``: the number of rows that pay off
 )
 
 
@@ -120,10 +120,10 @@ class TextEnd(NamedTuple):
 
     trie: Annotated[Any, CONTEXT, 1]  # CONTEXT by number; 0 is the root, the empty context
     slots: Annotated[Any, SLOT, 1]  # hash table: (context, next token) -> context
-    # (order + 1,): the contexts at the end of the text by length; -1 after the longest
+    # (order + 1,): the contexts at the end of the text, by length; -1 after the longest
     contexts: Annotated[Any, "i4", 1]
     text: int  # number of the text in its trie
-    used: Annotated[Any, "i8", 1]  # (1,): contexts of the trie
+    used: Annotated[Any, "i8", 1]  # (1,): number of contexts in the trie
 
 
 class Cache(NamedTuple):
@@ -143,7 +143,7 @@ class Cache(NamedTuple):
 class Calibration(NamedTuple):
     """The observed accuracy of proposals by kind, as ``BUCKET``."""
 
-    matches: Annotated[Any, BUCKET, 2]  # (2, kinds): of suffix matches in this text and in earlier texts
+    matches: Annotated[Any, BUCKET, 2]  # (2, kinds): of suffix matches in this sequence and in earlier ones
     logits: Annotated[Any, BUCKET, 2]  # (3, kinds): of the logit cache, by order
     base: Annotated[Any, BUCKET, 1]  # (kinds,): of the base table
     pairs: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of the logit cache and the base table
@@ -158,31 +158,30 @@ class Trie(NamedTuple):
     roots: Annotated[Any, "i4", 1]  # (V,): token -> its node, or -1
     # (n_1 + n_2 + 1,): the children of node i are children[i] up to children[i + 1]
     children: Annotated[Any, "i4", 1]
-    low: Annotated[Any, "u2", 1]  # (n,): the last token of each context, its lower 16 bits
-    high: Annotated[Any, "u1", 1]  # (n,): the other bits
+    low: Annotated[Any, "u2", 1]  # (n,): the lower 16 bits of each context's last token
+    high: Annotated[Any, "u1", 1]  # (n,): its other bits
     counts: Annotated[Any, "u1", 1]  # (n,): how often the context occurred, at most 255; 0 if it has no entry
-    ids_low: Annotated[Any, "u2", 2]  # (n, width): the tokens of the entry, likeliest first, in the same way
+    ids_low: Annotated[Any, "u2", 2]  # (n, width): the tokens of the entry, likeliest first, split likewise
     ids_high: Annotated[Any, "u1", 2]  # (n, width)
-    # (n, width): minus the logarithms of their probabilities in steps; ABSENT after the last
+    # (n, width): their negative log-probabilities, in steps; ABSENT after the last
     logs: Annotated[Any, "u1", 2]
 
 
 class Tree(NamedTuple):
-    """The tree while it grows, and what the sources propose at its rows."""
+    """The tree while it grows, and the sources' proposals at its rows."""
 
     nodes: Annotated[Any, NODE, 1]  # (rows,) NODE
     proposals: Annotated[Any, PROPOSAL, 2]  # (rows, most) PROPOSAL
     edges: Annotated[Any, EDGE, 2]  # (rows, most) EDGE, likeliest first
     matches: Annotated[Any, MATCH, 3]  # (2, rows, MATCHES) MATCH
-    contexts: Annotated[
-        Any, "i8", 2
-    ]  # (2, rows): the longest context that matches at a row; -1 if not searched yet
+    # (2, rows): the longest context that matches at a row; -1 if not searched yet
+    contexts: Annotated[Any, "i8", 2]
     heap: Annotated[Any, HEAP_ENTRY, 1]  # (rows + 2,) HEAP_ENTRY
     sizes: Annotated[Any, SIZES, 1]  # (1,) SIZES
 
 
 class Guesses(NamedTuple):
-    """The light head's guesses in this step: under rows of the tree, in the order in which it was asked."""
+    """The light head's guesses in this step, by row of the tree, in the order of its calls."""
 
     ids: Annotated[Any, "i4", 2]  # (rows, read): tokens, best first; -1 after the last
     logs: Annotated[Any, "f4", 2]  # (rows, read): logarithms of their probabilities
@@ -202,16 +201,14 @@ class Memory(NamedTuple):
     step: Annotated[Any, STEP, 1]  # (1,) STEP
     # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
     costs: Annotated[Any, "f8", 1]
-    slopes: Annotated[
-        Any, "f8", 1
-    ]  # (rows + 1,): the smallest cost of one more row, from k to any larger number
+    # (rows + 1,): the smallest cost per additional row, from k to any larger number
+    slopes: Annotated[Any, "f8", 1]
     # (depths, ANSWERS): the last step's tokens at each depth, likeliest first; -1 for none
     answers: Annotated[Any, "i8", 2]
-    # (positions, V): Gumbel noise of a position, stored at position modulo positions; empty unless ``BY_ARRAY``
+    # (positions, V): Gumbel noise by position, stored at position modulo positions; empty unless ``BY_ARRAY``
     noise: Annotated[Any, "f4", 2]
-    noise_positions: Annotated[
-        Any, "i8", 1
-    ]  # (positions,): the position whose noise each entry holds; -1 for none
+    # (positions,): the position whose noise each entry contains; -1 for none
+    noise_positions: Annotated[Any, "i8", 1]
     path: Annotated[Any, "i8", 1]  # (rows,): the accepted rows of the last step
     tokens: Annotated[Any, "i8", 1]  # (rows,): the target's token under each of them
     # (rows,): the target's token under each row of the last step; filled in by ``learn``
@@ -225,7 +222,7 @@ unpack = unpack_as(Memory)
 
 @compiled
 def noise_of(memory: Memory, depth: int, token: int) -> Any:
-    """The noise of a token chosen under a node of this depth, float32. With ``BY_ARRAY`` it must be in ``noise``."""
+    """The noise of a token chosen under a node of this depth, float32. With ``BY_ARRAY``, ``noise`` must have it."""
     step = memory.step[0]
     if step.sampled == BY_KEY:
         return gumbel_of(step.noise_key, step.noise_offset + step.position + depth, token)

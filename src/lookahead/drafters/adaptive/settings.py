@@ -1,4 +1,4 @@
-"""Settings of the adaptive drafter, frozen and validated. None of them changes the output. Loads no numpy."""
+"""Settings of the adaptive drafter, frozen and validated. None of them changes the output. Does not import numpy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from ...core import SettingsError
 from ..checks import check_whole
 
-#: Where candidates come from. The command line prints these texts.
+#: The sources of candidates, with their descriptions.
 SOURCES = {
-    "suffix": "what followed the longest earlier match of the last tokens in this text",
-    "logits": "the best tokens of the last row that was evaluated after the same last tokens",
-    "base": "what follows the last tokens in text that the model wrote by itself (lookahead learn)",
-    "jacobi": "what the last step answered at the same position",
-    "corpus": "suffix matches over the texts of earlier requests too, if a state is kept",
+    "suffix": "the tokens after the longest earlier match of the last tokens in this sequence",
+    "logits": "the best tokens of the latest row evaluated after the same last tokens",
+    "base": "the likeliest tokens after the last tokens in text that the model wrote by itself (lookahead learn)",
+    "jacobi": "the target's tokens at the same position in the last step",
+    "corpus": "suffix matches in the sequences of earlier requests as well, if a state is kept",
 }
-#: All but the corpus: text of one request is proposed in another only if the caller asks for it.
+#: All but the corpus: tokens of one request are proposed in another only if the caller asks for it.
 DEFAULT_SOURCES = ("suffix", "logits", "base", "jacobi")
-#: The fewest rows of the tree from which a chain is chosen.
+#: The fewest rows of a tree from which a chain is selected.
 SEARCHED_ROWS = 64
 #: Smallest and largest value of each whole number.
 LIMITS = {
@@ -36,7 +36,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """The settings that shape the drafts; ``Adaptive`` documents them."""
+    """The settings that determine the drafts; documented in ``Adaptive``."""
 
     max_rows: int = 64
     rows: int | None = None
@@ -67,10 +67,12 @@ class AdaptiveSettings:
         if unknown:
             raise SettingsError(f"unknown sources {', '.join(unknown)}; known are {', '.join(SOURCES)}")
         if self.table is not None and "base" not in self.sources:
-            raise SettingsError("table needs the source base, which sources leaves out; give one of the two")
+            raise SettingsError(
+                "table needs the source base, which sources leaves out; give only one of the two"
+            )
 
     def _check_path(self, name: str, what: str) -> None:
-        """Raise SettingsError unless a field is a path or None; it is kept as text."""
+        """Raise SettingsError unless a field is a path or None; convert a path to a string."""
         path = getattr(self, name)
         if path is None:
             return
@@ -80,7 +82,7 @@ class AdaptiveSettings:
 
     @property
     def most_rows(self) -> int:
-        """The largest number of rows of a step."""
+        """The largest number of rows per step."""
         return self.max_rows if self.rows is None else self.rows
 
     @property

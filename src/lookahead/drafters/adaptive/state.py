@@ -1,7 +1,7 @@
-"""What the adaptive drafter learns, and the part of it that may be kept across requests.
+"""Statistics that the adaptive drafter learns and that may be kept across requests.
 
-Kept statistics influence the drafts of later requests, never their output. They are kept only if the caller
-creates a state and passes it. The caller chooses the state's scope.
+They influence the drafts of later requests, never their output. They are kept only if the caller creates a state and
+passes it. The caller chooses the state's scope.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from .sources.suffix import SHIFT, SuffixTrie
 FORMAT = 3
 #: Largest unpacked size, in bytes, of a file that ``load`` reads.
 LARGEST_FILE = 1 << 30
-#: The arrays that are saved for each table of the logit cache, and the most tokens of an entry that can be loaded.
+#: The arrays saved for each table of the logit cache.
 PARTS = ("keys", "ids", "odds", "origins")
 NAMES = ("greedy", "sampled")
-#: The calibrations that are saved: those of a light head belong to the head.
+#: The calibrations to save. Those of a light head belong to the head.
 SAVED = ("matches", "logits", "base", "pairs", "joint")
+#: The largest number of tokens per entry that can be loaded.
 MAX_WIDTH = 64
 
 
 class Tables:
-    """Logit cache and calibration; greedy and sampled decoding have separate ones, and sampling keeps more tokens."""
+    """Logit cache and calibration, one pair for greedy and one for sampled decoding, which keeps more tokens."""
 
     def __init__(self, config: AdaptiveSettings, sampled: bool, table: BaseTable | None = None) -> None:
         self.logits = LogitCache(config.max_entries, config.sampled_top if sampled else config.top)
@@ -45,7 +46,7 @@ class Tables:
             load(self.calibration.base, *table.counts[self._name])
 
     def use_head(self, head: LightHead) -> None:
-        """Start with the counts of a light head's guesses, unless they are of this head already."""
+        """Load the counts of a light head's guesses, unless this head's are in use already."""
         if self._head is not head:
             self._head = head
             count_guesses(self.calibration, *head.counts[self._name])
@@ -55,50 +56,51 @@ class AdaptiveState:
     """Statistics that sequences with the same model and tokenizer may share.
 
     Args:
-        settings: determine the sizes of the tables by ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order``.
-        scope: a name for the texts that may share the state, such as model, tokenizer and tenant. It is saved with
-            the state and compared when the state is loaded.
+        settings: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order`` determine the sizes of the tables.
+        scope: a name for the sequences that may share the state, such as model, tokenizer and tenant. It is saved
+            with the state and compared when the state is loaded.
     """
 
     def __init__(self, settings: AdaptiveSettings | None = None, scope: str = "") -> None:
         self.settings = settings if settings is not None else AdaptiveSettings()
         self.scope = scope
         self._tables: dict[bool, Tables] = {}
-        #: The largest token in what was loaded from a file.
+        #: The largest token loaded from a file.
         self.largest = -1
 
     @cached_property
     def corpus(self) -> SuffixTrie:
-        """Suffix trie of the texts of all requests."""
+        """Suffix trie of the sequences of all requests."""
         return SuffixTrie(self.settings.suffix_order, 4 * self.settings.max_entries)
 
     def __repr__(self) -> str:
         return f"AdaptiveState({self.settings}, scope={self.scope!r})"
 
     def check(self, vocabulary: int) -> None:
-        """Raise SettingsError if the loaded state holds tokens outside this vocabulary."""
+        """Raise SettingsError if the loaded state contains tokens outside this vocabulary."""
         if self.largest >= vocabulary:
             raise SettingsError(
-                f"a saved state must be of this model: it holds token {self.largest}, "
-                f"the vocabulary has {vocabulary}"
+                f"a saved state must belong to this model: it contains token {self.largest}, but the vocabulary has "
+                f"{vocabulary} tokens"
             )
 
     def tables(self, sampled: bool, table: BaseTable | None = None) -> Tables:
         """The tables of greedy or of sampled decoding.
 
         Args:
-            sampled: which.
-            table: the base table of the first sequence, whose counts its buckets start with.
+            sampled: True for the tables of sampled decoding.
+            table: the base table of the first sequence, which provides the initial counts of its buckets.
         """
         if sampled not in self._tables:
             self._tables[sampled] = Tables(self.settings, sampled, table)
         return self._tables[sampled]
 
     def save(self, path: str | Path) -> None:
-        """Write the logit cache and the calibrations; the texts themselves (corpus) are not written.
+        """Write the logit cache and the calibrations, but not the sequences themselves (corpus).
 
-        The file is a numpy archive without pickled objects. It holds statistics of the decoded texts.
+        The file is a numpy archive without pickled objects. It contains statistics of the decoded sequences.
         """
+        # Collect the arrays.
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         for sampled, tables in self._tables.items():
             name = NAMES[sampled]
@@ -108,6 +110,8 @@ class AdaptiveState:
             for kind in SAVED:
                 buckets = getattr(tables.calibration, kind)
                 arrays |= {f"{name}.{kind}.{part}": buckets[part] for part in ("hits", "trials")}
+
+        # Write a temporary file and rename it, so that readers never see an incomplete file.
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -124,7 +128,7 @@ class AdaptiveState:
         """Read a file that ``save`` wrote.
 
         Raises:
-            SettingsError: the file is too large, has another format or scope, or is not such a file.
+            SettingsError: the file is too large, has another format or scope, or is not a saved state.
         """
         state = cls(settings, scope)
         try:
@@ -132,12 +136,12 @@ class AdaptiveState:
                 unpacked = sum(member.file_size for member in archive.infolist())
             if unpacked > LARGEST_FILE:
                 raise SettingsError(
-                    f"a saved state must have at most {LARGEST_FILE} bytes unpacked, {path} has {unpacked}"
+                    f"a saved state must have at most {LARGEST_FILE} bytes uncompressed, {path} has {unpacked}"
                 )
             with np.load(path, allow_pickle=False) as arrays:
                 if int(arrays["format"]) != FORMAT:
                     raise SettingsError(
-                        f"{path} has format {int(arrays['format'])}, this version reads {FORMAT}"
+                        f"{path} has format {int(arrays['format'])}, but this version reads {FORMAT}"
                     )
                 saved = str(arrays["scope"]) if "scope" in arrays else ""
                 if saved != scope:
@@ -172,14 +176,14 @@ def _must(right: Any, otherwise: str) -> None:
 
 
 def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
-    """Raise ValueError unless these are the entries of an order of the logit cache."""
+    """Raise ValueError unless these are valid entries of one order of the logit cache."""
     arrays = (keys, ids, odds, origins)
-    _must([part.ndim for part in arrays] == [1, 2, 2, 1], "arrays of other dimensions")
-    _must([part.dtype.kind for part in arrays] == list("iifi"), "arrays of another type")
+    _must([part.ndim for part in arrays] == [1, 2, 2, 1], "arrays with wrong dimensions")
+    _must([part.dtype.kind for part in arrays] == list("iifi"), "arrays of the wrong type")
     _must(len({len(part) for part in arrays}) == 1 and ids.shape == odds.shape, "arrays of unequal length")
     _must(1 <= ids.shape[1] <= MAX_WIDTH, f"entries of {ids.shape[1]} tokens")
     if len(keys):
-        _must(keys.min() >= 0 and len(np.unique(keys)) == len(keys), "keys must be different, not negative")
+        _must(keys.min() >= 0 and len(np.unique(keys)) == len(keys), "keys must be distinct and not negative")
         here = ids >= 0
         gapless = here[:, 0].all() and (here[:, 1:] <= here[:, :-1]).all()
         _must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")

@@ -1,1 +1,1 @@
-"""Where candidates come from: suffix matches, the logit cache, and the window, which explores for it."""
+"""The sources of candidates: suffix matches, the logit cache, the window that feeds it, the base table, the head."""

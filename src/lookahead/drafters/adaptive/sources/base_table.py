@@ -1,8 +1,8 @@
-"""The base table: what follows one, two and three tokens in text that the model wrote by itself, before any request.
+"""The base table: the likeliest next tokens after contexts of one, two and three tokens, learned before any request.
 
 It is read-only and mapped into memory, so all sequences and processes share one copy, and nothing is ever evicted.
-``lookahead.learning`` builds it. The entry of a context holds the tokens that the target found likeliest after it, by
-the mean of the target's probabilities over all places where the context occurred.
+``lookahead.learning`` builds it from text that the model wrote by itself. The entry of a context lists the tokens
+with the largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
 
 The contexts are the nodes of a trie, sorted by level and then by tokens. A node's children are adjacent:
 
@@ -13,12 +13,12 @@ The contexts are the nodes of a trie, sorted by level and then by tokens. A node
     roots     token -> node     5 -> 0, 6 -> 1, 7 -> 2, others -> -1
     children  [3, 4, 5, 5, 6, 6]: the children of node i are children[i] up to children[i + 1]
 
-After the tokens 5 6 7, the entries of 5 6 7 (node 5), 6 7 (node 4) and 7 (node 2) apply; the longest is taken. Binary
-search finds a child.
+After the tokens 5 6 7, the entries of 5 6 7 (node 5), 6 7 (node 4) and 7 (node 2) apply; the longest is used.
+Children are found by binary search.
 
-The file is in the format of safetensors: it is checked when it is opened, and cannot hold code. Token ids are stored
-as their lower 16 bits and the rest, and probabilities as steps of ``STEP`` in the logarithm, so that most bytes of
-small vocabularies are zero, and a file compresses well.
+The file is in safetensors format, which cannot contain code; it is validated when opened. Token ids are stored as
+their lower 16 bits and the rest, and probabilities as steps of ``STEP`` in the logarithm, so that most bytes of small
+vocabularies are zero and the file compresses well.
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ from ..calibration import (
 from ..memory import BASE_PROPOSALS, Memory, Trie, index_of, noise_of
 
 FORMAT = "1"
-#: Largest size of a file in bytes, most tokens of an entry, and the largest vocabulary.
-LARGEST_FILE, MAX_WIDTH, MAX_VOCABULARY = 1 << 30, 64, 1 << 24
-#: A stored logarithm l stands for the probability exp(-l * STEP); ``ABSENT`` for no token.
-STEP, ABSENT = np.float32(1 / 32), 255
-#: The interval of each count, and of each stored logarithm.
+#: Largest file size, in bytes.
+LARGEST_FILE = 1 << 30
+#: Largest number of tokens per entry.
+MAX_WIDTH = 64
+MAX_VOCABULARY = 1 << 24
+#: A stored logarithm l means the probability exp(-l * STEP).
+STEP = np.float32(1 / 32)
+#: The stored logarithm that means no token.
+ABSENT = 255
+#: The interval of each count.
 COUNT_OF = np.searchsorted(BASE_COUNTS, np.arange(256))
+#: The interval of each stored logarithm.
 LOG_OF = np.searchsorted(BASE_LOGS, np.arange(256) * STEP)
-#: dtype of each array of a file.
+#: The dtype of each array in a file.
 ARRAYS = {
     "roots": np.int32,
     "children": np.int32,
@@ -88,7 +94,7 @@ def candidate(trie: Trie, node: int, index: int) -> int:
 
 @compiled
 def order_of(trie: Trie, node: int) -> int:
-    """The number of tokens of a node's context, less one."""
+    """The number of tokens in a node's context, minus one."""
     first_pair = trie.children[0]
     if node < first_pair:
         return 0
@@ -97,7 +103,7 @@ def order_of(trie: Trie, node: int) -> int:
 
 @compiled
 def _child(trie: Trie, node: int, token: int) -> int:
-    """The child of a node with this token, or -1; also -1 if there is no such node."""
+    """The child of a node with this token; -1 if there is none, or if ``node`` is -1."""
     if node < 0:
         return -1
     low, high = int64(trie.children[node]), int64(trie.children[node + 1])
@@ -120,7 +126,7 @@ def _root(trie: Trie, token: int) -> int:
 
 @compiled
 def find_entry(trie: Trie, before: int, previous: int, last: int) -> int:
-    """The node of the longest context with an entry that ends a text with these last three tokens; -1 for none."""
+    """The node of the longest context with an entry that is a suffix of these three tokens; -1 for none."""
     node = _child(trie, _child(trie, _root(trie, before), previous), last)
     if node >= 0 and trie.counts[node] > 0:
         return node
@@ -141,14 +147,14 @@ def greedy_kind(trie: Trie, node: int, index: int) -> int:
 
 
 @compiled
-def log_odds(trie: Trie, node: int, index: int) -> float:
-    """The log-odds of a candidate against the first of its entry."""
+def log_odds(trie: Trie, node: int, index: int) -> Any:
+    """The log-odds of a candidate against the first of its entry, float32."""
     return np.float32(int64(trie.logs[node, 0]) - int64(trie.logs[node, index])) * STEP
 
 
 @compiled
 def _score(memory: Memory, entry: int, index: int, depth: int) -> float:
-    """The log-odds of a candidate under a node of this depth over the temperature, plus its noise."""
+    """The log-odds of a candidate under a node of this depth, divided by the temperature, plus its noise."""
     token = candidate(memory.base, entry, index)
     return np.float64(
         log_odds(memory.base, entry, index) / memory.step[0].temperature + noise_of(memory, depth, token)
@@ -160,9 +166,9 @@ def sampled_kind(trie: Trie, node: int, best: float, second: float, score: float
     """The bucket of a candidate when sampling.
 
     Args:
-        best, second: the two highest scores of the entry; ``second`` is minus infinity if there is none.
-        score: the candidate's.
-        first: whether it is the best one. Then its lead counts, else its distance from the best.
+        best, second: the two highest scores of the entry; ``second`` is minus infinity if there is only one.
+        score: the candidate's score.
+        first: whether the candidate is the best. If so, its lead matters, otherwise its distance from the best.
     """
     context = order_of(trie, node) * (len(BASE_COUNTS) + 1) + COUNT_OF[trie.counts[node]]
     base = (context * (len(HEIGHTS) + 1) + interval_of(HEIGHTS, best)) * KINDS
@@ -173,13 +179,17 @@ def sampled_kind(trie: Trie, node: int, best: float, second: float, score: float
 
 @compiled
 def propose(memory: Memory, node: int) -> None:
-    """Add what the base table proposes to the proposals of the logit cache, which come first."""
-    step, trie = memory.step[0], memory.base
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    """Add the base table's proposals after those of the logit cache."""
+    step = memory.step[0]
+    trie = memory.base
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     count = int64(row.cached)
     for index in range(count):
         proposals[index].base_kind = -1
     row.recalled = count
+
+    # The entry, its size and, when sampling, its two highest scores.
     above = memory.tree.nodes[row.parent].pair if node > 0 else step.before * step.vocabulary + step.previous
     entry = find_entry(trie, above // step.vocabulary, above % step.vocabulary, int64(row.token))
     if entry < 0:
@@ -193,6 +203,8 @@ def propose(memory: Memory, node: int) -> None:
         for i in range(size):
             score = _score(memory, entry, i, depth)
             best, second = max(best, score), max(second, min(best, score))
+
+    # Merge its tokens with those of the logit cache.
     for i in range(size):
         token = candidate(trie, entry, i)
         index = index_of(proposals, count, token)
@@ -209,7 +221,7 @@ def propose(memory: Memory, node: int) -> None:
 
 
 def _fixed(array: Any) -> Any:
-    """A read-only array: numba distinguishes these from others, and compiled code is compiled for one kind only."""
+    """The array, made read-only. numba types read-only arrays differently, and code is compiled for one type only."""
     array.flags.writeable = False
     return array
 
@@ -219,7 +231,7 @@ def _no_trie() -> Trie:
     return Trie(*(_fixed(np.zeros(shapes.get(name, (0,)), ARRAYS[name])) for name in Trie._fields))
 
 
-#: Without a table: no context is found.
+#: Stands in for a missing table; contains no contexts.
 NO_TRIE = _no_trie()
 
 
@@ -230,11 +242,10 @@ class BaseTable:
     Attributes:
         path: its file.
         trie: its arrays, mapped into memory.
-        counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from text that was not used
-            for the entries.
+        counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
         vocabulary: V.
-        model: the model's configuration, as ``table_key`` writes it.
-        learned: tokens of the text that it was built from.
+        model: the model's name, from ``base_files.table_name``.
+        learned: number of tokens of the text from which it was built.
     """
 
     path: Path
@@ -247,7 +258,8 @@ class BaseTable:
     @property
     def contexts(self) -> list[int]:
         """The number of entries for one, two and three tokens."""
-        counts, ends = self.trie.counts, np.cumsum(self._levels())
+        counts = self.trie.counts
+        ends = np.cumsum(self._levels())
         return [int((part > 0).sum()) for part in np.split(counts, ends[:-1])]
 
     def _levels(self) -> list[int]:
@@ -256,18 +268,18 @@ class BaseTable:
         return [first, second, len(self.trie.low) - first - second]
 
     def check(self, vocabulary: int) -> None:
-        """Raise SettingsError unless the table is of this vocabulary."""
+        """Raise SettingsError unless the table has this vocabulary."""
         if self.vocabulary != vocabulary:
             raise SettingsError(
                 f"a base table must have the model's vocabulary of {vocabulary} tokens, "
-                f"{self.path} has {self.vocabulary}; learn one with lookahead learn"
+                f"{self.path} has {self.vocabulary}; create one with lookahead learn"
             )
 
 
 def save_table(
     path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, model: str, learned: int
 ) -> None:
-    """Write a table, as a whole: readers of an older file at this path keep reading that one.
+    """Write a table atomically: readers of an older file at this path keep reading the older one.
 
     Raises:
         SettingsError: the folder cannot be written, or its disk is full.
@@ -290,7 +302,7 @@ def save_table(
     except OSError as error:
         reason = error.strerror or error
         raise SettingsError(
-            f"{path.parent} must be a folder that can be written, with room on its disk ({reason})"
+            f"{path.parent} must be a writable folder with free disk space ({reason})"
         ) from None
 
 
@@ -298,7 +310,7 @@ def open_table(path: str | os.PathLike[str]) -> BaseTable:
     """Open a table. A process opens each version of a file once.
 
     Raises:
-        SettingsError: there is no such file, or it is no base table, or it is damaged.
+        SettingsError: the file does not exist, is not a base table, or is damaged.
     """
     file = Path(path)
     try:
@@ -313,42 +325,47 @@ def _opened(path: Path, *version: int) -> BaseTable:
     try:
         about, arrays = _mapped(path)
         trie = Trie(*(arrays[name] for name in Trie._fields))
-        vocabulary, learned = int(about["vocabulary"]), int(about["learned"])
+        vocabulary = int(about["vocabulary"])
+        learned = int(about["learned"])
         _check(trie, vocabulary)
         counts = {}
         for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
             hits, trials = arrays[f"{name}_hits"], arrays[f"{name}_trials"]
-            _must(hits.shape == trials.shape == (math.prod(axes),), "another number of buckets")
+            _must(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
             _must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
             counts[name] = hits, trials
         return BaseTable(path, trie, counts, vocabulary, about["model"], learned)
     except (ValueError, KeyError, OSError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise SettingsError(f"{path} is no base table that can be used: {detail}; learn it again") from None
+        raise SettingsError(f"{path} is not a usable base table: {detail}; learn it again") from None
 
 
 def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """(metadata, arrays) of a file, which stays on disk until its pages are read."""
+    """(metadata, arrays) of a file, whose pages are read from disk on demand."""
     from safetensors import SafetensorError, safe_open
 
     size = path.stat().st_size
-    _must(size <= LARGEST_FILE, f"it has {size} bytes, and at most {LARGEST_FILE} are read")
+    _must(size <= LARGEST_FILE, f"it has {size} bytes, but may have at most {LARGEST_FILE}")
     try:
         with safe_open(path, framework="np") as opened:  # checks the header, and that the file is complete
             about = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(str(error)) from None
     if about.get("format") != FORMAT:
-        raise ValueError(f"its format is {about.get('format', 'another')}, this version reads {FORMAT}")
+        raise ValueError(f"its format is {about.get('format', 'unknown')}, but this version reads {FORMAT}")
+
+    # Map the file, and take the arrays from it.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {}
     for name, dtype in ARRAYS.items():
-        entry, kind = header[name], np.dtype(dtype)
-        shape, begin = entry["shape"], 8 + length + entry["data_offsets"][0]
-        _must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} is of another type")
+        entry = header[name]
+        kind = np.dtype(dtype)
+        shape = entry["shape"]
+        begin = 8 + length + entry["data_offsets"][0]
+        _must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} has the wrong type")
         _must(begin % kind.itemsize == 0, f"{name} is not aligned")
         array = (
             np.frombuffer(memory, kind, int(np.prod(shape)), begin) if np.prod(shape) else np.zeros(0, kind)
@@ -363,20 +380,20 @@ def _must(right: Any, otherwise: str) -> None:
 
 
 def _check(trie: Trie, vocabulary: int) -> None:
-    """Raise ValueError unless every index in these arrays is in range and the order is as it must be."""
+    """Raise ValueError unless every index in these arrays is in range and everything is in order."""
     nodes = len(trie.low)
     _must(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
-    _must(trie.roots.shape == (vocabulary,), "roots of another vocabulary")
+    _must(trie.roots.shape == (vocabulary,), "roots for a different vocabulary")
     _must(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
     _must(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
     width = trie.logs.shape[-1] if trie.logs.ndim == 2 else 0
     _must(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
     _must(
         trie.ids_low.shape == trie.ids_high.shape == trie.logs.shape == (nodes, width),
-        "entries of other shapes",
+        "entries of different shapes",
     )
 
-    # The nodes of each level follow each other, and so do the children of one node.
+    # The nodes of each level are contiguous, and so are the children of each node.
     first = int((trie.roots >= 0).sum())
     children = trie.children.astype(np.int64)
     _must(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
@@ -391,7 +408,8 @@ def _check(trie: Trie, vocabulary: int) -> None:
         _must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
 
     # The candidates of an entry are tokens, likeliest first.
-    ids, there = trie.ids_high.astype(np.int64) << 16 | trie.ids_low, trie.logs != ABSENT
+    ids = trie.ids_high.astype(np.int64) << 16 | trie.ids_low
+    there = trie.logs != ABSENT
     _must((ids[there] < vocabulary).all(), "a token out of range")
     _must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
     _must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")

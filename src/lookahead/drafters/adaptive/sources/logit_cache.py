@@ -1,8 +1,8 @@
 """The logit cache: the best tokens of every evaluated row, indexed by its last one, two and three tokens.
 
-Rows of rejected branches and of the window cost as much as accepted rows, and their logits say as much about what the
-target predicts after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such a table
-for the last token alone.) The key of m tokens is the number with these digits in base V.
+Rows of rejected branches and of the window cost as much as accepted rows, and their logits are as informative about
+the target's predictions after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such
+a table for the last token alone.) The key of m tokens is the number with these digits in base V.
 
 An example with V = 100. A step evaluated a row with token 7 after the tokens 5 and 6, and its best tokens were 8
 (log-odds 0), 3 (-0.4) and 9 (-2.1). The three tables get
@@ -40,18 +40,19 @@ from ..calibration import (
 from ..hashing import enter, find, new_slots, rehash, remove
 from ..memory import BASE_PROPOSALS, OTHER_PROPOSALS, SPAN, Cache, Memory, Tree, noise_of
 
-#: Greedy decoding keeps no candidates with smaller log-odds: one in a thousand of them is correct.
+#: Greedy decoding keeps no candidates with smaller log-odds; only one in a thousand of them is correct.
 FURTHEST = -6.0
-#: Tokens of a row that are proposed when sampling.
+#: Number of tokens proposed per row when sampling.
 SAMPLED_PROPOSALS = 8
-#: Entries that a new table has room for.
+#: Initial capacity of a table, in entries.
 FIRST_ENTRIES = 1 << 12
 
 
 @compiled
 def key_of(memory: Memory, order: int, node: int) -> int:
-    """Key of the last ``order`` + 1 tokens of a row."""
-    step, nodes = memory.step[0], memory.tree.nodes
+    """The key of the last ``order`` + 1 tokens of a row."""
+    step = memory.step[0]
+    nodes = memory.tree.nodes
     row = nodes[node]
     if order == 0:
         return int64(row.token)
@@ -63,8 +64,9 @@ def key_of(memory: Memory, order: int, node: int) -> int:
 
 @compiled
 def propose(memory: Memory, node: int) -> None:
-    """Propose the cached tokens after the same last three tokens, else two, else one; best first."""
-    row, cache = memory.tree.nodes[node], memory.cache
+    """Propose the tokens cached for the same last three tokens, or else two, or else one; best first."""
+    row = memory.tree.nodes[node]
+    cache = memory.cache
     row.order, row.cached = 0, 0
     if memory.step[0].use_logits == 0:
         return
@@ -99,7 +101,7 @@ def greedy_kind(odds: Any, index: int, origin: int) -> int:
 
 @compiled
 def _room(tree: Tree, ids: Any) -> int:
-    """The number of tokens of an entry to read; another request with this state may have stored more."""
+    """The number of tokens to read of an entry, in which another request with this state may have stored more."""
     return min(len(ids), int64(tree.proposals.shape[1]) - BASE_PROPOSALS - OTHER_PROPOSALS)
 
 
@@ -107,7 +109,8 @@ def _room(tree: Tree, ids: Any) -> int:
 def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int) -> int:
     ids, odds, origin = cache.ids[order, entry], cache.odds[order, entry], cache.origins[order, entry]
     proposals = tree.proposals[node]
-    count, most = 0, _room(tree, ids)
+    count = 0
+    most = _room(tree, ids)
     while count < most and ids[count] >= 0:
         proposals[count].token, proposals[count].kind = ids[count], greedy_kind(odds, count, origin)
         count += 1
@@ -116,11 +119,15 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 
 @compiled
 def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
-    """Propose the best tokens with the noise that the target will sample with there."""
-    step, cache = memory.step[0], memory.cache
-    row, proposals = memory.tree.nodes[node], memory.tree.proposals[node]
+    """Propose the best tokens under the noise with which the target will sample there."""
+    step = memory.step[0]
+    cache = memory.cache
+    row = memory.tree.nodes[node]
+    proposals = memory.tree.proposals[node]
     ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
     temperature = np.float32(step.temperature)
+
+    # Insertion sort by score with noise.
     kept = 0
     for i in range(_room(memory.tree, ids)):
         token = ids[i]
@@ -140,6 +147,8 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
             index -= 1
         proposals[index].score, proposals[index].token = score, token
         kept = min(kept + 1, SAMPLED_PROPOSALS)
+
+    # Their buckets.
     if kept > 0:
         best = proposals[0].score
         base = (interval_of(HEIGHTS, best) * 3 + cache.origins[row.order, entry]) * KINDS
@@ -151,8 +160,9 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
 
 @compiled
 def _entry_for(cache: Cache, order: int, key: int) -> int:
-    """The index of the key's entry, which is added if it is missing."""
-    slots, keys = cache.slots[order], cache.keys[order]
+    """The index of the key's entry, which is added if missing."""
+    slots = cache.slots[order]
+    keys = cache.keys[order]
     slot = slots[find(slots, key)]
     if slot.key == 0:
         slot.key, slot.value = key + 1, cache.spans[order].newest
@@ -178,17 +188,19 @@ def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: in
 
 @compiled
 def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: int) -> None:
-    """Store all rows of a step. Rows with equal keys overwrite each other: unlikely rows first, the path last.
+    """Store all rows of a step. Rows overwrite others with equal keys, so unlikely ones come first and the path last.
 
     Args:
         ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
-        length: accepted rows, the first of ``memory.path``.
+        length: number of accepted rows, at the start of ``memory.path``.
         window_start: first row of the window.
     """
-    cache, nodes, count = memory.cache, memory.tree.nodes, memory.tree.sizes[0].rows
+    cache = memory.cache
+    nodes = memory.tree.nodes
+    count = memory.tree.sizes[0].rows
     keep_all = memory.step[0].sampled != 0
     for order in range(ORDERS):
-        # All lookups come first: after a forward pass the tables are not in the caches, and lookups wait in parallel.
+        # All lookups come first, so that their cache misses overlap: a forward pass evicts the tables from the cache.
         for node in range(count - 1, -1, -1):
             nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
         for node in range(count - 1, -1, -1):
@@ -202,8 +214,9 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
 
 @compiled
 def _evict(cache: Cache, order: int) -> None:
-    """Evict the oldest eighth of the entries when there are more than ``max_entries``."""
-    span, keys = cache.spans[order], cache.keys[order]
+    """If there are more than ``max_entries`` entries, evict the excess and the oldest eighth."""
+    span = cache.spans[order]
+    keys = cache.keys[order]
     over = span.newest - span.oldest - cache.max_entries
     if over > 0:
         for _ in range(cache.max_entries // 8 + over):
@@ -221,12 +234,12 @@ class LogitCache:
 
     def __init__(self, max_entries: int, width: int) -> None:
         self.max_entries = max_entries
-        self._unseen = FIRST_ENTRIES  # rows for which there is certainly room
+        self._unseen = FIRST_ENTRIES  # rows that certainly fit
         self.arrays = self._allot(FIRST_ENTRIES, width, np.zeros(ORDERS, SPAN))
 
     @property
     def width(self) -> int:
-        """The most tokens of an entry."""
+        """The largest number of tokens per entry."""
         return int(self.arrays.ids.shape[2])
 
     def size(self, order: int) -> int:
@@ -242,13 +255,16 @@ class LogitCache:
         return tuple(part[order][places] for part in (cache.keys, cache.ids, cache.odds, cache.origins))
 
     def load(self, order: int, keys: Any, ids: Any, odds: Any, origins: Any) -> None:
-        """The inverse of ``entries``, for an empty table; the keys must differ."""
+        """The inverse of ``entries``, for an empty table; the keys must be distinct."""
         count, width = ids.shape
         self.make_room(count, max(width, self.width))
         cache = self.arrays
-        cache.keys[order, :count], cache.origins[order, :count] = keys, origins
-        cache.ids[order, :count], cache.odds[order, :count] = -1, np.nan
-        cache.ids[order, :count, :width], cache.odds[order, :count, :width] = ids, odds
+        cache.keys[order, :count] = keys
+        cache.origins[order, :count] = origins
+        cache.ids[order, :count] = -1
+        cache.ids[order, :count, :width] = ids
+        cache.odds[order, :count] = np.nan
+        cache.odds[order, :count, :width] = odds
         enter(cache.slots[order], cache.keys[order, :count])
         cache.spans["newest"][order] = count
         self._unseen = 0
@@ -271,20 +287,21 @@ class LogitCache:
         for order in range(ORDERS):
             span = old.spans[order]
             numbers = np.arange(span["oldest"], span["newest"])
-            before, now = numbers & old.keys.shape[1] - 1, numbers & room - 1
-            new.keys[order, now], new.origins[order, now] = (
-                old.keys[order, before],
-                old.origins[order, before],
-            )
-            new.ids[order, now], new.odds[order, now] = -1, np.nan
+            before = numbers & old.keys.shape[1] - 1
+            now = numbers & room - 1
+            new.keys[order, now] = old.keys[order, before]
+            new.origins[order, now] = old.origins[order, before]
+            new.ids[order, now] = -1
             new.ids[order, now, : old.ids.shape[2]] = old.ids[order, before]
+            new.odds[order, now] = np.nan
             new.odds[order, now, : old.ids.shape[2]] = old.odds[order, before]
             rehash(old.slots[order], new.slots[order])
 
     def _allot(self, entries: int, width: int, spans: Any) -> Cache:
-        # The parts of an entry are adjacent, because after a forward pass every cache line comes from slow memory.
+        # The parts of an entry are adjacent: after a forward pass, every cache line has to be fetched from memory.
         memory = np.empty((ORDERS, entries, 1 + 2 * width), np.int32)
-        origins, ids = memory[:, :, 0], memory[:, :, 1 : 1 + width]
+        origins = memory[:, :, 0]
+        ids = memory[:, :, 1 : 1 + width]
         odds = memory[:, :, 1 + width :].view(np.float32)
         keys = np.empty((ORDERS, entries), np.int64)
         return Cache(new_slots(ORDERS, 2 * entries), keys, origins, ids, odds, spans, self.max_entries)

@@ -1,13 +1,13 @@
 """Suffix matches: a trie of all n-grams of the texts, up to a maximum length, with counts.
 
 A node of the trie is a context, a sequence of tokens. Its child for token t is the context followed by t, found by
-one lookup in a hash table; its suffix link is the context without its first token. So a drafted token costs one
-lookup, whatever the order, and a new token of a text costs one lookup for each order.
+one lookup in a hash table; its suffix link is the context without its first token. So a drafted token takes one
+lookup, whatever the order, and a new token of a text takes one lookup per order.
 
 An example with order 2, after the text  a b c a b d a b :
 
     context   seen   successors        suffix link
-    ()               b 3, a 3, d 1     -            three successors are kept; of equal counts the later stands first
+    ()               b 3, a 3, d 1     -            three successors are kept; at equal counts, the latest comes first
     (a)        3     b 3               ()
     (b)        3     d 1, c 1          ()
     (a b)      3     d 1, c 1          (b)
@@ -15,8 +15,8 @@ An example with order 2, after the text  a b c a b d a b :
     (a b d)    1     none              (b d)        one token longer than the order, so its successors are not counted
 
 The longest context at the end of the text that was followed by a token is (a b), so the root of the tree gets the
-proposals d and c, each with the share 1/2 and the order 2. Below d, one lookup leads from (a b) to (a b d). It has no
-successors, so its suffix link is followed to (b d), which proposes a.
+proposals d and c, each with the share 1/2 and the order 2. Below d, one lookup leads from (a b) to (a b d). That has
+no successors, so its suffix link is followed to (b d), which proposes a.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..memory import CONTEXT, MATCHES, TextEnd, Tree
 
 #: A child's key is the parent's number and the token: node << SHIFT | token.
 SHIFT = 22
-#: Contexts that a new trie has room for. Unused memory costs nothing, but moving to a larger array does.
+#: Initial capacity in contexts. Unused memory costs nothing, but moving to a larger array does.
 FIRST_CONTEXTS = 1 << 12
 
 
 @compiled
 def child(text: TextEnd, context: int, token: int) -> int:
-    """The context followed by a token; 0 if the trie does not have it."""
+    """The context followed by a token; 0 if it is not in the trie."""
     slot = text.slots[find(text.slots, int64(context) << SHIFT | token)]
     return int64(slot.value) if slot.key != 0 else int64(0)
 
@@ -75,8 +75,9 @@ def follow(text: TextEnd, context: int, token: int) -> int:
 
 @compiled
 def _rank(trie: Any, context: int, node: int) -> None:
-    """Update the three most frequent successors; of equal counts the later one stands first."""
-    here, count = trie[context], trie[node].count
+    """Update the three most frequent successors; at equal counts, the latest comes first."""
+    here = trie[context]
+    count = trie[node].count
     if here.first == 0 or count >= trie[here.first].count:
         if here.second != node:
             here.third = here.second
@@ -93,12 +94,15 @@ def _rank(trie: Any, context: int, node: int) -> None:
 
 @compiled
 def feed(text: TextEnd, tokens: Any, length: int) -> None:
-    """Append the first ``length`` tokens to the text; the trie must have room for all their contexts."""
-    trie, contexts, used = text.trie, text.contexts, int64(text.used[0])
+    """Append the first ``length`` tokens to the text. The trie must have room for all their contexts."""
+    trie = text.trie
+    contexts = text.contexts
+    used = int64(text.used[0])
     for i in range(length):
         token = int64(tokens[i])
-        link, length = 0, 0
-        # Each context of the old end is read before the new one of that length takes its place.
+        link = 0
+        length = 0
+        # From short to long: read each context of the old end before the new one of that length replaces it.
         context = contexts[0]
         while context >= 0:
             trie[context].total += 1
@@ -126,7 +130,7 @@ def feed(text: TextEnd, tokens: Any, length: int) -> None:
 
 @entry
 def read(text: TextEnd, tokens: Any) -> None:
-    """``feed`` all of ``tokens``; called from Python."""
+    """``feed`` all of ``tokens``, called from Python."""
     feed(text, tokens, len(tokens))
 
 
@@ -144,8 +148,12 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     matches[0].token = -1
     if len(text.contexts) == 0:
         return
-    nodes, contexts, trie = tree.nodes, tree.contexts, text.trie
-    while contexts[source, node] < 0:  # rows above it first
+    nodes = tree.nodes
+    contexts = tree.contexts
+    trie = text.trie
+
+    # The longest context at the row; those of the rows above it first.
+    while contexts[source, node] < 0:
         row = node
         while row > 0 and contexts[source, nodes[row].parent] < 0:
             row = nodes[row].parent
@@ -156,6 +164,8 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     context = contexts[source, node]
     if context == 0:
         return
+
+    # Its most frequent successors.
     here = trie[context]
     order: int = min(int64(here.depth), MATCH_ORDERS) - 1
     count = 0
@@ -169,7 +179,7 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
 
 
 class SuffixTrie:
-    """All n-grams of up to ``order`` + 1 tokens of the texts that have been fed to it.
+    """All n-grams of up to ``order`` + 1 tokens of the texts fed to it.
 
     Args:
         order: longest context, at least 1.
@@ -177,12 +187,13 @@ class SuffixTrie:
     """
 
     def __init__(self, order: int, max_nodes: int | None = None) -> None:
-        self.order, self.max_nodes = order, max_nodes
+        self.order = order
+        self.max_nodes = max_nodes
         self.texts = self.generation = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all contexts."""
         self.generation += 1  # readers compare it with their own
         self.nodes = np.zeros(FIRST_CONTEXTS, CONTEXT)
         self.slots = new_slots(2 * FIRST_CONTEXTS)
@@ -190,7 +201,7 @@ class SuffixTrie:
 
     @property
     def used(self) -> int:
-        """The number of contexts, the root included."""
+        """The number of contexts, including the root."""
         return int(self._used[0])
 
     def begin(self) -> Reader:
@@ -214,10 +225,12 @@ class SuffixTrie:
 
 
 class Reader:
-    """The end of one text that is being fed to a trie; several texts may share it."""
+    """The end of one text that is being fed to a trie. Several texts may share the trie."""
 
     def __init__(self, trie: SuffixTrie, number: int) -> None:
-        self.trie, self.number, self._generation = trie, number, 0
+        self.trie = trie
+        self.number = number
+        self._generation = 0
         self._contexts = np.zeros(trie.order + 1, np.int32)
         self.catch_up()
 
@@ -237,7 +250,7 @@ class Reader:
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Restart at the root if the trie was cleared. Returns whether it was."""
+        """Restart at the root if the trie has been cleared. Returns whether it has."""
         if self._generation == self.trie.generation:
             return False
         self._generation = self.trie.generation

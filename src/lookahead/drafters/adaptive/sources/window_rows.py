@@ -1,7 +1,7 @@
-"""The window as a source of rows: the logit cache keeps what the target predicts under them.
+"""The window as a source of rows, under which the target's predictions enter the logit cache.
 
-The window gets the rows that are left in the step. It replaces rows of the tree only if that pays: the accepted
-tokens per window row are compared with the probability of the tree row that would be replaced.
+The window gets the remaining rows of the step. It replaces rows of the tree only if its accepted tokens per row are
+worth more than the probabilities of the rows that it replaces.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from ....core import TokenTree
 from ...window import Window, fill_tokens
 
-#: Number of steps over which the credit is averaged, and the credit at the start.
-HORIZON, FIRST_CREDIT = 100, 0.004
+#: Number of steps over which the credit is averaged.
+HORIZON = 100
+#: Initial credit.
+FIRST_CREDIT = 0.004
 
 
 class WindowSource:
@@ -21,12 +23,12 @@ class WindowSource:
 
     Args:
         width, ngram_size: W and N.
-        prompt: its tokens fill empty positions.
-        eos: tokens that end a text.
+        prompt: the tokens from which empty positions are filled at random.
+        eos: tokens that end a sequence.
         seed: seed of the random tokens.
 
     Attributes:
-        credit: accepted tokens per window row in recent steps.
+        credit: accepted tokens per window row, averaged over recent steps.
         rows_used: total number of window rows.
     """
 
@@ -36,10 +38,12 @@ class WindowSource:
         rng = random.Random(seed)
         tokens = fill_tokens(prompt, eos)
         self._window = Window(width, ngram_size, lambda: rng.choice(tokens))
-        self._eos, self.credit, self.rows_used = eos, FIRST_CREDIT, 0
+        self._eos = eos
+        self.credit = FIRST_CREDIT
+        self.rows_used = 0
 
     def wanted(self, max_depth: int) -> int:
-        """The number of rows of the window, narrowed to ``max_depth``."""
+        """The number of rows of the window, after narrowing it to ``max_depth``."""
         self._window.narrow(max_depth - len(self._window.levels) + 2)
         return self._window.rows()
 
@@ -48,7 +52,7 @@ class WindowSource:
         return self._window.nodes()
 
     def add_to(self, tree: TokenTree) -> None:
-        """Add the window to a tree; the logits of all rows are needed."""
+        """Add the window to a tree, whose rows then all need logits."""
         self._window.add_to(tree)
         tree.needs_logits = [True] * len(tree)
 
@@ -58,7 +62,7 @@ class WindowSource:
         Args:
             root: the token at the root of the step.
             answers: the target's token under each row.
-            rows: rows of the window in the tree.
+            rows: number of window rows in the tree.
             credited: tokens accepted because of the window.
         """
         self.credit += (credited / rows - self.credit) / HORIZON
