@@ -1,9 +1,9 @@
 """Models with recurrent or convolutional state: the paths of a token tree are the rows of a batch.
 
-Recurrent layers ignore attention masks, so they cannot evaluate a tree in one sequence, but they evaluate batches.
-Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state, and
-shorter rows are padded at the end, where nothing is read. Example: the sequence's state has processed "the cat",
-and the tree is
+Recurrent layers ignore attention masks, so they cannot evaluate a tree within one sequence, but they can evaluate a
+batch. Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state.
+Shorter rows are padded at the end; padding is never read. Example: the sequence's state has processed "the cat", and
+the tree is
 
     sat ─┬─ on ── the
          └─ down
@@ -21,7 +21,7 @@ After verification the state must be that of the accepted path:
     pending: sat down                next tree: root "and"
     batch row 0:   sat  down  and  ...
 
-  A step of one row processes the pending tokens. If there are too many of them, a separate pass does.
+  A single-row step processes the pending tokens. If there are too many, a separate pass does.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .transformers import PlainTarget, run_model
 
-#: Pending tokens that a pass may hold, summed over its rows.
+#: Maximum pending tokens in a pass, summed over its rows.
 MAX_PENDING = 16
 #: Smallest chunk of a scan; chunks are powers of two.
 MIN_CHUNK = 16
-#: Largest median distance between steps of one row and causal passes that rounding explains, in 32 and in 16 bits.
+#: Largest median distance between single-row steps and causal passes that rounding explains, in 32 and 16 bits.
 ROUNDING = (0.03, 0.3)
 
 
@@ -71,7 +71,7 @@ class BatchRowsTarget(PlainTarget):
     """Token trees as rows of a batch, one pass per sequence. Implements ``lookahead.core.Target``.
 
     Attributes:
-        lengths: by slot, the number of tokens that the state has processed.
+        lengths: number of tokens that the state has processed, by slot.
     """
 
     path = "batch-rows"
@@ -79,17 +79,17 @@ class BatchRowsTarget(PlainTarget):
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         super().__init__(model, reason)
-        #: By slot, the accepted tokens that the state has not processed yet.
+        #: Accepted tokens that the state has not processed yet, by slot.
         self._pending: dict[int, list[int]] = {}
         self._passes: dict[int, _Pass] = {}
         sizes: list[tuple[Any, Any]] = [
             (module, getattr(module, "chunk_size", None)) for module in model.modules()
         ]
-        #: Modules that scan many tokens in chunks, and the size of their chunks.
+        #: Modules that scan tokens in chunks, with their chunk sizes.
         self._scans = [(module, size) for module, size in sizes if isinstance(size, int)]
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position."""
+        """Positions left up to the model's last one."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot] - len(self._pending[slot]))
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
@@ -97,9 +97,9 @@ class BatchRowsTarget(PlainTarget):
         return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Evaluate trees one after the other.
+        """Evaluate trees sequentially.
 
-        If all trees have one row, their tokens are processed in place, as in plain decoding; such a step must be
+        If every tree has one row, the tokens are processed in place, as in plain decoding; such a step must be
         committed before the next one.
         """
         for slot, _ in trees:
@@ -123,7 +123,7 @@ class BatchRowsTarget(PlainTarget):
             self._caches[slot] = repeated(before, 1)
             try:
                 self._process(slot)
-            except OutOfMemory:  # some layers may have processed the tokens; the step will be tried again
+            except OutOfMemory:  # some layers may have processed the tokens; the step will be retried
                 self._caches[slot] = before
                 raise
         pending, width = self._pending[slot], len(max(paths, key=len))
@@ -147,8 +147,8 @@ class BatchRowsTarget(PlainTarget):
 
     @contextmanager
     def _short_chunks(self, tokens: int) -> Iterator[None]:
-        """A context in which scans use chunks that fit ``tokens`` tokens; otherwise they would pad a step to the
-        chunk size for prompts, such as 256."""
+        """A context in which scans use chunks that fit ``tokens`` tokens, because they would otherwise pad a step to
+        the chunk size for prompts, such as 256."""
         short = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         scans = self._scans if tokens > 1 else []
         try:
@@ -160,7 +160,7 @@ class BatchRowsTarget(PlainTarget):
                 module.chunk_size = size
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the state of the row that the path fills; if it fills none, its tokens become pending."""
+        """Keep the state of the row that the path fills. If it fills none, its tokens become pending."""
         for slot, path in paths:
             last = self._passes.pop(slot, None)
             if last is None:  # a step of one row
@@ -190,13 +190,13 @@ def leaf_paths(tree: TokenTree) -> list[list[int]]:
 
 
 def repeated(cache: Any, rows: int) -> Any:
-    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy do not change the
-    original."""
+    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy leave the original
+    unchanged."""
     other = copy(cache)
     other.layers = [copy(layer) for layer in cache.layers]
     for layer in other.layers:
         for name, value in vars(layer).items():
-            if isinstance(value, dict):  # recurrent states by number, which layers write in place
+            if isinstance(value, dict):  # recurrent states by index, which layers write in place
                 setattr(layer, name, {key: _repeat(state, rows) for key, state in value.items()})
             elif torch.is_tensor(value) and value.dim() > 1:  # keys and values, which grow by concatenation
                 setattr(layer, name, value.expand(rows, *value.shape[1:]))
@@ -208,14 +208,14 @@ def _repeat(state: Any, rows: int) -> Any:
 
 
 class NoSteps(SettingsError):
-    """Steps of one row do not continue the model's text."""
+    """Single-row steps do not continue the model's sequence."""
 
 
 class StepTrial(Trial):
-    """A trial whose reference is plain decoding: the prompt, then one token per pass.
+    """A trial with plain decoding as its reference: the prompt, then one token per pass.
 
     Causal passes cannot be the reference here: some models clamp values when they scan many tokens but not in their
-    recurrence, and plain decoding uses the recurrence. Many recurrent models have no positions except the order of
+    recurrence, and plain decoding uses the recurrence. Many recurrent models encode positions only in the order of
     tokens, so a wrong ancestor is the only negative control.
     """
 
@@ -224,10 +224,10 @@ class StepTrial(Trial):
     tolerance = 1e-4
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """The rows computed by steps of one token; with ``in_two_passes``, by causal passes.
+        """Logits (rows, V) computed one token per step; with ``in_two_passes``, by causal passes.
 
         Raises:
-            NoSteps: the model keeps its state elsewhere, so that steps do not continue its text.
+            NoSteps: the model keeps its state elsewhere, so steps do not continue its sequence.
         """
         passes = super().reference(model, in_two_passes)
         if in_two_passes:
@@ -255,6 +255,6 @@ class StepTrial(Trial):
         if steps is None or (median > rounding > float(distance(super().reference(model), passes).median())):
             raise NoSteps(
                 f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "
-                f"through one do not continue its text ({why}); use model.generate without custom_generate"
+                f"through one do not continue its sequence ({why}); use model.generate without custom_generate"
             )
         return steps
